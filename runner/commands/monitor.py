@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--json] [run=NAME]
 
-Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C or the key q. Does not train. Without a GPU it shows the
-rest and the reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes
+Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the rest and the
+reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes
 gpu.csv, monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line per sample.
 
-  seconds=30          duration; default: until Ctrl-C or q
+  seconds=30          duration; default: until Ctrl-C
   interval_s=1        seconds between samples
   log_dir=DIR         where that folder is created; null: write nothing
   --json              print a JSON object per sample on standard output, and all messages on standard error
@@ -216,10 +216,9 @@ def _print_assessment(
 
     columns = max(30, os.get_terminal_size(1).columns or 80) if sys.stdout.isatty() else 0
     for line in format_assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
-        text = line.replace("°", "") if not (sys.stdout.encoding or "").lower().startswith("utf") else line
-        is_prose = columns and text.startswith(("high ", "low ", "note ", "good "))
+        is_prose = columns and line.startswith(("high ", "low ", "note ", "good "))
         print_line(
-            textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text
+            textwrap.fill(line, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else line
         )
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
-import sys
-import termios
 import time
-import tty
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
@@ -28,7 +24,7 @@ from runner.monitor.monitor_thread import format_line
 class SampleLines:
     """Prints a line per sample, and each note once on another stream.
 
-    is_gone  the reader has closed the stream, or q was pressed
+    is_gone  the reader has closed the stream
     """
 
     def __init__(self, out: TextIO, notes: TextIO, text: Callable[[View], str]) -> None:
@@ -59,49 +55,6 @@ class SampleLines:
         """Restore the terminal; a second call does nothing."""
 
 
-class Keyboard:
-    """Reads keys from a terminal as they are pressed, without echo. Ctrl-C and Ctrl-Z remain signals.
-
-    is_open  `open` was called, and the stream is a terminal that this process may read
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self._fd = -1
-        self._saved: list[Any] | None = None
-
-    def open(self) -> None:
-        """Take over the terminal. Input typed before is discarded: its letters are not meant as keys."""
-        with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):  # no terminal, or no stream
-            self._fd = self._stream.fileno()  # type: ignore[union-attr]
-            if not in_background(self._fd):
-                self._saved = termios.tcgetattr(self._fd)
-                tty.setcbreak(self._fd, termios.TCSANOW)
-                termios.tcflush(self._fd, termios.TCIFLUSH)
-
-    @property
-    def is_open(self) -> bool:
-        return self._saved is not None
-
-    def read(self) -> str:
-        """Return the keys pressed since the last call, without waiting."""
-        with contextlib.suppress(OSError, ValueError, termios.error):
-            if not self.is_open or in_background(self._fd):  # reading would stop a background process
-                return ""
-            if termios.tcgetattr(self._fd)[3] & termios.ICANON:  # the shell has reset it while this process was stopped
-                tty.setcbreak(self._fd, termios.TCSANOW)
-            if select.select([self._fd], [], [], 0)[0]:
-                return os.read(self._fd, 1024).decode(errors="replace")
-        return ""
-
-    def close(self) -> None:
-        """Restore the terminal; a second call does nothing."""
-        with contextlib.suppress(OSError, termios.error):
-            if self._saved is not None and not in_background(self._fd):
-                termios.tcsetattr(self._fd, termios.TCSANOW, self._saved)
-        self._saved = None
-
-
 def in_background(fd: int) -> bool:
     """Return whether the terminal belongs to another foreground process, as that of a job started with `&`."""
     try:
@@ -111,21 +64,17 @@ def in_background(fd: int) -> bool:
 
 
 class FullScreen:
-    """Shows the view on the whole terminal from the first draw to `close`, which restores it. The key q ends it."""
+    """Shows the view on the whole terminal from the first draw to `close`, which restores it."""
 
-    def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
-        self._has_quit = False
+    def __init__(self, stream: TextIO) -> None:
         self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        self._ascii = not self._console.encoding.lower().startswith("utf")
         self._live: Live | None = Live(console=self._console, screen=True, auto_refresh=False)
         self._size = (0, 0)
-        self._keyboard = Keyboard(keys)
         self._is_started = False
 
     @property
     def is_gone(self) -> bool:
-        self._has_quit = self._has_quit or "q" in self._keyboard.read().lower()
-        return self._live is None or self._has_quit
+        return self._live is None
 
     def sample(self, view: View) -> None:
         self.draw(view)
@@ -133,15 +82,13 @@ class FullScreen:
     def draw(self, view: View) -> None:
         if not self._is_started:
             self._is_started = True
-            self._keyboard.open()
             self._draw(lambda live: live.start())
-        view.has_keys = self._keyboard.is_open
 
         def show(live: Live) -> None:
             self._size = (self._console.width, self._console.height)
             # The last column stays free: some terminals wrap a line that fills it.
             columns = max(1, self._console.width - 1)
-            screen = machine_screen(view, columns, self._console.height, ascii_only=self._ascii)
+            screen = machine_screen(view, columns, self._console.height)
             live.update(Constrain(screen, columns), refresh=True)
 
         self._draw(show)
@@ -154,7 +101,6 @@ class FullScreen:
     def close(self) -> None:
         self._draw(lambda live: live.stop())
         self._live = None
-        self._keyboard.close()
 
     def _draw(self, action: Callable[[Live], None]) -> None:
         if self._live is not None and not self._console.draw(partial(action, self._live)):
@@ -173,9 +119,9 @@ def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay
     """
     if as_json:
         return SampleLines(out, notes, lambda view: json.dumps(to_json_object(view)))
-    is_screen = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if is_screen and not in_background(out.fileno()) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        return FullScreen(out, sys.stdin)
+    has_screen = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and out.encoding.lower() == "utf-8"
+    if has_screen and not in_background(out.fileno()) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        return FullScreen(out)
     return SampleLines(out, notes, lambda view: format_line(view.latest))
 
 

@@ -20,7 +20,6 @@ from runner.monitor.samples import Readings, SampledGpu
 
 MAX_SAMPLES = 1000  # of a sparkline: more columns than terminals have
 BLOCKS = "▁▂▃▄▅▆▇█"
-BLOCKS_ASCII = "_.:-=+*#"
 WAITING = "the driver has not responded yet; it may hang"
 
 
@@ -34,14 +33,12 @@ class View:
     alerts      about the GPUs themselves: lost, or with errors
     is_waiting  the first sample is late
     remaining   seconds until the end; None: until it is stopped
-    has_keys    the key q stops it, too
     """
 
     gpus: Mapping[str, SampledGpu] = field(default_factory=dict)
     interval_s: float = 1.0
     seconds: float = 0.0
     remaining: float | None = None
-    has_keys: bool = False
     users: Mapping[str, Sequence[GpuUser]] | None = None
     missing: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)
@@ -64,52 +61,40 @@ class View:
         return [*self.missing, *([WAITING] if self.is_waiting else [])]
 
 
-def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float], columns: int) -> str:
     """Return the newest values, in percent, as at most `columns` blocks of eight heights; a space for NaN."""
-    blocks = BLOCKS_ASCII if ascii_only else BLOCKS
     newest = list(values)[-columns:] if columns > 0 else []
     heights = (None if math.isnan(value) else min(7, max(0, int(value / 100 * 8))) for value in newest)
-    return "".join(" " if height is None else blocks[height] for height in heights)
+    return "".join(" " if height is None else BLOCKS[height] for height in heights)
 
 
-def machine_screen(view: View, columns: int, rows: int, *, ascii_only: bool = False) -> Group:
+def machine_screen(view: View, columns: int, rows: int) -> Group:
     """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
     rows  of the terminal: processes that do not fit are left out, with a line that states their number
     """
-    style = _Style(columns, ascii_only)
     notes = [Text(alert.text, style="bold red") for alert in view.alerts]
     notes += [Text(note, style="yellow") for note in view.notes]
-    stop = "q to quit" if view.has_keys else "Ctrl-C to stop"
-    ending = stop if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    ending = "Ctrl-C to stop" if view.remaining is None else f"ends in {view.remaining:.0f} s"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True)
     title.add_column(no_wrap=True, justify="right")
     times = f"{view.seconds:.0f} s elapsed, 1 sample per {view.interval_s:g} s, {ending}"
-    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _MIN_SPARK_COLUMNS else "")
-    upper = Group(title, _gpus(view, style), *_throttle_lines(view), _machine(view, style), *notes)
+    title.add_row(Text("accel-run monitor", "bold"), times if columns >= _MIN_SPARK_COLUMNS else "")
+    upper = Group(title, _gpus(view, columns), *_throttle_lines(view), _machine(view), *notes)
     if not view.gpus:
         return upper
     console = Console(width=max(1, columns), color_system=None)
     max_rows = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
-    return Group(upper, Text(), _processes(view, max_rows, style))
+    return Group(upper, Text(), _processes(view, max_rows))
 
 
-@dataclass(frozen=True)
-class _Style:
-    """Properties of the terminal. Narrow ones have no sparklines, and fewer figures of a GPU."""
-
-    columns: int
-    ascii_only: bool
-
-    def table(self, *columns: str) -> Table:
-        """Return a table; columns: `<` text, `>` right-aligned, `~` a sparkline in the remaining width."""
-        table = Table.grid(padding=(0, 2, 0, 0), expand="~" in columns)
-        for kind in columns:
-            overflow = "crop" if self.ascii_only else "ellipsis"
-            justify = "right" if kind == ">" else "left"
-            table.add_column(no_wrap=True, overflow=overflow, justify=justify, ratio=1 if kind == "~" else None)  # type: ignore[arg-type]
-        return table
+def _make_table(*columns: str) -> Table:
+    """Return a table; columns: `<` text, `>` right-aligned, `~` a sparkline in the remaining width."""
+    table = Table.grid(padding=(0, 2, 0, 0), expand="~" in columns)
+    for kind in columns:
+        table.add_column(no_wrap=True, justify="right" if kind == ">" else "left", ratio=1 if kind == "~" else None)
+    return table
 
 
 @dataclass(frozen=True)
@@ -118,38 +103,36 @@ class _Spark:
 
     values: Sequence[float]
     color: str
-    ascii_only: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        text = sparkline(self.values, options.max_width, ascii_only=self.ascii_only)
+        text = sparkline(self.values, options.max_width)
         yield Text(text, style=self.color, no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)
 
 
-def _gpus(view: View, style: _Style) -> Table:
-    has_sparks = style.columns >= _MIN_SPARK_COLUMNS
-    figures = 3 if style.columns >= 100 else 1 if style.columns >= 70 else 0
+def _gpus(view: View, columns: int) -> Table:
+    has_sparks = columns >= _MIN_SPARK_COLUMNS
+    figures = 3 if columns >= 100 else 1 if columns >= 70 else 0  # narrow terminals show fewer
     spark = ["~"] * has_sparks
-    table = style.table("<", ">", *spark, ">", ">", *spark, *">" * figures)
+    table = _make_table("<", ">", *spark, ">", ">", *spark, *">" * figures)
     for number, (gpu, device) in enumerate(view.gpus.items()):
         used, total = view.latest.get(f"{gpu}/memory_gib"), view.latest.get(f"{gpu}/memory_total_gib")
         size = "" if used is None else f"{used:.1f} GiB" if not total else f"{used:.1f}/{total:.1f} GiB"
         cells: list[RenderableType] = [Text(f"GPU {number}  {to_one_line(device.name, 60)}", "bold")]
         cells += [_percent(view.latest.get(f"{gpu}/util"), 0)]
-        cells += [_Spark(_history(view, f"{gpu}/util"), "green", style.ascii_only)] * has_sparks
+        cells += [_Spark(_history(view, f"{gpu}/util"), "green")] * has_sparks
         cells += [size, _percent(100 * used / total if used is not None and total else None, 0)]
-        cells += [_Spark(_memory_percent(view, gpu), "cyan", style.ascii_only)] * has_sparks
-        table.add_row(*cells, *_figure_cells(view.latest, gpu, style)[:figures])
+        cells += [_Spark(_memory_percent(view, gpu), "cyan")] * has_sparks
+        table.add_row(*cells, *_figure_cells(view.latest, gpu)[:figures])
     return table
 
 
-def _figure_cells(latest: Readings, gpu: str, style: _Style) -> list[Text]:
+def _figure_cells(latest: Readings, gpu: str) -> list[Text]:
     figures = []
-    degree = " C" if style.ascii_only else " °C"
     for name, limit, unit in (
-        ("temperature_c", "", degree),
+        ("temperature_c", "", " °C"),
         ("power_w", "power_limit_w", " W"),
         ("clock_mhz", "", " MHz"),
     ):
@@ -170,11 +153,11 @@ def _throttle_lines(view: View) -> list[Text]:
     ]
 
 
-def _machine(view: View, style: _Style) -> Table:
-    table = style.table("<", ">", "~")
+def _machine(view: View) -> Table:
+    table = _make_table("<", ">", "~")
     for label, name, color in (("CPU", "cpu/percent", "blue"), ("RAM", "ram/percent", "magenta")):
         if name in view.latest or name in view.history:
-            spark = _Spark(_history(view, name), color, style.ascii_only)
+            spark = _Spark(_history(view, name), color)
             table.add_row(label, _percent(view.latest.get(name), 1), spark)
     disk = [template.format(view.latest[name]) for name, template in _DISK.items() if name in view.latest]
     if disk:
@@ -182,7 +165,7 @@ def _machine(view: View, style: _Style) -> Table:
     return table
 
 
-def _processes(view: View, max_rows: int, style: _Style) -> RenderableType:
+def _processes(view: View, max_rows: int) -> RenderableType:
     plural = "s" if len(view.gpus) > 1 else ""
     if view.users is None:
         return Text(f"the driver does not report which processes use the GPU{plural}", style="dim")
@@ -190,7 +173,7 @@ def _processes(view: View, max_rows: int, style: _Style) -> RenderableType:
     if not users:
         return Text(f"no process computes on the GPU{plural}", style="dim")
     shown = users if len(users) <= max_rows else users[: max(0, max_rows - 1)]
-    table = style.table(">", ">", "<", ">", "<")
+    table = _make_table(">", ">", "<", ">", "<")
     table.add_row("GPU", "PID", "USER", "MEMORY", "COMMAND", style="bold")
     for number, user in shown:
         names = [to_one_line(name, 60) or "?" for name in (user.user, user.name)]

@@ -490,5 +490,5 @@ def test_the_screen_shows_when_it_ends(tmux: Callable[[int, int], Tmux]) -> None
     seen.start(None, "seconds=600", "log_dir=null")
     screen = seen.until(lambda text: "no NVIDIA driver" in " ".join(text.split()))
     assert re.search(r" ends in \d+ (s|min)\b", screen.splitlines()[0])
-    seen.run("send-keys", "q")
+    seen.run("send-keys", "C-c")
     assert "ends in" not in seen.until(lambda text: "lowest" in text)

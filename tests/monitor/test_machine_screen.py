@@ -9,7 +9,6 @@ import math
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -20,7 +19,6 @@ from runner.monitor.machine_screen import MAX_SAMPLES, WAITING, View, machine_sc
 from runner.monitor.monitor_thread import format_line
 from runner.monitor.samples import SampledGpu
 from tests.console.test_progress_display import plain, terminal
-from tests.waiting import wait_until
 
 T4 = {
     "gpu0/util": 85.0, "gpu0/memory_gib": 8.0, "gpu0/memory_total_gib": 15.0, "gpu0/temperature_c": 61.0,
@@ -47,10 +45,10 @@ def eight(**values: float) -> View:
     return view_of(*[sample] * 50, gpus=8, users=users)
 
 
-def shown(view: View, columns: int = 100, rows: int = 40, *, ascii_only: bool = False) -> list[str]:
+def shown(view: View, columns: int = 100, rows: int = 40) -> list[str]:
     console = Console(width=columns, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(machine_screen(view, columns, rows, ascii_only=ascii_only))
+        console.print(machine_screen(view, columns, rows))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -58,7 +56,7 @@ def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
     assert sparkline([0, 12.5, 25, 37.5, 50, 62.5, 75, 87.5, 100], 9) == "▁▂▃▄▅▆▇██"
     assert sparkline([50, math.nan, 50], 9) == "▅ ▅"
     assert sparkline([1, 2, 100], 2) == "▁█", "the newest are shown"
-    assert sparkline([0, 100, 101], 9, ascii_only=True) == "_##"
+    assert sparkline([0, 100, 101], 9) == "▁██"
     assert sparkline([1], 0) == sparkline([], 5) == ""
 
 
@@ -137,10 +135,6 @@ def test_no_process_differs_from_an_unknown_number_of_processes() -> None:
     assert shown(view_of(T4, users=None))[-1] != shown(view_of(T4, users={"gpu0": []}))[-1]
 
 
-def test_a_terminal_without_unicode_gets_ascii() -> None:
-    assert "\n".join(shown(view_of(T4, users=USERS), ascii_only=True)).isascii()
-
-
 def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -156,45 +150,6 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
     assert text.rindex("\x1b[?1049l") > text.rindex("Tesla T4")
     assert "throttled: power limit" in plain(text)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
-
-
-def test_the_key_q_ends_the_screen_and_the_modes_of_the_terminal_are_restored() -> None:
-    import os
-    import pty
-    import select
-    import termios
-
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as stream, os.fdopen(os.dup(theirs)) as keys:
-        before = termios.tcgetattr(theirs)
-        os.write(ours, b"squeue")
-        assert select.select([theirs], [], [], 0)[0] == [], "complete lines only"
-        display, view = FullScreen(stream, keys), view_of(T4)
-        assert termios.tcgetattr(theirs) == before, "until the first draw"
-        display.draw(view)
-        assert not display.is_gone, "input typed before is discarded"
-        assert "q to quit" in shown(view)[0]
-        assert not termios.tcgetattr(theirs)[3] & (termios.ECHO | termios.ICANON)
-        assert termios.tcgetattr(theirs)[3] & termios.ISIG, "Ctrl-C is a signal"
-        os.write(ours, b"x")
-        assert not display.is_gone
-        os.write(ours, b"q")
-        wait_until(lambda: display.is_gone)
-        display.close()
-        assert termios.tcgetattr(theirs) == before
-    os.close(ours)
-
-
-def test_without_a_keyboard_the_screen_names_another_way_to_end_it(tmp_path: Path) -> None:
-    for keys in (None, (tmp_path / "keys").open("w")):
-        with terminal(80) as (stream, _):
-            display, view = FullScreen(stream, keys), view_of(T4)
-            display.draw(view)
-            assert "Ctrl-C to stop" in shown(view)[0]
-            assert not display.is_gone
-            display.close()
-        if keys is not None:
-            keys.close()
 
 
 def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
