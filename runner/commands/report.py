@@ -182,12 +182,15 @@ def _check_output(out: Path) -> None:
     """
     from runner.base.errors import CannotCreate
     from runner.durable import files
-    from runner.tools.report.page import GENERATOR_TAG, MAX_BYTES
+    from runner.tools.report.page import GENERATOR_TAG
 
     if not out.absolute().parent.is_dir():
         raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")
     if files.exists(out):
-        is_small = files.is_plain_file(out) and files.file_size(out) < 2 * MAX_BYTES
+        is_small = files.is_plain_file(out) and files.file_size(out) < _MAX_REPORT_BYTES
         is_ours = is_small and GENERATOR_TAG.encode() in files.read(out)[:4096]
         if not is_ours:
             raise ConfigError(Problem("already exists and is not a report", f"out={out}", "choose another name"))
+
+
+_MAX_REPORT_BYTES = 10 << 20  # a larger file is not a report, and is not read

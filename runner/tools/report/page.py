@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from runner.tools.report.chart_parts import Chart, MissingPart
 from runner.version import __version__
 
 GENERATOR_TAG = '<meta name="generator" content="accel-run '  # of a page of any version
-MAX_BYTES = 500_000
 
 
 @dataclass(frozen=True)
@@ -111,48 +110,10 @@ class Page:
 
 
 def render_html(page: Page, refresh_s: float | None = None) -> str:
-    """Return the page as HTML of less than MAX_BYTES; the page lists the parts that were dropped.
+    """Return the page as HTML.
 
     refresh_s  interval in seconds at which a browser reloads the page; None: never
     """
-    while True:
-        html = _render(page, refresh_s)
-        if len(html.encode()) < MAX_BYTES:
-            return html
-        page = _shrink(page)
-
-
-def _shrink(page: Page) -> Page:
-    """Omit half of the rows of the largest table, or the largest picture or chart."""
-    parts: list[tuple[int, PageTable | Picture | Chart]] = [
-        (_count_letters(table), table) for table in (*page.first, *page.tables)
-    ]
-    parts += [(len(picture.source), picture) for picture in page.predicted.pictures]
-    parts += [(len(chart.svg), chart) for chart in page.charts[1:]]  # the first one is the most important
-    size, largest = max(parts, key=lambda part: part[0])
-    assert size, "all other texts are truncated when they are read"
-    if isinstance(largest, PageTable):
-        rows = largest.rows[: len(largest.rows) // 2]
-        shorter = replace(largest, head=largest.head if rows else (), rows=rows, note="the rest is omitted")
-        first, tables = (
-            [shorter if table is largest else table for table in section] for section in (page.first, page.tables)
-        )
-        return replace(page, first=first, tables=tables)
-    name = largest.name if isinstance(largest, Picture) else largest.title
-    pictures = [picture for picture in page.predicted.pictures if picture is not largest]
-    return replace(
-        page,
-        charts=[chart for chart in page.charts if chart is not largest],
-        predicted=replace(page.predicted, pictures=pictures),
-        missing=[*page.missing, MissingPart(name, "the page would exceed 500 KB")],
-    )
-
-
-def _count_letters(table: PageTable) -> int:
-    return sum(len(cell) for row in (table.head, *table.rows) for cell in row)
-
-
-def _render(page: Page, refresh_s: float | None) -> str:
     folder = Path(__file__).parent
     environment = jinja2.Environment(
         autoescape=True,

@@ -25,8 +25,8 @@ from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.tools.report.chart_parts import Drawing, bin_curve, smooth
 from runner.tools.report.charts import gradient_norm
-from runner.tools.report.page import MAX_BYTES, render_html
 from runner.tools.report.page import Page as PageContent
+from runner.tools.report.page import render_html
 from runner.tools.report.run_data import Curve, flatten, read_run_data
 from runner.tools.report.watch import Content, watch
 from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 def is_sound(page: Page) -> None:
     """Check that the page is small and self-contained, runs no scripts, and has unique ids."""
-    assert len(page.text.encode()) < MAX_BYTES
+    assert len(page.text.encode()) < 500_000
     assert {tag for tag, _ in page.tags} <= TAGS
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -404,20 +404,6 @@ def test_watching_a_finished_run_writes_its_page_once_and_returns(
     assert main(["report", "full", "--watch", "every_s=0", f"output_root={tmp_path}"]) == 78
 
 
-@pytest.mark.slow
-def test_long_contents_are_shortened_and_the_first_chart_is_kept(tmp_path: Path) -> None:
-    long = "&" * 120_000
-    for name in ("one", "two"):
-        error = {"cause": long, "where": long, "fix": long, "exit_code": 70}
-        make_run(
-            tmp_path, name, run__json=record(name, state="failed", command=long, phases={long: {"kind": long, "metrics": {f"{key}&" * 50: 1.0 for key in range(600)}}}),
-            plan__json=plan() | {"device_name": long}, error__json=error, metrics__jsonl=list(rows(20)), environment__json={"git": dict.fromkeys(map(str, range(300)), "&" * 3000)},
-            events__jsonl=[{"kind": "&" * 9000, "text": long}] * 20,
-        )  # fmt: skip
-    assert "loss" in labelled(report(tmp_path, "one"))
-    assert "chart0" in labelled(report(tmp_path, "one", "two"))
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
@@ -515,6 +501,7 @@ window.onload = () => {
       width: root.clientWidth, needs: root.scrollWidth, back: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
       small: charts.filter(([, box]) => box.width < 250 || box.height < 60).map(([id]) => id), charts: charts.length,
       ink: frame.contentWindow.getComputedStyle(page.querySelector("svg text")).fill,
+      filter: frame.contentWindow.getComputedStyle(page.querySelector("svg")).filter,
     };
   });
   document.body.insertAdjacentHTML("beforeend", "<pre id=seen>" + JSON.stringify(seen) + "</pre>");
@@ -586,6 +573,7 @@ def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(
         assert frame["charts"] == len(CHARTS)
         assert frame["small"] == []
         lights = [sum(map(int, re.findall(r"\d+", frame[key])[:3])) / 3 for key in ("back", "ink")]
+        lights[1] = 255 - lights[1] if frame["filter"].startswith("invert(1)") else lights[1]
         assert (lights[0] < 60 and lights[1] > 180) if dark else (lights[0] > 230 and lights[1] < 60), frame
     with Image.open(picture) as image:
         assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "the charts are drawn"
