@@ -45,7 +45,7 @@ def matmul(context: CheckContext) -> Iterator[CheckResult]:
     wanted = [
         number_format for device in context.devices for number_format in formats(device, context.required_inventory)
     ]
-    for number_format in context.pending(wanted, lambda number_format: number_format.subject):
+    for number_format in context.each(wanted, lambda number_format: number_format.subject):
         if number_format.why_not:
             yield skip(number_format.subject, number_format.why_not)
             continue

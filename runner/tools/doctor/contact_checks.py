@@ -46,8 +46,8 @@ def formats(context: CheckContext) -> Iterator[CheckResult]:
         for number_format in arithmetic.formats(device, context.required_inventory)
     ]
     wanted = [number_format for number_format in numbers if number_format.name != "fp64" and not number_format.why_not]
-    rates = {finding.subject: 1e9 * finding.figures.get("gflop_per_s", 0.0) for finding in context.earlier_results}
-    for number_format in context.pending(wanted, lambda number_format: number_format.subject):
+    rates: dict[str, float] = {}
+    for number_format in context.each(wanted, lambda number_format: number_format.subject):
         found = arithmetic.check_format(number_format)
         if found.state != "ok":
             yield found
@@ -91,7 +91,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
         for kernel in KERNELS
         for dtype in dtypes
     ]
-    for subject, device, kernel, dtype in context.pending(wanted, lambda each: each[0]):
+    for subject, device, kernel, dtype in context.each(wanted, lambda each: each[0]):
         if is_stand_in() and kernel != "math":
             yield skip(subject, "the stand-in has no such kernel")
             continue
@@ -146,7 +146,7 @@ def compare_kernel(subject: str, expected: str, found: str) -> CheckResult:
 
 def context_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Context: GPU memory of a process without tensors, after kernels and libraries are loaded."""
-    for device in context.pending(context.cuda_gpus, lambda device: device.torch_name):
+    for device in context.each(context.cuda_gpus, lambda device: device.torch_name):
         with open_driver() as nvml:
             gpu = nvml.find(device.uuid) if device.uuid else None
             before = (nvml.read(gpu, ["memory_used_bytes"])["memory_used_bytes"] if gpu else None) or 0

@@ -88,14 +88,12 @@ class SharedResult(str):
 class CheckContext:
     """The context of a check.
 
-    device           auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
-    root             folder of the runs; may not exist yet
-    scratch          private temporary folder
-    inventory        devices of torch and NVML; None for checks that do not need torch
-    begin            call it with each subject before checking it, so that a crash is attributed to the subject
-    started          subjects that an earlier process of this check has started: skip them
-    earlier_results  findings of that process
-    clock            monotonic seconds, for the limits and durations of checks
+    device     auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
+    root       folder of the runs; may not exist yet
+    scratch    private temporary folder
+    inventory  devices of torch and NVML; None for checks that do not need torch
+    begin      call it with each subject before checking it, so that a crash is attributed to the subject
+    clock      monotonic seconds, for the limits and durations of checks
     """
 
     root: Path
@@ -103,8 +101,6 @@ class CheckContext:
     device: str = "auto"
     inventory: Inventory | None = None
     begin: Callable[[str], None] = lambda subject: None
-    started: frozenset[str] = frozenset()
-    earlier_results: tuple[CheckResult, ...] = ()
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -128,16 +124,11 @@ class CheckContext:
         """The devices to check, the CPU last."""
         return (*self.gpus, *((self.required_inventory.cpu.device,) if self.device in ("auto", "cpu") else ()))
 
-    def pending(self, items: Iterable[Item], name: Callable[[Item], str]) -> Iterator[Item]:
-        """Yield the items that no earlier process has started, and report each as started.
-
-        An item that raises or crashes ends the process; a new process continues with the next item.
-        """
+    def each(self, items: Iterable[Item], name: Callable[[Item], str]) -> Iterator[Item]:
+        """Yield the items, and report each as the subject before it is checked."""
         for item in items:
-            subject = name(item)
-            if subject not in self.started:
-                self.begin(subject)
-                yield item
+            self.begin(name(item))
+            yield item
 
     def _wants(self, device: Device) -> bool:
         return self.device in ("auto", device.kind, device.torch_name)

@@ -91,7 +91,7 @@ def contact_checks(request: Request) -> Mapping[str, DoctorCheck]:
 
 def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult]:
     """A short run on the first GPU: memory, time, kernels and waits."""
-    for device in context.pending(context.cuda_gpus[:1], lambda device: device.torch_name):
+    for device in context.each(context.cuda_gpus[:1], lambda device: device.torch_name):
         is_default = not request.task_file and not any(item.startswith("task=") for item in request.overrides)
         is_large = is_default and device.memory_bytes > LARGE_GPU_BYTES and not is_stand_in()
         chosen = merge_overrides(OVERRIDES, LARGE_OVERRIDES if is_large else ())

@@ -12,7 +12,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any, NoReturn
 
@@ -27,71 +26,47 @@ TICK_S = 0.1  # polling interval
 Watch = Callable[[str, float], None]  # (subject, seconds so far), at each tick
 
 
-@dataclass
-class CheckOutput:
-    """Output of the process of a check.
-
-    started        subjects that it has started
-    shared_result  its result for later checks
-    has_ended      whether it ended regularly
-    raised         exception that ended it
-    """
-
-    findings: list[CheckResult] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    shared_result: str | None = None
-    has_ended: bool = False
-    raised: CheckResult | None = None
-
-
 def run_check(
     name: str, check: DoctorCheck, context: CheckContext, watch: Watch, shared_results: dict[str, str]
 ) -> Iterator[CheckResult]:
-    """Yield the findings of a check; if its process ends early, report it and run the other subjects in a new one.
+    """Yield the findings of a check, and the reason if its process ends early.
 
     watch           called about every TICK_S
     shared_results  receives the check's result for later checks, under its name
     """
-    ends_at = context.clock() + check.limit_s
+    try:
+        process = _CheckProcess(check, context)
+    except OSError as error:
+        what = f"no process could be started: {error.strerror}"
+        yield _label(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
+        return
     since = context.clock()
-    while True:
-        try:
-            process = _CheckProcess(check, context, ends_at)
-        except OSError as error:
-            what = f"no process could be started: {error.strerror}"
-            yield _label(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
-            return
-        try:
-            for finding in process.findings(watch):
-                yield _label(finding, name, check, finding.took_s)
-                since = context.clock()
-        finally:
-            process.close()
-        output = process.output
-        if output.shared_result is not None:
-            shared_results[name] = output.shared_result
-        if output.has_ended:
-            return
-        end = _label(process.end_reason(), name, check, context.clock() - since)
-        yield end
-        since = context.clock()
-        new = set(output.started) - context.started
-        if process.is_late or not new:
-            return
-        context = dataclasses.replace(
-            context, started=context.started | new, earlier_results=(*context.earlier_results, *output.findings, end)
-        )
+    try:
+        for finding in process.findings(watch):
+            yield _label(finding, name, check, finding.took_s)
+            since = context.clock()
+    finally:
+        process.close()
+    if process.shared_result is not None:
+        shared_results[name] = process.shared_result
+    if not process.has_ended:
+        yield _label(process.end_reason(), name, check, context.clock() - since)
 
 
 class _CheckProcess:
-    """A running check, from the fork to the end of all its processes."""
+    """A running check, from the fork to the end of all its processes.
 
-    def __init__(self, check: DoctorCheck, context: CheckContext, ends_at: float) -> None:
-        self.output = CheckOutput()
-        self.is_late = False
-        self._limit_s, self._ends_at = check.limit_s, ends_at
-        self._clock = context.clock
-        self._began = context.clock()
+    subject        the last one that it has started
+    shared_result  its result for later checks
+    has_ended      whether it ended regularly
+    """
+
+    def __init__(self, check: DoctorCheck, context: CheckContext) -> None:
+        self.subject = ""
+        self.shared_result: str | None = None
+        self.has_ended = self._is_late = False
+        self._raised: CheckResult | None = None
+        self._limit_s, self._clock, self._began = check.limit_s, context.clock, context.clock()
         self._status: int | None = None
         self._text = ""  # its printed output
         self._known_children: Set[int] = children()
@@ -106,36 +81,33 @@ class _CheckProcess:
             with theirs:
                 self.pid = os.fork()
                 if self.pid == 0:
-                    _run_in_child(check, context, theirs, self._log.fileno(), parent, ends_at - context.clock())
-            _children_of[self.pid] = self._known_children
+                    _run_in_child(check, context, theirs, self._log.fileno(), parent)
+            _running.append(self)
             self._ended = os.pidfd_open(self.pid)
             on_error.pop_all()
 
     def findings(self, watch: Watch) -> Iterator[CheckResult]:
         """Yield the findings as they arrive, until the process has ended or its time is up."""
-        num_yielded = 0
         while True:
-            left_s = self._ends_at - self._clock()
-            ready = wait([self._messages, self._ended], max(0.0, min(TICK_S, left_s)))
+            took_s = self._clock() - self._began
+            ready = wait([self._messages, self._ended], max(0.0, min(TICK_S, self._limit_s - took_s)))
             if ready:
-                self._read_messages()
-            yield from self.output.findings[num_yielded:]
-            num_yielded = len(self.output.findings)
-            if self.output.has_ended or self.output.raised or self._ended in ready:
+                yield from self._read_messages()
+            if self.has_ended or self._raised or self._ended in ready:
                 return
-            if left_s <= 0:
-                self.is_late = True
+            if took_s >= self._limit_s:
+                self._is_late = True
                 return
-            watch(self.output.started[-1] if self.output.started else "", self._clock() - self._began)
+            watch(self.subject, self._clock() - self._began)
 
     def end_reason(self) -> CheckResult:
         """Return a finding with the reason why the process did not end regularly."""
-        subject = self.output.started[-1] if self.output.started else ""
-        if self.output.raised:
-            return dataclasses.replace(self.output.raised, subject=subject)
+        subject = self.subject
+        if self._raised:
+            return dataclasses.replace(self._raised, subject=subject)
         last, line = self._last_output()
         at = f", at {line}" if line else ""
-        if self.is_late:
+        if self._is_late:
             stuck = " and cannot be killed, because it waits in the kernel" if self._status is None else ""
             what = f"did not finish within {self._limit_s:g} s{stuck}{at}"
             return failed(subject, what, "look for the reason in dmesg | tail; then run this check alone")
@@ -150,34 +122,37 @@ class _CheckProcess:
         """Kill the process and its descendants; a process that cannot be killed is left behind."""
         if self._log.closed:
             return
-        if not self.output.has_ended:
+        if not self.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         wait([self._ended], _KILL_WAIT_S)
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            self._status = os.waitstatus_to_exitcode(status)
-        _kill_children(self.pid)
+        with suppress(ChildProcessError):  # interrupted by a signal, whose handler calls this, too
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        if process_state(self.pid) != "D":  # uninterruptible: it cannot be killed
+            kill_descendants({self.pid}, self._known_children - {self.pid}, 0.0)
         self._log.seek(0)
         self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")
         self._log.close()
         self._messages.close()
         os.close(self._ended)
+        _running.remove(self)
 
-    def _read_messages(self) -> None:
+    def _read_messages(self) -> Iterator[CheckResult]:
         with suppress(EOFError, OSError):  # OSError: the check was killed while it sent
             while self._messages.poll():
                 kind, value = self._messages.recv()
                 if kind == "begin":
-                    self.output.started.append(value)
+                    self.subject = value
                 elif kind == "finding":
-                    self.output.findings.append(value)
+                    yield value
                 elif kind == "shared result":
-                    self.output.shared_result = value
+                    self.shared_result = value
                 elif kind == "raised":
-                    self.output.raised = value
+                    self._raised = value
                 else:
-                    self.output.has_ended = True
+                    self.has_ended = True
 
     def _last_output(self) -> tuple[str, str]:
         """Return the last printed line, and the location of the running Python line."""
@@ -191,20 +166,14 @@ class _CheckProcess:
 
 def kill_all_checks() -> None:
     """Kill all running checks and their descendants; for a signal handler."""
-    for pid in list(_children_of):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-        _kill_children(pid)
+    for process in list(_running):
+        process.close()
 
 
 # ---------------------------------------------------------------- in the child
 
 
-def _run_in_child(
-    check: DoctorCheck, context: CheckContext, messages: Connection, log: int, parent: int, limit_s: float
-) -> NoReturn:
+def _run_in_child(check: DoctorCheck, context: CheckContext, messages: Connection, log: int, parent: int) -> NoReturn:
 
     def send(kind: str, value: Any = None) -> None:
         messages.send((kind, value))
@@ -212,7 +181,7 @@ def _run_in_child(
     code = 1
     try:
         die_with_parent(parent)
-        _prepare_child(log, limit_s)
+        _prepare_child(log, check.limit_s)
         since = context.clock()
         for found in check.function(dataclasses.replace(context, begin=lambda subject: send("begin", subject))):
             if isinstance(found, SharedResult):
@@ -256,14 +225,7 @@ def _label(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -
     return dataclasses.replace(finding, check=name, took_s=round(took_s, 3), why=finding.why or check.why)
 
 
-def _kill_children(pid: int) -> None:
-    """Kill the descendants of the process, including those in other sessions."""
-    known = _children_of.pop(pid, set())
-    if process_state(pid) != "D":  # uninterruptible: it cannot be killed
-        kill_descendants({pid}, known - {pid}, 0.0)
-
-
-_children_of: dict[int, Set[int]] = {}  # PID of a check -> children of this process before the fork
+_running: list[_CheckProcess] = []
 _KILL_WAIT_S = 2.0  # a process that takes longer to die waits for a disk or a driver
 _LOG_BYTES = 16384
 _STACKS = re.compile(r"^Fatal Python error: |^Timeout \(", re.MULTILINE)

@@ -33,7 +33,7 @@ def packages(context: CheckContext) -> Iterator[CheckResult]:
     needed = [package for package in required_packages() if package.name != "torch"]
     if not needed:
         yield skip("", f"{DISTRIBUTION} is not installed, so its requirements are unknown", "pip install -e .")
-    for package in context.pending(needed, lambda package: package.name):
+    for package in context.each(needed, lambda package: package.name):
         yield _check_package(package)
 
 
