@@ -305,14 +305,13 @@ def test_colors_show_significance(results: Results, screen: Callable[..., None])
             "nothing": row([100.0], 1.02, 0.98, 1.06), "wrong": row([10.0], 9.0, 8.0, 10.0, is_wrong=True),
             "short": row([50.0], 2.0, 0.0, math.inf), "bare": row([50.0]),
         },
-        session=1,
     )  # fmt: skip
     figure = make_figures(results)["speedup.png"]
     (axes,) = figure.axes
     colors = dict(zip(labels(axes), (patch.get_facecolor() for patch in axes.patches), strict=True))
     hatched = [name for name, patch in zip(labels(axes), axes.patches, strict=True) if patch.get_hatch()]
 
-    kinds = [{"bf16", "compile", "wrong"}, {"8bit"}, {"nothing"}, {"short", "bare"}, {BASELINE}]
+    kinds = [{"bf16", "compile", "wrong"}, {"8bit"}, {"nothing"}, {"short"}, {BASELINE}]
     assert [{name for name in colors if colors[name] == colors[next(iter(kind))]} for kind in kinds] == kinds
     assert hatched == ["wrong"]
     screen("\n".join(legend_of(figure)))

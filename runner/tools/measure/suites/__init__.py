@@ -34,8 +34,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "machine": SuiteDeclaration(
         "the limits of the machine: matrix products, memory, copies",
-        {"rounds": "7"},  # maximum number of rounds
-        PARTS,
+        positional=PARTS,
     ),
     "batch": SuiteDeclaration(
         "micro-batch sizes: samples per second",

@@ -1,6 +1,6 @@
 """`suite=machine`: matrix products, memory and copies, compared with the peaks in data sheets.
 
-Each part is measured in a separate process; its operations are interleaved in random order.
+Each part is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
@@ -18,15 +19,8 @@ from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Device, Inventory, take_inventory
-from runner.tools.measure.machine_rates import (
-    MIB,
-    MachineRequest,
-    MachineResults,
-    Rate,
-    copies,
-    fastest_sizes,
-    matmul,
-)
+from runner.tools.doctor.findings import CheckContext
+from runner.tools.measure.machine_rates import MIB, TRIAD, MachineResults, Rate, copies, matmul
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value, save_report
 from runner.tools.measure.suites import PARTS
 
@@ -34,32 +28,28 @@ from runner.tools.measure.suites import PARTS
 def run(suite_request: SuiteRequest) -> SuiteReport:
     """Measure the requested parts.
 
-    Raises ConfigError for an unknown part or an invalid number.
+    Raises ConfigError for an unknown part.
     """
     for word in suite_request.positional:
         if word not in PARTS:
             what = f"must be one of {', '.join(PARTS)}"
             raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, PARTS)))
     parts = [part for part in PARTS if part in (suite_request.positional or PARTS)]
-    rounds = suite_request.parse_numbers("rounds")[0]
     configuration = compose(suite_request.request)
     inventory = run_in_subprocess(take_inventory)
-    device = str(configuration.settings.device)
-    request = MachineRequest(inventory, device, rounds)
-    results = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
+    context = CheckContext(Path(), Path(), str(configuration.settings.device), inventory)
+    results = MachineResults(skipped=skipped_without_gpu(inventory, context.device))
     for part in parts:
         suite_request.log(f"measuring {part}")
-        results.add(part, _measure_in_subprocess(part, request, BUDGET_SHARES[part] * suite_request.budget_s))
+        measured = _measure_in_subprocess(part, context)
+        results.rates += measured.rates
+        results.skipped |= measured.skipped
+        results.threads = measured.threads or results.threads
     peaks = DataSheetPeaks(profile_facts(suite_request.request.config_dir))
     tables, sources = _make_tables(results.rates, inventory, peaks)
-    results.notes += sources
-    rates = [encode(rate) | dict(zip(("low", "high"), rate.quartiles, strict=True)) for rate in results.rates]
-    for rate, row in zip(results.rates, rates, strict=True):
-        row["median"] = rate.median
-    data = {"threads": results.threads, "rates": rates}
-    return save_report(
-        suite_request, "machine", SuiteReport(_summarize(results.rates), tables, results.notes, results.skipped, data)
-    )
+    data = {"threads": results.threads, "rates": encode(results.rates)}
+    report = SuiteReport(_summarize(results.rates), tables, sources, results.skipped, data)
+    return save_report(suite_request, "machine", report)
 
 
 # ---------------------------------------------------------------- published peaks
@@ -96,7 +86,7 @@ _PEAK_FACTS: Mapping[tuple[str, str], tuple[str, float]] = {
     ("matmul", "bf16"): ("bf16_tensor_tflops", 1e12),
     ("matmul", "fp16"): ("fp16_tensor_tflops", 1e12),
     ("copies", "device to device"): ("memory_bandwidth_gb_s", 1e9),
-    ("copies", "memory, triad"): ("memory_bandwidth_gb_s", 1e9),
+    ("copies", TRIAD): ("memory_bandwidth_gb_s", 1e9),
 }
 
 
@@ -115,15 +105,14 @@ def _make_tables(
     tables, sources = [], dict[str, list[str]]()
     for part, (title, what, unit, scale) in titles.items():
         rows: list[list[Value]] = []
-        for rate in (rate for rate in fastest_sizes(rates) if rate.part == part):
+        for rate in (rate for rate in rates if rate.part == part):
             peak, source = peaks.find(devices.get(rate.device, inventory.cpu.device), rate)
             sources.setdefault(source, []).append(f"{rate.device} {rate.name}")
-            figures = [each / scale for each in (rate.median, *rate.quartiles)]
-            of_peak = None if peak is None else 100 * rate.median / peak
+            of_peak = None if peak is None else 100 * rate.per_s / peak
             size = rate.size if part == "matmul" else rate.size // MIB
-            rows.append([rate.device, rate.name, size, *figures, len(rate.per_s), peak and peak / scale, of_peak])
+            rows.append([rate.device, rate.name, size, rate.per_s / scale, peak and peak / scale, of_peak])
         columns = ["device", what, "side" if part == "matmul" else "MiB"]
-        columns += [unit, "low", "high", "rounds", f"peak, {unit}", "of peak, %"]
+        columns += [unit, f"peak, {unit}", "of peak, %"]
         tables += [SuiteTable(title, columns, rows)] if rows else []
     return tables, [f"peak of {', '.join(names)}: {source}" for source, names in sources.items()]
 
@@ -132,30 +121,28 @@ def _summarize(rates: Sequence[Rate]) -> str:
     """Return a summary of the highest rates of each device."""
     parts = []
     for device in dict.fromkeys(rate.device for rate in rates):
-        fastest = [rate for rate in fastest_sizes(rates) if rate.device == device]
-        product = max((rate for rate in fastest if rate.part == "matmul"), key=lambda rate: rate.median, default=None)
-        memory = next((rate for rate in fastest if rate.name == "memory, triad"), None)
-        texts = [f"{product.median / 1e12:.3g} TFLOP/s in {product.name}"] if product else []
-        texts += [f"memory at {memory.median / 1e9:.3g} GB/s"] if memory else []
+        of_device = [rate for rate in rates if rate.device == device]
+        product = max((rate for rate in of_device if rate.part == "matmul"), key=lambda rate: rate.per_s, default=None)
+        memory = next((rate for rate in of_device if rate.name == TRIAD), None)
+        texts = [f"{product.per_s / 1e12:.3g} TFLOP/s in {product.name}"] if product else []
+        texts += [f"memory at {memory.per_s / 1e9:.3g} GB/s"] if memory else []
         parts += [f"{device}: {', '.join(texts)}"] if texts else []
     return "; ".join(parts)
 
 
-def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str) -> dict[str, str]:
-    """Return name -> reason for the rates that need a GPU, if no GPU is measured."""
-    has_gpu = any(gpu.kind == "cuda" for gpu in inventory.usable)
-    is_named = device.startswith("cuda") and any(gpu.torch_name == device for gpu in inventory.usable)
-    if is_named or (has_gpu and device in ("auto", "cuda")):
+def skipped_without_gpu(inventory: Inventory, device: str) -> dict[str, str]:
+    """Return the reason why no GPU is measured; empty if one is."""
+    usable = [gpu.torch_name for gpu in inventory.usable if gpu.kind == "cuda"]
+    if device in usable or (usable and device in ("auto", "cuda")):
         return {}
     reasons = [f"{gpu.name}: {gpu.why_not}" for gpu in inventory.devices if not gpu.usable]
-    why = f"device={device} excludes it" if has_gpu else "; ".join(reasons) or "there is no GPU"
-    return {name: why for part, names in _GPU_RATES.items() if part in parts for name in names}
+    return {"GPU": f"device={device} excludes it" if usable else "; ".join(reasons) or "there is no GPU"}
 
 
-def _measure_in_subprocess(part: str, request: MachineRequest, seconds: float) -> MachineResults:
+def _measure_in_subprocess(part: str, context: CheckContext) -> MachineResults:
     """Measure a part in a separate process; if the process dies or cannot start, skip the part with the reason."""
     try:
-        return run_in_subprocess(PART_FUNCTIONS[part], request, seconds)
+        return run_in_subprocess(PART_FUNCTIONS[part], context)
     except BrokenProcessPool:
         why = "its process was killed: find the kernel or driver that causes it with accel-run doctor"
         return MachineResults(skipped={part: why})
@@ -163,14 +150,4 @@ def _measure_in_subprocess(part: str, request: MachineRequest, seconds: float) -
         return MachineResults(skipped={part: first_line(str(error.problems[0]))})
 
 
-PART_FUNCTIONS: Mapping[str, Callable[[MachineRequest, float], MachineResults]] = {
-    "matmul": matmul, "copies": copies,
-}  # fmt: skip
-BUDGET_SHARES = {"matmul": 0.5, "copies": 0.2}  # of the budget; the rest is for start-up
-_GPU_RATES = {
-    "matmul": tuple(f"GPU {name} matmul" for name in ("fp32", "tf32", "bf16", "fp16", "fp64")),
-    "copies": (
-        "host to device, pinned", "host to device, not pinned", "device to host, pinned", "device to host, not pinned",
-        "device to device", "GPU memory, triad",
-    ),
-}  # fmt: skip
+PART_FUNCTIONS: Mapping[str, Callable[[CheckContext], MachineResults]] = {"matmul": matmul, "copies": copies}
