@@ -11,10 +11,8 @@ import functools
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ from runner.base.loaded_torch import is_stand_in
 from runner.base.text import format_bytes
 from runner.config.request import Request, merge_overrides
 from runner.durable.record_files import read_record
-from runner.monitor.gpu_driver import open_driver
 from runner.plan.inventory import Device
 from runner.tools.doctor import gpu_checks, software
 from runner.tools.doctor.findings import (
@@ -47,8 +44,6 @@ OVERRIDES = ("global_batch_size=16", "micro_batch_size=8", "updates=20", "evalua
 LARGE_OVERRIDES = ("task.size=124m", "global_batch_size=8", "micro_batch_size=4")
 MEMORY_TOLERANCE = 0.05  # relative to the prediction of the trace; docs/memory.md
 SEGMENT_BYTES = 2 * MIB  # the smallest allocation of torch's allocator from the driver; less is no difference
-MIN_CONTEXT_BYTES = 100 * MIB  # a context needs 300 to 500 MiB
-SAMPLE_INTERVAL_S = 0.5
 MAX_WAITS = 2.0  # per update: loss and norm for a line of progress (docs/gpu-costs.md)
 SIMULATED = "This GPU is simulated: a dry run of the command on the CPU. The results do not apply to a real GPU."
 
@@ -106,13 +101,11 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
 
         expected = predict_run(wanted, context.required_inventory)
         context.begin(f"{device.torch_name} train")
-        with _watch_other_gpus(device) as growth:
-            failure, folder = _run_command("train", wanted, context)
+        failure, folder = _run_command("train", wanted, context)
         if failure is not None:
             yield failed(device.torch_name, f"training ended with {failure}", "accel-run doctor; then send this page")
             return
         yield from _compare_training(device, expected, folder)
-        yield compare_contexts(f"{device.torch_name} contexts", growth)
         context.begin(f"{device.torch_name} profile")
         failure, folder = _run_command("profile", wanted, context, "skip=2", "updates=2")
         if failure is not None:
@@ -136,48 +129,6 @@ def find_error(text: str) -> str:
     """Return the line that describes the error in the standard error of a command, where notes may come first."""
     lines = [line for line in text.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("accel-run: ")), lines[0] if lines else "")
-
-
-@contextmanager
-def _watch_other_gpus(device: Device) -> Iterator[dict[str, float]]:
-    """Sample the memory of other GPUs during the block; yield UUID -> largest growth in bytes."""
-    growth: dict[str, float] = {}
-    stopped = threading.Event()
-
-    def watch() -> None:
-        with open_driver() as nvml:
-            if not device.uuid or nvml.find(device.uuid) not in nvml.gpus:  # unknown, or a MIG instance
-                return
-            others = {gpu.uuid: gpu for gpu in nvml.gpus if gpu != nvml.find(device.uuid)}
-            before: dict[str, float] = {}
-            while True:
-                for uuid, gpu in others.items():
-                    used = nvml.read(gpu, ["memory_used_bytes"])["memory_used_bytes"]
-                    if used is not None:
-                        growth[uuid] = max(growth.get(uuid, 0.0), used - before.setdefault(uuid, used))
-                if stopped.wait(SAMPLE_INTERVAL_S):
-                    return
-
-    watcher = threading.Thread(target=watch, name="memory of other GPUs", daemon=True)
-    watcher.start()
-    try:
-        yield growth
-    finally:
-        stopped.set()
-        watcher.join(5.0)  # NVML responds within milliseconds, or hangs
-
-
-def compare_contexts(subject: str, growth: Mapping[str, float]) -> CheckResult:
-    """Check that the run used no memory on other GPUs.
-
-    growth  UUID of another GPU -> growth of its used memory in bytes during the run
-    """
-    if not growth:
-        return skip(subject, "NVML shows no other GPU")
-    others = [uuid for uuid, size in growth.items() if size > MIN_CONTEXT_BYTES]
-    difference = f"the run opens a context on {', '.join(others)}, or another program started there" if others else ""
-    seen = f"memory used on {len(others)} of {len(growth)} other GPUs, predicted none"
-    return compare(subject, "gpus", (0.0, float(len(others))), seen, difference)
 
 
 def _compare_training(device: Device, expected: RunPrediction | str, folder: Path) -> Iterator[CheckResult]:
@@ -309,4 +260,4 @@ def _row(finding: CheckResult) -> str:
     return f"| {finding.check}, {finding.subject} | {cells[0]} | {cells[1]} | {finding.state} |"
 
 
-_UNITS = {"gpus": "GPUs", "mib": "MiB", "ms": "ms", "per_update": "per update"}
+_UNITS = {"mib": "MiB", "ms": "ms", "per_update": "per update"}

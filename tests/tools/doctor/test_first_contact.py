@@ -15,7 +15,6 @@ from runner.tools.doctor.arithmetic import FormatUnderTest
 from runner.tools.doctor.contact_checks import compare_format, compare_kernel, parse_refusal
 from runner.tools.doctor.first_contact import (
     MIB,
-    compare_contexts,
     compare_memory,
     compare_time,
     contact_checks,
@@ -79,15 +78,6 @@ def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> Non
 @pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])
 def test_memory_may_deviate_by_the_documented_tolerance(measured: int, state: str) -> None:
     assert compare_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
-
-
-@pytest.mark.parametrize(
-    ("grown", "state"), [({}, "skip"), ({"GPU-1": 0.0, "GPU-2": 5.0 * MIB}, "ok"), ({"GPU-1": 400.0 * MIB}, "warn")]
-)
-def test_memory_taken_on_another_gpu_is_a_context_there(grown: dict[str, float], state: str) -> None:
-    result = compare_contexts("cuda:0 contexts", grown)
-    assert result.state == state
-    assert state != "warn" or "GPU-1" in result.seen
 
 
 @pytest.mark.parametrize(
