@@ -133,7 +133,6 @@ def measure_evidence(call: CallFunction, opened: VariantResult, plan: Plan) -> t
         device_total_gib=report.get("total_gib"),
         device_peak_gib=report.get("peak_device_gib"),
         device_peak_reserved_gib=report.get("reserved_gib"),
-        num_alloc_retries=report.get("alloc_retries"),
         host_peak_gib=report.get("peak_host_gib"),
     )
     probe = call({"do": "probe"})

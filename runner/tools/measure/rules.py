@@ -117,17 +117,6 @@ def slow_transform(facts: Facts) -> RuleFinding | None:
     )
 
 
-def too_many_workers(facts: Facts) -> RuleFinding | None:
-    """There are more data workers than cores."""
-    workers, cores = _count_workers(facts), facts.cpu.logical_cores
-    if not isinstance(workers, int) or workers <= cores:
-        return None
-    fewer = sorted({max(1, cores - 1), max(1, cores // 2)}, reverse=True)
-    return _make_finding(
-        f"{workers} data workers share {_format_cores(cores)}", *(f"dataloader.num_workers={n}" for n in fewer)
-    )
-
-
 def unpinned(facts: Facts) -> RuleFinding | None:
     """Batches are copied to the GPU from pageable memory."""
     if facts.on_cpu() is not False or facts.values.get("dataloader.pin_memory") is not False:
@@ -255,21 +244,6 @@ def memory_left(facts: Facts) -> RuleFinding | None:
         return None
     evidence = f"memory={option} recomputes activations, but only {peak / total:.0%} of the GPU's memory was in use"
     return _make_finding(evidence, "memory=none", *(["memory=selective"] if option == "checkpoint" else []))
-
-
-def allocator_retries(facts: Facts) -> RuleFinding | None:
-    """The GPU's memory is so full or fragmented that the allocator had to retry."""
-    retries, micro = facts.evidence.num_alloc_retries, facts.evidence.micro_batch_size
-    if not retries:
-        return None
-    fragmentation = facts.evidence.fragmentation
-    detail = "" if fragmentation is None else f"; {fragmentation:.0%} of the reserved memory is in unusable fragments"
-    can_halve = micro and micro % 2 == 0 and not facts.probe.get("has_batch_norm")
-    return _make_finding(
-        f"torch's allocator released its memory and retried {retries} times{detail}",
-        "memory.allocator=expandable_segments:True",
-        *([f"micro_batch_size={micro // 2}"] if micro and can_halve else []),
-    )
 
 
 def precision(facts: Facts) -> RuleFinding | None:
@@ -401,7 +375,6 @@ def _format_cores(count: int) -> str:
 RULES: Mapping[str, Rule] = {
     "data wait": data_wait,
     "slow transform": slow_transform,
-    "too many workers": too_many_workers,
     "unpinned": unpinned,
     "varying shapes": varying_shapes,
     "checkpoints too often": saves_too_often,
@@ -410,7 +383,6 @@ RULES: Mapping[str, Rule] = {
     "slow hooks": slow_hooks,
     "tiny micro-batches": tiny_micro_batches,
     "memory left": memory_left,
-    "allocator retries": allocator_retries,
     "precision": precision,
     "odd sizes": odd_sizes,
     "idle GPU": idle_gpu,

@@ -408,7 +408,6 @@ class TrainingVariant:
                 "peak_device_gib": peak.allocated / 2**30,
                 "reserved_gib": peak.reserved / 2**30,
                 "total_gib": total / 2**30,
-                "alloc_retries": accelerator.memory_stats()["num_alloc_retries"],
             }
         return found
 

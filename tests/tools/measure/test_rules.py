@@ -91,11 +91,6 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
         "memory left",
         "memory=none",
     ),
-    "allocator": (
-        facts(num_alloc_retries=7, fragmentation=0.3),
-        "allocator retries",
-        "memory.allocator=expandable_segments:True",
-    ),
     "fp32 on an H100": (facts(values={"precision": "fp32"}), "precision", "precision=bf16"),
     "fp32 on a T4": (facts(values={"precision": "fp32"}, gpu=T4), "precision", "precision=fp16"),
     "bf16 on a T4": (facts(values={"precision": "bf16"}, gpu=T4), "precision", "precision=fp16"),
@@ -112,7 +107,6 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
         "too many threads",
         "backend.threads=8",
     ),
-    "workers": (facts(values={"dataloader.num_workers": 32}), "too many workers", "dataloader.num_workers=7"),
     "small": (
         facts({**dict.fromkeys(PARTS, 0.001), "forward": 0.1}, monitor={"gpu0/util": 9.0}),
         "idle GPU",
@@ -313,9 +307,7 @@ def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int
 
 
 def test_no_other_micro_batch_is_proposed_for_batch_norms() -> None:
-    small = facts(micro_batch_size=2, accumulation_steps=32, num_alloc_retries=7, probe={"has_batch_norm": True})
-
-    args = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}
-
-    assert "memory.allocator=expandable_segments:True" in args
-    assert not any(word.startswith("micro_batch_size=") for word in args)
+    for probe, is_proposed in (({}, True), ({"has_batch_norm": True}, False)):
+        small = facts(micro_batch_size=2, accumulation_steps=32, probe=probe)
+        args = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}
+        assert any(word.startswith("micro_batch_size=") for word in args) == is_proposed
