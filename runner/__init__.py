@@ -5,6 +5,8 @@ Importing this package is cheap: torch is loaded when the first name that needs 
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +43,22 @@ if TYPE_CHECKING:
     from runner.interface import PipelineParallel, auto_parallelize
     from runner.monitor.gpu_stats import GPUStats
 
-# A wheel contains conf/ and tasks/ inside this package; in a checkout they are next to it. Either way they are
-# runner.conf and runner.tasks, so a user's own folder named `tasks` is never confused with ours.
-if not (Path(__file__).parent / "conf").is_dir():
-    __path__.append(str(Path(__file__).parent.parent))
+
+class _TasksOfCheckout:
+    """Finds the package `runner.tasks` in a checkout, where the folder tasks/ is next to this package.
+
+    In a wheel it is inside. Either way its name differs from that of a user's own folder `tasks`. Extending `__path__`
+    instead would also make `runner.tests` and a second `runner.runner` importable.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name == f"{__name__}.tasks" else None
+
+
+_ROOT = Path(__file__).parents[1]
+if not (Path(__file__).parent / "tasks").is_dir():
+    sys.meta_path.append(_TasksOfCheckout)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,9 @@ def test_paths_of_modules_exist_wherever_they_are_named() -> None:
         if not (ROOT / "runner" / result).is_file()
     }
     assert not missing
+
+
+@pytest.mark.parametrize("folder", ["tests", "docs", "scripts", "conf", "runner"])
+def test_of_the_folders_of_a_checkout_only_the_tasks_are_in_the_package(folder: str) -> None:
+    assert find_spec("runner.tasks.gpt.data") is not None
+    assert find_spec(f"runner.{folder}") is None

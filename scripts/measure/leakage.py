@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.tasks.gpt.data import SPLITS, open_corpus
 
-import runner  # noqa: F401  # makes runner.tasks importable in a checkout
+import runner  # noqa: F401
 
 
 def main() -> None:
