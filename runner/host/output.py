@@ -236,7 +236,6 @@ class _OutputTarget:
         self._try_write = _nonblocking_writer(self._original, self._nonblocking)
         self._buffered: deque[bytes] = deque()
         self._num_buffered = self._num_dropped = 0  # bytes; lines
-        self._num_noted = 0  # dropped lines in a note at the front of the buffer that is still unwritten
         self._stalled_since: float | None = None  # inherited by forked processes
         self._is_guarded = self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -303,28 +302,27 @@ class _OutputTarget:
     def _write_available(self) -> None:
         try:
             while self._buffered:
-                if self._num_dropped:
-                    lines = f"{self._num_dropped} line{'s' * (self._num_dropped > 1)}"
-                    note = f"\n({lines} dropped here: the reader of this output had stopped)\n".encode()
-                    self._buffered.appendleft(note)
-                    self._num_buffered += len(note)
-                    self._num_noted, self._num_dropped = self._num_dropped, 0
-                data = self._buffered[0]
+                data = self._note_of_dropped() + self._buffered[0]
                 written = self._try_write(data)
                 if written < len(data) and (written or self._stalled_since is None):
                     self._stalled_since = time.monotonic()
                 if not written:
                     return
-                self._buffered.popleft()
-                self._num_buffered -= written
-                self._num_noted = 0
-                if written < len(data):
-                    self._buffered.appendleft(data[written:])
+                rest, self._num_dropped = data[written:], 0
+                self._num_buffered += len(rest) - len(self._buffered.popleft())
+                if rest:
+                    self._buffered.appendleft(rest)
                     return
                 self._stalled_since = None
         except OSError as error:  # the reader is gone; or the disk is full, which may be temporary
             self._discard()
             self._is_closed = error.errno not in (errno.ENOSPC, errno.EDQUOT)
+
+    def _note_of_dropped(self) -> bytes:
+        if not self._num_dropped:
+            return b""
+        lines = f"{self._num_dropped} line{'s' * (self._num_dropped > 1)}"
+        return f"\n({lines} dropped here: the reader of this output had stopped)\n".encode()
 
     def _stalled_s(self) -> float:
         return 0.0 if self._stalled_since is None else time.monotonic() - self._stalled_since
@@ -333,12 +331,11 @@ class _OutputTarget:
         while self._num_buffered > MAX_BUFFERED_BYTES and len(self._buffered) > 1:
             data = self._buffered.popleft()
             self._num_buffered -= len(data)
-            self._num_dropped += self._num_noted or data.count(b"\n")
-            self._num_noted = 0
+            self._num_dropped += data.count(b"\n")
 
     def _discard(self) -> None:
         self._buffered.clear()
-        self._num_buffered = self._num_dropped = self._num_noted = 0
+        self._num_buffered = self._num_dropped = 0
 
     def _start(self) -> None:
         if self._thread is None:
