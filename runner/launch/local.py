@@ -58,20 +58,7 @@ class Failure:
     exited_early: bool = False
 
 
-@dataclass(frozen=True)
-class RankNotice:
-    """A notice while ranks run.
-
-    failure  of the rank that failed first; None: a process does not exit after SIGKILL
-    """
-
-    text: str
-    failure: Failure | None = None
-
-    @property
-    def is_external(self) -> bool:
-        """True if a rank was killed or exited early; an error that it raised is reported after all have ended."""
-        return self.failure is None or self.failure.exited_early
+Notify = Callable[[str, Failure | None], None]  # a message, and the rank that failed first; None: no rank failed
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ def run_ranks(
     *,
     attempt: int = 0,
     grace_s: float = 2.0,
-    on_notice: Callable[[RankNotice], None] | None = None,
+    on_notice: Notify | None = None,
 ) -> LaunchResult:
     """Call `main(member)` in a forked process per rank; return how they ended once all have exited.
 
@@ -119,7 +106,7 @@ def run_ranks(
     locks and thread pools do not survive a fork. Raises SystemLimit otherwise, as in a debugger, and
     SystemLimit or CannotCreate if the ranks cannot be started.
 
-    on_notice  called immediately when a rank fails; default: a warning on the console
+    on_notice  called immediately when a rank fails, or a process does not exit after SIGKILL; default: a warning
     """
     output.stop_threads()  # one runs while the terminal is stalled
     _check_can_fork(num_ranks)
@@ -169,8 +156,8 @@ def _check_descriptors(num_ranks: int) -> None:
             os.close(descriptor)
 
 
-def _warn(notice: RankNotice) -> None:
-    Console().warning(notice.text)
+def _warn(text: str, _: Failure | None) -> None:
+    Console().warning(text)
 
 
 def to_error(result: LaunchResult) -> AccelRunError:
@@ -250,7 +237,7 @@ class _Supervisor:
     requests: _SignalRequests
     started: float
     grace_s: float
-    on_notice: Callable[[RankNotice], None]
+    on_notice: Notify
     failures: list[Failure] = field(default_factory=list)
     limit: float = float("inf")  # time at which the remaining ranks are killed
     next_reminder: float = 0.0
@@ -282,7 +269,7 @@ class _Supervisor:
                 self._handle_requests()
             if time.monotonic() > self.limit + KILL_TIMEOUT_S:
                 text = "a process does not exit after SIGKILL: it is blocked in the kernel, as by a hanging disk"
-                self.on_notice(RankNotice(text))
+                self.on_notice(text, None)
                 return
         if self.failures and not self.is_reported:
             self._report(self._cause())
@@ -336,7 +323,7 @@ class _Supervisor:
     def _report(self, failure: Failure) -> None:
         self.is_reported = True
         text = f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s"
-        self.on_notice(RankNotice(text, failure))
+        self.on_notice(text, failure)
 
     def _cause(self) -> Failure:
         return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))

@@ -29,7 +29,7 @@ from runner.engine.process.attempt import record_failure
 from runner.engine.process.job import Job, SessionEnd
 from runner.engine.session import run_rank
 from runner.host.scratch import private_folder
-from runner.launch.local import RankNotice, run_ranks, to_error
+from runner.launch.local import Failure, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank
 from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.planner import make_plan, should_trace_memory
@@ -114,10 +114,10 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
         job = _drop_rank(job, result.cause.rank, start_time)
 
 
-def _report_exit(notice: RankNotice) -> None:
+def _report_exit(text: str, failure: Failure | None) -> None:
     """Report a killed or exited rank at once; errors raised by a rank are reported when all have ended."""
-    if notice.is_external:
-        Console().warning(notice.text)
+    if failure is None or failure.exited_early:
+        Console().warning(text)
 
 
 def _rank_main(job: Job, member: RankInfo) -> tuple[int, bool]:

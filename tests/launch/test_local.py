@@ -39,7 +39,7 @@ from runner.distributed.peer_loss import is_peer_loss
 from runner.distributed.world import World
 from runner.durable.signals import StopRequest
 from runner.launch import local
-from runner.launch.local import LaunchResult, RankNotice, to_error
+from runner.launch.local import Failure, LaunchResult, to_error
 from tests.waiting import wait_until
 
 EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the number of a system call
@@ -71,7 +71,7 @@ def _raise(text: str) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
-    ("act", "is_external"),
+    ("act", "exited_early"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), True),
         (lambda: os._exit(0), True),
@@ -79,12 +79,12 @@ def _raise(text: str) -> None:
     ],
 )
 def test_only_a_rank_that_was_killed_or_exited_without_an_error_failed_externally(
-    act: Callable[[], object], is_external: bool
+    act: Callable[[], object], exited_early: bool
 ) -> None:
     """The text of a task's exception does not matter."""
-    messages: list[RankNotice] = []
-    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=messages.append)
-    assert [notice.is_external for notice in messages] == [is_external]
+    failures: list[Failure | None] = []
+    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=lambda _, failure: failures.append(failure))
+    assert [failure is None or failure.exited_early for failure in failures] == [exited_early]
 
 
 def family() -> set[int]:
@@ -92,11 +92,11 @@ def family() -> set[int]:
 
 
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
-    messages: list[RankNotice] = []
-    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=messages.append)
+    messages: list[str] = []
+    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=lambda text, _: messages.append(text))
     assert len(messages) == (ending.cause is not None), messages  # one notice, or none
     if ending.cause is not None:
-        assert messages[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
+        assert messages[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
@@ -355,7 +355,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
         after_the_other(tmp_path, member)
         raise ValueError(member.rank)
 
-    def say(notice: RankNotice) -> None:
+    def say(text: str, _: Failure | None) -> None:
         wait_until(lambda: has_ended(tmp_path, 0))
         seen_s.append(time.monotonic())
         linger()
@@ -733,8 +733,8 @@ def test_handlers_and_orphans_are_always_restored() -> None:
             len(list(Path("/proc/self/fd").iterdir())),
         ]
 
-    def shout(notice: RankNotice) -> None:
-        raise ZeroDivisionError(notice.text)
+    def shout(text: str, _: Failure | None) -> None:
+        raise ZeroDivisionError(text)
 
     before = state()
     run_ranks(lambda member: (0, None))
@@ -842,7 +842,7 @@ def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Ite
             os.setpgid(0, 0)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
-            ending = local.run_ranks(main, 2, grace_s=0.3, on_notice=lambda text: None)
+            ending = local.run_ranks(main, 2, grace_s=0.3, on_notice=lambda *_: None)
             (folder / "ending").write_text(json.dumps(asdict(ending)))
         except BaseException as error:
             (folder / "ending").write_text(repr(error))

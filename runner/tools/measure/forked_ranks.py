@@ -24,7 +24,7 @@ def run_on_forked_ranks(function: Callable[[World], Any], num_ranks: int) -> Any
         with join_process_group(member, torch.device("cpu"), timeout_s=COLLECTIVE_TIMEOUT_S) as world:
             return 0, function(world)
 
-    ending = run_ranks(main, num_ranks, on_notice=lambda _: None)
+    ending = run_ranks(main, num_ranks, on_notice=lambda *_: None)
     if ending.cause is not None:
         raise to_error(ending)
     return ending.results[0]
