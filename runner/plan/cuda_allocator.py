@@ -1,10 +1,8 @@
 """Model of torch's CUDA caching allocator: the memory it reserves for a sequence of allocations.
 
 It models rounding, segments, splits and merges. Source: c10/cuda/CUDACachingAllocator.cpp (round_size,
-get_allocation_size, get_free_block, should_split, free_block, find_expandable_block) and c10/core/AllocatorConfig.h of
-torch 2.13. `scripts/first_contact.sh hollow` compares it with torch 2.14. One stream and enough memory are assumed. A
-list in `roundup_power2_divisions` is approximated by its coarsest entry, `garbage_collection_threshold` is ignored, and
-`backend:cudaMallocAsync` is not modelled.
+get_allocation_size, get_free_block, should_split, free_block, find_expandable_block) of torch 2.13.
+`scripts/first_contact.sh hollow` compares it with torch 2.14. One stream and enough memory are assumed.
 """
 
 from __future__ import annotations
@@ -21,57 +19,38 @@ BLOCK = 512  # bytes; sizes are rounded up to a multiple
 SMALL = MIB  # allocations up to this size use separate segments
 SMALL_SEGMENT = 2 * MIB
 LARGE = 10 * MIB  # from this size on, a segment is created for one allocation
+LARGE_SEGMENT = 20 * MIB
 ROUNDING = 2 * MIB  # size of such a segment is rounded up to a multiple
+NOT_MODELLED = {
+    "max_split_size_mb", "large_segment_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """Settings of torch's allocator that affect reserved memory, in bytes.
+    """Settings of torch's allocator that affect reserved memory.
 
     expandable   one segment that grows by pages instead of many of fixed size
-    max_split    larger blocks are not split; None: all are
-    segment      size of the segments for allocations of 1 to 10 MiB
-    rounding     maximum excess size of a block that is used without splitting
-    divisions    number of steps between powers of 2 to which sizes are rounded up; 0: to BLOCK only
     fraction     fraction of the GPU's memory that the process may use
-    is_modelled  False for backend:cudaMallocAsync, the driver's allocator, which is not modelled
+    is_modelled  no other setting affects reserved memory
     """
 
     expandable: bool = False
-    max_split: int | None = None
-    segment: int = 20 * MIB
-    rounding: int = 20 * MIB
-    divisions: int = 0
     fraction: float = 1.0
     is_modelled: bool = True
 
     @staticmethod
     def parse(text: str | None) -> AllocatorSettings:
-        """Parse `memory.allocator`, such as "expandable_segments:True,max_split_size_mb:256"."""
+        """Parse `memory.allocator`, such as "expandable_segments:True,per_process_memory_fraction:0.9"."""
         settings = {
             name.strip(): value.strip()
             for name, _, value in (part.partition(":") for part in re.split(r",(?![^\[]*\])", text or ""))
         }
-        steps = [int(step) for step in re.findall(r"(?:^|:)\s*(\d+)", settings.get("roundup_power2_divisions", ""))]
         return AllocatorSettings(
             expandable=settings.get("expandable_segments", "").lower() == "true",
-            max_split=int(settings["max_split_size_mb"]) * MIB if "max_split_size_mb" in settings else None,
-            segment=int(settings.get("large_segment_size_mb", 20)) * MIB,
-            rounding=int(settings.get("max_non_split_rounding_mb", 20)) * MIB,
-            divisions=min((step for step in steps if step > 1), default=0),
             fraction=float(settings.get("per_process_memory_fraction", 1.0)),
-            is_modelled=settings.get("backend") != "cudaMallocAsync",
+            is_modelled=NOT_MODELLED.isdisjoint(settings) and settings.get("backend") != "cudaMallocAsync",
         )
-
-    def round_size(self, size: int) -> int:
-        """Return the minimum block size for an allocation of `size` bytes."""
-        if size < BLOCK:
-            return BLOCK
-        if self.divisions and size > BLOCK * self.divisions:
-            below = 1 << (size.bit_length() - 1)
-            step = below // self.divisions
-            return size if size == below else -(-size // step) * step
-        return _round_up(size, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -144,12 +123,12 @@ class _Pool:
 class _Device:
     def __init__(self, allocator: AllocatorSettings) -> None:
         self.allocator = allocator
-        self.small, self.large = _Pool(SMALL_SEGMENT), _Pool(allocator.segment)
+        self.small, self.large = _Pool(SMALL_SEGMENT), _Pool(LARGE_SEGMENT)
         self.reserved = 0
         self.next_address = 0
 
     def allocate(self, size: int) -> _Block:
-        size = self.allocator.round_size(size)
+        size = _round_up(size, BLOCK)
         pool = self.small if size <= SMALL else self.large
         return self._split(self._take_free_block(pool, size) or self._allocate_segment(pool, size), size)
 
@@ -179,22 +158,13 @@ class _Device:
         if index == len(pool.free):
             return None
         block = pool.by_address[pool.free[index][1]]
-        limit = self.allocator.max_split
-        if limit is not None and not self.allocator.expandable:
-            if size < limit <= block.size:
-                return None
-            if size >= limit and block.size >= size + self.allocator.rounding:
-                return None
         pool.remove(block)
         return block
 
     def _allocate_segment(self, pool: _Pool, size: int) -> _Block:
         if self.allocator.expandable:
             return self._grow_segment(pool, size)
-        if pool is self.small:
-            needed = SMALL_SEGMENT
-        else:
-            needed = self.allocator.segment if size < LARGE else _round_up(size, ROUNDING)
+        needed = pool.page if size < LARGE else _round_up(size, ROUNDING)
         block = _Block(self.next_address, needed, pool)
         self.next_address += needed + BLOCK  # segments do not merge
         self.reserved += needed
@@ -218,11 +188,7 @@ class _Device:
 
     def _split(self, block: _Block, size: int) -> _Block:
         rest, pool = block.size - size, block.pool
-        if pool is self.small or self.allocator.expandable:
-            is_split = rest >= BLOCK
-        else:
-            is_split = rest > SMALL and (self.allocator.max_split is None or size < self.allocator.max_split)
-        if not is_split:
+        if rest < BLOCK or (rest <= SMALL and pool is self.large and not self.allocator.expandable):
             return block
         left = _Block(block.start + size, rest, pool, block, block.after)
         if block.after:

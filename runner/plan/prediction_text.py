@@ -197,7 +197,7 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
         )
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
     if not AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")).is_modelled:
-        why.append("PyTorch's native allocator is modelled, not cudaMallocAsync")
+        why.append("PyTorch's native allocator is modelled, without some settings of memory.allocator")
     is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
         why.append("each rank of this pipeline is assumed to hold an equal part of the model, without send buffers")

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from runner.plan.cuda_allocator import MIB, AllocatorSettings, replay
 
-ALLOCATORS = (
-    AllocatorSettings(),
-    AllocatorSettings(expandable=True),
-    AllocatorSettings(max_split=32 * MIB),
-    AllocatorSettings(divisions=4),
-    AllocatorSettings(segment=40 * MIB),
-)
+ALLOCATORS = (AllocatorSettings(), AllocatorSettings(expandable=True))
 Steps = list[tuple[int, int]]
 SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB))
 STEPS = st.lists(st.tuples(st.integers(0, 12), SIZES), max_size=30)
@@ -52,7 +46,7 @@ def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, alloc
         assert earlier.allocated <= held.allocated
 
 
-@given(STEPS, st.sampled_from([each for each in ALLOCATORS if each.max_split is None]))
+@given(STEPS, st.sampled_from(ALLOCATORS))
 @settings(max_examples=20)
 def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) -> None:
     """Free neighbors are merged, up to complete segments."""
@@ -91,8 +85,6 @@ def test_a_trace_computed_by_hand() -> None:
     held = replay(events)
     assert held.reserved == (30 + 32) * m, "12 and 15 are neighbors, so together they hold 27"
     assert held.allocated == (3 + 32 + 27) * m, "a remainder that is too small to be split belongs to the block"
-    unsplit = replay(events, AllocatorSettings(max_split=20 * m))
-    assert unsplit.reserved == (30 + 12 + 16 + 20 + 32) * m, "30 is not split for 12, but may serve 27 entirely"
 
 
 def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
@@ -103,8 +95,11 @@ def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
 
 
 def test_settings_are_read_as_they_are_written() -> None:
-    text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[256:8,512:4,>:1]"
-    result = AllocatorSettings.parse(text)
-    assert (result.expandable, result.max_split, result.divisions) == (True, 256 * MIB, 4)
-    assert result.round_size(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
+    text = "expandable_segments:True,per_process_memory_fraction:0.5"
+    assert AllocatorSettings.parse(text) == AllocatorSettings(expandable=True, fraction=0.5)
     assert AllocatorSettings.parse(None) == AllocatorSettings()
+
+
+@pytest.mark.parametrize("text", ["backend:cudaMallocAsync", "roundup_power2_divisions:[256:8,512:4,>:1]"])
+def test_other_settings_are_not_modelled(text: str) -> None:
+    assert not AllocatorSettings.parse(text).is_modelled

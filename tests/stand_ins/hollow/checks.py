@@ -299,13 +299,7 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
 PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     *(
         ("allocator", (settings,), {"mib": 65536, "settings": settings})
-        for settings in (
-            "",
-            "max_split_size_mb:32",
-            "roundup_power2_divisions:4",
-            "large_segment_size_mb:40",
-            "expandable_segments:True",
-        )
+        for settings in ("", "expandable_segments:True")
     ),
     *(
         ("attention", (), {"capability": capability})
