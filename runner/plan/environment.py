@@ -6,11 +6,12 @@ import json
 import os
 import platform
 import re
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import StorageError
+from runner.durable import files
 from runner.plan.inventory import Inventory
 from runner.version import __version__
 
@@ -56,16 +57,8 @@ def _git_state(folder: Path) -> dict[str, str] | None:
 
 
 def _read_text(path: Path, limit: int = 4096) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may be
-        # symlinks, because the checks of the content do not depend on the location.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
-                return os.read(descriptor, limit).decode("ascii")
-        finally:
-            os.close(descriptor)
+    with suppress(StorageError, UnicodeDecodeError):
+        return files.read(path, at_most=limit).decode("ascii")
     return ""
 
 
