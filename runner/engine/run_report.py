@@ -73,7 +73,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     runs_inference  the command would have run inference after the training
     """
     if run.observers.profiler.only:  # a profile cannot be resumed
-        screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
+        screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: the run ended too early'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
     plan, task, total = run.plan, run.parts.task, evidence.seconds or 0.0

@@ -142,8 +142,6 @@ class Operators(ProfiledUpdates):
             group_by_stack_n=MAX_STACK_LINES if self.options.with_stack else 0,
         )
         self.add_rows(operators, averages, self.num)
-        by = "self_device_time_total" if operators.kernels else "self_cpu_time_total"
-        operators.table = averages.table(sort_by=by, row_limit=100)
 
     def add_rows(self, operators: OperatorFindings, averages: Iterable[Any], num: int) -> None:
         """Add the operators and the kernels of `num` updates; torch counts the time of a kernel in both rows."""

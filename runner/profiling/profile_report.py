@@ -55,15 +55,14 @@ class Kernel:
 class OperatorFindings:
     """The findings of torch's profiler; empty if nothing was recorded.
 
-    sort_by       self, total or calls
-    trace, table  Chrome trace, compressed, and torch's own table
+    sort_by  self, total or calls
+    trace    Chrome trace, compressed
     """
 
     sort_by: str = "self"
     rows: list[Operator] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     trace: bytes = b""
-    table: str = ""
 
 
 @dataclass
@@ -111,7 +110,6 @@ def make_files(findings: Findings) -> dict[str, bytes]:
     if operators.trace:
         found["trace.json.gz"] = operators.trace
     if operators.rows:
-        found["operators.txt"] = operators.table.encode()
         found["operators.csv"] = _encode_csv([asdict(row) for row in operators.rows])
     if operators.kernels:
         found["kernels.csv"] = _encode_csv([asdict(row) for row in operators.kernels])
@@ -151,13 +149,7 @@ def _format_times(findings: Findings) -> list[str]:
     if not rows:
         return []
     skipped = f", after {findings.skipped} warm-up updates" if findings.skipped else ""
-    lines = [f"time of an update with and without each instrument{skipped}", *format_table(rows, "<><<", indent="  ")]
-    if plain and any(ms < plain for ms in findings.update_ms.values()):
-        lines.append(
-            "  within noise: updates with that instrument took less time than without; the machine was busy, or the"
-            " updates differ. Profile more updates, or close other programs."
-        )
-    return lines
+    return [f"time of an update with and without each instrument{skipped}", *format_table(rows, "<><<", indent="  ")]
 
 
 def _format_operators(found: OperatorFindings, width: int) -> list[str]:

@@ -93,10 +93,8 @@ class Trace(Profiler):
         if self._open is None:
             return
         session, self._open = self._open, None
-        skipped = session.describe_skipped
         findings = session.close()
         if findings is None:
-            self.report = self.report or (f"nothing was profiled: stopped after {skipped}" if skipped else "")
             return
         folder = session.subject.folder
         for name, content in make_files(findings).items():
@@ -134,13 +132,6 @@ class Session:
     @property
     def part(self) -> ProfiledUpdates:
         return self.parts[self._index] if self._index < len(self.parts) else _NO_PART
-
-    @property
-    def describe_skipped(self) -> str:
-        """Return the number of warm-up updates as text, "" if there was none."""
-        part = self.parts[0]
-        done = self._num_updates if self.part is part else part.num
-        return f"{done} of the {part.num} updates that are skipped" if done else ""
 
     def update(self) -> bool:
         """Record the end of an update; return whether it was the last one to profile."""

@@ -180,7 +180,7 @@ def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_p
     trace = json.loads(gzip.decompress((profile / "trace.json.gz").read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::linear" in names
-    operators = (profile / "operators.txt").read_text()
+    operators = (profile / "operators.csv").read_text()
     assert "aten::" in operators
     assert f"profile: {profile}/report.txt" in result.out
 

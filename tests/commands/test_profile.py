@@ -162,10 +162,10 @@ def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> 
     assert "aten::addmm" in {row["name"] for row in found(tmp_path, "operators.csv")}
 
 
-def test_ctrl_c_before_profiling_reports_the_completed_updates(server: ForkServer, tmp_path: Path) -> None:
+def test_ctrl_c_before_profiling_reports_that_nothing_was_profiled(server: ForkServer, tmp_path: Path) -> None:
     result = profile(server, tmp_path, "task.stop_at=2", "skip=5")
     assert result.code == 130, result.err
-    assert re.search(r"\d of the 5 updates", result.out)
+    assert "nothing was profiled" in result.out
 
 
 def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Path) -> None:
