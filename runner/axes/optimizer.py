@@ -493,7 +493,7 @@ def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = T
     obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:
         raise ConfigError(
-            Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "use optimizer.kernel=auto")
+            Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "use optimizer.kernel=foreach")
         )
     if kernel == "auto":
         kernel = "foreach" if obstacle else "fused"

@@ -130,6 +130,21 @@ FAULTS = {
         "a count of 0",
         "def loss(",
     ),
+    "the model is lazy": Fault("torch.nn.Linear(2, size)", "torch.nn.LazyLinear(size)", 70, "0.weight, 0.bias"),
+    "the model grows": Fault(
+        LOSS,
+        f"        self.model.register_parameter('late', torch.nn.Parameter(torch.zeros(1)))\n{LOSS}",
+        70,
+        "new parameters after the first update: late",
+    ),
+    "the state is renamed": Fault(
+        "        self.calls = 0\n",
+        "        self.calls = 0\n"
+        "        rename = lambda module, state, *_: state.update(w=state.pop('0.bias'))\n"
+        "        self.model.register_state_dict_post_hook(rename)\n",
+        70,
+        "omits or renames 0.bias",
+    ),
     "the loss raises": Fault(
         LOSS, f"        {AT_12}{{}}['points']\n{LOSS}", 70, "raised KeyError: 'points'", "{}['points']", saved=True
     ),

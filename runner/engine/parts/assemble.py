@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
@@ -23,6 +24,7 @@ from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import rank_seed
 from runner.base.task import Task
+from runner.base.text import abbreviate
 from runner.config.configuration import Choice
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
@@ -174,6 +176,21 @@ def _check_state(model: nn.Module, source: Path) -> None:
                 where=str(source),
                 fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
             )
+    uninitialized = [name for name, weight in model.named_parameters() if isinstance(weight, UninitializedParameter)]
+    if uninitialized:
+        raise TaskFault(
+            f"the model has parameters without a shape, as those of lazy modules: {abbreviate(uninitialized)}",
+            where=str(source),
+            fix="call the model once in build with a batch of the right shape, such as model(torch.zeros(2, 10))",
+        )
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    missing = sorted(trained - model.state_dict().keys())
+    if missing:
+        raise TaskFault(
+            f"the model's state_dict omits or renames {abbreviate(missing)}: a checkpoint could not store them",
+            where=str(source),
+            fix="remove the hook of state_dict, or its override",
+        )
 
 
 def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[], AbstractContextManager[Any]] | None:

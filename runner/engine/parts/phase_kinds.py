@@ -18,6 +18,7 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.task import Fit, State
+from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.error_diagnosis import locate_definition
@@ -260,7 +261,7 @@ class GradientPhase(PhaseKind):
         self._remove_grad_hooks()
         self.parts.parallel.end()
         for name, weight in self.parts.bare.named_parameters():
-            weight.requires_grad_(self._required_grad[name])
+            weight.requires_grad_(self._required_grad.get(name, weight.requires_grad))
             weight.grad = None
 
     def start_lines(self) -> list[str]:
@@ -276,6 +277,13 @@ class GradientPhase(PhaseKind):
 
     def first_gradients(self) -> dict[str, bool]:
         self._remove_grad_hooks()
+        added = dict(self.parts.bare.named_parameters()).keys() - self._required_grad.keys()
+        if added:
+            raise TaskFault(
+                f"the model has new parameters after the first update: {abbreviate(sorted(added))}",
+                where=str(self.parts.source),
+                fix="register all parameters in build: the optimizer does not train those that are added later",
+            )
         return {name: name in self._with_gradient for name in self.owned}
 
     @property
