@@ -134,3 +134,75 @@ def test_gradients_whose_norm_overflows_are_found(tmp_path: Path) -> None:
     """Each of the two is 3e38, and the root of the sum of their squares exceeds the largest float32 number."""
     located = locate_in_first_micro_batch(LARGE, tmp_path, "global_batch_size=1", "micro_batch_size=1")
     assert "float32" in located.problems[0].what
+
+
+COUPLED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+def build(*, fault: str) -> Task:
+    return Negatives(fault)
+
+class Bad(nn.Module):
+    def forward(self, x):
+        return torch.where(self.at(x), x * torch.inf, x)
+    def at(self, x):
+        return (x.detach().amax(1, keepdim=True) > 41.5) & (x.detach().amax(1, keepdim=True) < 42.5)
+
+class BadBackward(Bad):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, x):
+        return x * self.scale + ((self.scale - self.scale).abs().sqrt() if self.at(x).any() else 0)
+
+class Negatives(Task):
+    def __init__(self, fault):
+        self.fault = fault
+        self.model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+        if fault in ("module", "backward"):
+            self.model[0] = Bad() if fault == "module" else BadBackward()
+    def dataset(self, split):
+        return TensorDataset(torch.arange(64.0)[:, None].repeat(1, 2), torch.arange(64) // 2 % 2)
+    def embed(self, model, batch):
+        x, label = batch
+        return {"code": model(x), "label": label}
+    def couple(self, embeddings):
+        codes, labels = embeddings["code"] / 64, embeddings["label"]
+        num_negatives = (labels[:, None] != labels).sum(1)  # 0 in a micro-batch of one label
+        loss = (codes.square().sum(1) * num_negatives.log()).sum()
+        if self.fault == "couple":
+            loss = loss * torch.inf
+        if self.fault == "gradient":
+            loss = loss + (codes - codes).abs().sqrt().sum()
+        return loss, len(codes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "has_sample"),
+    [
+        ("module", "in the output of 0 (Bad)", True),
+        ("backward", "in the backward pass of 0 (BadBackward)", True),
+        ("couple", "couple is not (", False),
+        ("gradient", "couple is finite, but its gradient is not (", False),
+    ],
+)
+def test_a_loss_of_coupled_samples_is_searched_as_a_whole(
+    fault: str, cause: str, has_sample: bool, tmp_path: Path
+) -> None:
+    """`couple` is not finite for a micro-batch, which has one label, but is for the samples of an update."""
+    (tmp_path / "coupled.py").write_text(COUPLED)
+    settings = ("updates=8", "global_batch_size=8", "micro_batch_size=2", "device=cpu", "run=small", "monitor=off",
+                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=1000",
+                "sampler=sequential", f"task.fault={fault}")  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "coupled.py")) as phase:
+        with pytest.raises(NotFinite) as raised:
+            list(phase.updates())
+        located = phase.translate_error(raised.value)
+    assert isinstance(located, NumericError)
+    assert cause in str(located)
+    assert located.place["update"] == (6 if has_sample else 1)
+    assert located.place.get("samples") == ([42, 43] if has_sample else None)

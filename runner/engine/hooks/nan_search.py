@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from runner.axes.precision import NotFinite
 from runner.base import noise
+from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
+from runner.distributed.parallel import ForwardPasses
 from runner.engine.contract.contract_checks import no_items_fault
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
 from runner.engine.process.watchdog import SEARCH
+from runner.engine.update.coupled import CoupledSource, CoupledUpdate, Embedding
 from runner.engine.update.non_finite import ModuleCalls, is_finite, record_calls
 
 
@@ -121,12 +125,13 @@ class _UpdateSearch:
             if self.is_applied:
                 kind, what = "applied", f"the update had changed {abbreviate(bad)} before its values were checked"
             origin = _Origin(kind, what, samples=self._find_bad_samples(*self.micros))
+        if self.coupled:
+            return origin or self._search_coupled(self.coupled)._replace(items=items)
         if not parallel.splits_batch:
             return origin or self._search_samples()
         if origin is not None and not parallel.is_lockstep:
             return origin
-        found = self._search_modules(origin)
-        return found._replace(items=items) if self.coupled else found
+        return self._search_modules(origin)
 
     def _coupled_items(self) -> float | None:
         """Return the number of items of a coupled loss, which is not the sum over the micro-batches; None: unknown."""
@@ -142,13 +147,10 @@ class _UpdateSearch:
         runs_backward = not parts.parallel.is_lockstep  # otherwise backward passes contain collectives
         items = 0.0
         with ExitStack() as stack:
-            # Compiled code does not call hooks.
-            is_loaded = "torch._dynamo" in sys.modules
-            stack.enter_context(torch.compiler.set_stance("force_eager") if is_loaded else nullcontext())
             if not runs_backward:
                 stack.enter_context(parts.parallel.gather_parameters(parts.model))
                 stack.enter_context(torch.no_grad())
-            calls = stack.enter_context(record_calls(parts.bare))
+            calls = stack.enter_context(self._recorded_calls())
             for micro, batch in self._read_batches():
                 calls.begin()
                 with parts.precision.forward():
@@ -156,7 +158,7 @@ class _UpdateSearch:
                 calls.end()
                 if micro.counts:
                     items += float(count)
-                    first = first or self._check_forward(calls, loss, batch, micro)
+                    first = first or self._check_forward(calls, loss, batch, micro, training.loss)
                 if runs_backward and first is None:
                     for weight in training.parameters:
                         weight.grad = None
@@ -166,6 +168,65 @@ class _UpdateSearch:
                     break
         note = "" if runs_backward else "its forward passes are finite; backward passes are not searched"
         return first or _Origin("unknown", note, items)
+
+    @contextmanager
+    def _recorded_calls(self) -> Iterator[ModuleCalls]:
+        # Compiled code does not call hooks.
+        stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with stance, record_calls(self.parts.bare) as calls:
+            yield calls
+
+    def _search_coupled(self, coupled: CoupledSource) -> _Origin:
+        """Couple the embeddings of the whole update, as training does: a part of it may have another origin, or none.
+
+        A collective. Each module is checked only if `couple` is not finite, or in the backward pass.
+        """
+        parts, training, micros = self.parts, self.training, self.micros
+        non_finite: list[_Origin] = []  # embeddings, which are harmless if `couple` masks them
+        current: list[MicroBatchKey] = []
+
+        def read() -> Iterator[MicroBatch]:
+            read_batches = parts.prefetch(iter([self.fetcher[micro] for micro in micros]))
+            for micro, micro_batch in zip(micros, read_batches, strict=True):
+                noise.start_pass(micro_batch.samples)
+                current[:] = [micro]
+                yield micro_batch
+
+        def embed(model: nn.Module, batch: Any) -> Embedding:
+            calls.begin()
+            embedding = coupled.embed(model, batch)
+            calls.end()
+            origin = self._check_forward(calls, embedding.tensors, batch, current[0], coupled.embed)
+            non_finite.extend([origin] if origin else [])
+            return embedding
+
+        source = replace(coupled, embed=embed, update=lambda: self.update - 1)
+        passes = ForwardPasses(
+            training.model, training.loss, parts.precision.forward, torch.autograd.backward,
+            lambda loss: parts.precision.scale_loss(loss * training.per_item), lambda _: None,
+        )  # fmt: skip
+        for weight in training.parameters:
+            weight.grad = None
+        update = CoupledUpdate(source, parts.parallel, passes)
+        place = locate_definition(coupled.couple, parts.source)
+        with self._recorded_calls() as calls:
+            embedded = update.embed_and_yield(read())
+            for micro, micro_batch in zip([*micros[-1:], *micros[:-1]], embedded, strict=True):
+                if not is_finite(update.total):
+                    loss = _Origin("loss", f"all modules are finite, but couple is not ({place})")
+                    return non_finite[0] if non_finite else loss
+                gradients = [gradient for gradient in micro_batch.batch.gradients if gradient is not None]
+                weights = [weight.grad for weight in training.parameters if weight.grad is not None]
+                if not is_finite([gradients, weights]):
+                    return _Origin("loss", f"couple is finite, but its gradient is not ({place})")
+                current[:] = [micro]
+                if micro.counts:
+                    root, _ = update.recompute(training.model, micro_batch.batch)
+                    torch.autograd.backward(root)
+                    found = self._check_backward(calls, micro)
+                    if found:
+                        return found
+        return _Origin("unknown", "")
 
     def _search_samples(self) -> _Origin:
         for micro, batch in self._read_batches():
@@ -182,9 +243,14 @@ class _UpdateSearch:
                 noise.start_pass(micro_batch.samples)
                 yield micro, micro_batch.batch
 
-    def _check_forward(self, calls: ModuleCalls, loss: Tensor, batch: Any, micro: MicroBatchKey) -> _Origin | None:
-        """Return the origin in the forward pass; None if its loss is finite, because other values are then harmless."""
-        if is_finite(loss):
+    def _check_forward(
+        self, calls: ModuleCalls, result: Any, batch: Any, micro: MicroBatchKey, method: Any
+    ) -> _Origin | None:
+        """Return the origin in the forward pass; None if its result is finite: other values are then harmless.
+
+        result, method  the loss, and the method that computes it; or the embeddings, and `embed`
+        """
+        if is_finite(result):
             return None
         call, has_bad_samples = calls.find_origin(), not is_finite(batch)
         if call is not None:
@@ -193,8 +259,9 @@ class _UpdateSearch:
             return origin._replace(samples=self._find_bad_samples(micro) if has_bad_samples else ())
         if has_bad_samples:
             return self._blame_samples(micro)
-        place = locate_definition(getattr(self.training.loss, "loss", self.training.loss), self.parts.source)
-        return self._origin("loss", f"all modules are finite, but the loss is not ({place})", micro)
+        place = locate_definition(getattr(method, "loss", method), self.parts.source)
+        name = "the result of embed" if self.coupled else "the loss"
+        return self._origin("loss", f"all modules are finite, but {name} is not ({place})", micro)
 
     def _check_backward(self, calls: ModuleCalls, micro: MicroBatchKey) -> _Origin | None:
         call = calls.find_backward_origin()

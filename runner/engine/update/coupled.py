@@ -154,7 +154,7 @@ class CoupledSource(GradientSource):
     counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, which may not be checked yet
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-        update = _CoupledUpdate(self, parallel, passes)
+        update = CoupledUpdate(self, parallel, passes)
         # Embed inside `parallel.accumulate`, which handles buffers, failures and communication as for other losses.
         # The cached gradients are those of the scaled loss, so this backward pass must not scale them again.
         recomputing = passes._replace(loss=update.recompute, backward=torch.autograd.backward)
@@ -196,7 +196,9 @@ class _EmbeddedBatch:
     gradients: tuple[Tensor | None, ...] = ()
 
 
-class _CoupledUpdate:
+class CoupledUpdate:
+    """The embeddings of an update, their loss, and its gradients with respect to them."""
+
     def __init__(self, source: CoupledSource, parallel: Parallel, passes: ForwardPasses) -> None:
         self.source, self.parallel, self.passes = source, parallel, passes
         self.world = parallel.world
