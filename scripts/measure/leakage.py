@@ -15,8 +15,6 @@ from pathlib import Path
 
 from runner.tasks.gpt.data import SPLITS, open_corpus
 
-import runner  # noqa: F401
-
 
 def main() -> None:
     text = Path(sys.argv[1]) if len(sys.argv) > 1 else None

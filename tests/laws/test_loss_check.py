@@ -25,7 +25,8 @@ from runner.base.task import Task
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.checks.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
+from runner.engine.checks.additivity_check import BatchReader, check_loss_is_sum
+from runner.engine.checks.batch_halves import split_in_halves
 from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from tests.forkserver import ForkServer
@@ -268,9 +269,9 @@ def test_a_mean_with_a_count_is_refused_with_the_reduction_to_use(name: str) -> 
 
 
 def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
-    reason = check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a mean of micro-batches"], micro_of(batch_of()))
-    assert "count" in reason
-    assert not check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of()))
+    result = check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a mean of micro-batches"], micro_of(batch_of()))
+    assert "count" in result.reason
+    assert not any(check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of())))
 
 
 @pytest.mark.parametrize("precision", [fp32, bf16])
@@ -278,8 +279,8 @@ def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precis
     model = model_of()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    reason = check_loss_is_sum(parts_of(model, precision), SUMS["a mean of micro-batches"], micro_of(batch_of()))
-    assert "count" in reason
+    result = check_loss_is_sum(parts_of(model, precision), SUMS["a mean of micro-batches"], micro_of(batch_of()))
+    assert "count" in result.reason
 
 
 def test_a_loss_that_is_not_a_sum_is_refused_with_the_attribute_that_allows_it() -> None:
@@ -323,13 +324,47 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
     "loss", [drawn_by_numpy("mean"), mixed("mean"), with_negatives("mean"), with_anchor, in_training_only]
 )
 def test_undecidable_losses_are_reported(loss: Loss) -> None:
-    assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of()))
-    assert not check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
+    assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of())).reason
+    assert not any(check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of())))
 
 
 def test_a_batch_norm_that_mixes_samples_is_reported() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
-    assert "batch norm" in check_loss_is_sum(parts_of(model), MEANS["a mean"], micro_of(batch_of()))
+    assert "batch norm" in check_loss_is_sum(parts_of(model), MEANS["a mean"], micro_of(batch_of())).reason
+
+
+def penalized(strength: float, *, per_item: bool) -> Loss:
+    """A sum with an L2 penalty, which is added once per batch or once per item."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        penalty = strength * sum(weight.square().sum() for weight in model.parameters())
+        return F.cross_entropy(model(x), y, reduction="sum") + penalty * (len(y) if per_item else 1), len(y)
+
+    return loss
+
+
+@pytest.mark.parametrize("precision", [fp32, bf16])
+def test_a_penalty_that_is_added_once_per_batch_is_warned_about(precision: Any) -> None:
+    def check(loss: Loss) -> tuple[str, str]:
+        return check_loss_is_sum(parts_of(model_of(), precision), loss, micro_of(batch_of()))
+
+    reason, warning = check(penalized(0.01, per_item=False))
+    assert not reason
+    assert "regularizer" in warning
+    assert not any(check(penalized(0.01, per_item=True)))
+
+
+def test_a_small_deviation_of_weights_in_half_precision_is_undecided() -> None:
+    model = model_of().bfloat16()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        total, count = penalized(0.01, per_item=False)(model, (batch[0].bfloat16(), batch[1]))
+        return total.float(), count
+
+    reason, warning = check_loss_is_sum(parts_of(model), loss, micro_of(batch_of()))
+    assert reason
+    assert not warning
 
 
 @pytest.mark.parametrize("count", [len, lambda batch: 1])

@@ -9,13 +9,12 @@ unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.axes.prefetch import Prefetch
@@ -25,7 +24,8 @@ from runner.base.errors import TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.text import error_line
 from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
-from runner.engine.checks.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
+from runner.engine.checks.batch_halves import BatchPart, split_in_halves
+from runner.engine.checks.controlled_pass import ChangesWeights, ControlledPass, Draws
 from runner.engine.checks.task_calls import repeatable_pass, without_effects
 from runner.engine.contract.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.contract.error_diagnosis import locate_definition
@@ -37,6 +37,7 @@ from runner.engine.update.coupled import Embedding, validate_embedding
 from runner.loading.loaders import Loader
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
+ROUNDING = 1e-3  # the same for weights in float32: more is a term that is not a sum, such as an L2 penalty
 NEAR_MEAN = 0.2
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
@@ -111,7 +112,7 @@ class _Values(NamedTuple):
         if other is None:
             return False
         pairs = zip((self.batch, *self.halves), (other.batch, *other.halves), strict=True)
-        return all(abs(mine - theirs) <= 1e-3 * self.scale for (mine, _), (theirs, _) in pairs)
+        return all(abs(mine - theirs) <= 0.1 * ROUNDING * self.scale for (mine, _), (theirs, _) in pairs)
 
     @property
     def is_mean(self) -> bool:
@@ -133,25 +134,46 @@ class _Values(NamedTuple):
 
     @property
     def _is_additive(self) -> bool:
-        return abs(self.batch[0] - sum(loss for loss, _ in self.halves)) <= TOLERANCE * self.scale
+        return self.deviation <= TOLERANCE
+
+    @property
+    def deviation(self) -> float:
+        """Distance of the value of the batch from the sum of the halves, relative to the larger of them."""
+        return abs(self.batch[0] - sum(loss for loss, _ in self.halves)) / (self.scale or 1.0)
+
+    @property
+    def deviates(self) -> bool:
+        """True if the value is almost a sum, but differs by more than rounding in float32."""
+        return not self.is_degenerate and self.is_sum and ROUNDING < self.deviation <= TOLERANCE
 
     def __str__(self) -> str:
         (first_loss, _), (second_loss, _) = self.halves
         return f"{self.batch[0]:.4g}, that of its halves {first_loss:.4g} and {second_loss:.4g}"
 
 
+class LossCheck(NamedTuple):
+    """Result of the check of a loss.
+
+    reason   why the check was inconclusive, or ""
+    warning  by how much the loss is not a sum, if it is more than rounding, or ""
+    """
+
+    reason: str = ""
+    warning: str = ""
+
+
 def check_loss_is_sum(
     parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: BatchReader | None = None
-) -> str:
+) -> LossCheck:
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
-    Return "" if the check was conclusive, else the reason. Call it on every rank: the model may run collectives.
+    Call it on every rank: the model may run collectives.
     An exception of the loss is ignored here and reported by the first update, unless it is raised on some of the ranks
     that hold a copy of the model: the others would wait for them.
 
     read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """
-    fault, reason = None, ""
+    fault, reason, warning = None, "", ""
     with _preserve_state(parts):
         split = _read_halves(first, read, parts)
         verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch), split).compare()
@@ -159,15 +181,17 @@ def check_loss_is_sum(
             verdict = verdicts.pop("loss")
             fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
             reason = verdict.reason
+            warning = _deviation_warning(verdict.values) if verdict.deviates and verdict.values else ""
             for name, verdict in verdicts.items():  # the third value of the loss
                 if verdict.is_fault and verdict.kind == "mean":  # a constant count is useful: items per micro-batch
                     fault = fault or _metric_fault(name, verdict, loss, parts)
-    gathered = parts.world.gather([fault, reason, first.counts])
-    faults = [fault for fault, _, _ in gathered]
+    gathered = parts.world.gather([fault, reason, warning, first.counts])
+    faults = [fault for fault, *_ in gathered]
     # If the ranks do not split a batch, rank 0 has read its samples.
     _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
-    reasons = [reason for _, reason, counts in gathered if counts]
-    return reasons[0] if reasons and all(reasons) else ""
+    reasons = [reason for _, reason, _, counts in gathered if counts]
+    warnings = filter(None, (warning for _, _, warning, _ in gathered))
+    return LossCheck(reasons[0] if reasons and all(reasons) else "", next(warnings, ""))
 
 
 def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> None:
@@ -247,7 +271,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
         for name, verdict in comparison.compare().items():
             if verdict.is_fault and verdict.kind != "neither":
                 fault = fault or _metric_fault(name, verdict, task.evaluate, parts)
-            elif verdict.is_fault and task.loss_is_additive:
+            elif (verdict.is_fault or verdict.deviates) and task.loss_is_additive:
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
@@ -361,6 +385,11 @@ class _Verdict(NamedTuple):
     def is_fault(self) -> bool:
         return self.kind in ("mean", "count", "neither") and not self.reason
 
+    @property
+    def deviates(self) -> bool:
+        """True if the value is almost a sum."""
+        return self.values is not None and self.values.deviates and not self.reason
+
 
 class _BatchComparison:
     """Call a function on a batch and its halves from the same model, with the same random numbers for all samples.
@@ -374,6 +403,8 @@ class _BatchComparison:
     ) -> None:
         self.parts, self.compute, self.split, self.epoch = parts, compute, split, epoch
         self.reason = split.reason
+        # Weights in half precision round by more than a small term that is not a sum.
+        self._is_exact = all(weight.dtype not in _HALF for weight in parts.bare.parameters())
 
     def compare(self) -> dict[str, _Verdict]:
         """Return the verdict on each name; on "loss" alone if there are no values."""
@@ -388,11 +419,11 @@ class _BatchComparison:
     def _compare_once(self, seed: int, draws: Draws) -> dict[str, _Verdict]:
         forward = self.parts.precision.forward
         values = self.evaluate(forward, seed, draws)
-        if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
+        if self._agree(self._is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
             forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
             values = self.evaluate(forward, seed, draws) or values
         reason, again = "", values or {}
-        if self._agree(_is_suspicious(values)):
+        if self._agree(self._is_suspicious(values)):
             again = self.evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
             if draws.selects_samples:
                 reason = "it selects samples of the batch at random"
@@ -406,7 +437,8 @@ class _BatchComparison:
 
     def _classify(self, values: _Values, reason: str) -> _Verdict:
         if values.is_sum:
-            return _Verdict("sum", values, values.inconclusive_reason)
+            inexact = _HALF_WEIGHTS if values.deviates and not self._is_exact else ""
+            return _Verdict("sum", values, values.inconclusive_reason or inexact or (reason if values.deviates else ""))
         if values.has_constant_count:
             return _Verdict("count", values, reason)
         if values.is_mean:
@@ -453,13 +485,14 @@ class _BatchComparison:
             sums = self.compute(copy_batch(part.batch))
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
+    def _is_suspicious(self, values_by_name: Mapping[str, _Values] | None) -> bool:
+        return values_by_name is not None and not all(
+            values.is_sum and not (self._is_exact and values.deviates) for values in values_by_name.values()
+        )
+
     def _agree(self, flag: bool) -> bool:
         """Return the flag of rank 0 if all ranks must run the same forward passes."""
         return flag if self.parts.parallel.splits_batch else bool(self.parts.world.broadcast(flag))
-
-
-def _is_suspicious(values_by_name: Mapping[str, _Values] | None) -> bool:
-    return values_by_name is not None and not all(values.is_sum for values in values_by_name.values())
 
 
 @contextmanager
@@ -492,6 +525,14 @@ def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tu
     return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
+def _deviation_warning(values: _Values) -> str:
+    return (
+        f"loss differs from a sum over the items by {values.deviation:.1%}, so updates depend on the sizes of"
+        f" micro-batches and on the number of ranks: the loss of a batch is {values}. Multiply a term that is added"
+        " once per batch, such as a regularizer, by the number of items"
+    )
+
+
 def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
     assert verdict.values is not None
     title = "evaluate returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
@@ -505,6 +546,8 @@ def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], part
 
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
+_HALF = (torch.bfloat16, torch.float16)
+_HALF_WEIGHTS = "it differs slightly from a sum, which may be the rounding of weights in half precision"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _THIRD_VALUE = "the third value of loss"
@@ -513,63 +556,3 @@ _MEAN_FIX = (
     "and x.sum() instead of x.mean()"
 )
 _COUNT_FIX = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
-
-
-class BatchPart(NamedTuple):
-    """Part of a batch, with the samples that determine its random draws."""
-
-    batch: Any
-    samples: BatchSamples | None
-
-
-def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
-    """Split a batch into two parts; return None if it cannot be split between samples safely.
-
-    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
-    numbers and text are copied to both parts.
-    """
-    samples = batch.samples
-    size = 0 if samples is None else len(samples.indices)
-    if samples is None or size < 2 or not any(tensor.dim() for tensor in list_tensors(batch.batch)):
-        return None
-    rows = slice(0, size // 2), slice(size // 2, size)
-    try:
-        first_half, second_half = (
-            BatchPart(
-                _slice_rows(batch.batch, size, part),
-                samples._replace(indices=samples.indices[part], places=samples.places[part]),
-            )
-            for part in rows
-        )
-    except _NotSplittable:
-        return None
-    return first_half, second_half
-
-
-class _NotSplittable(Exception):
-    pass
-
-
-def _slice_rows(value: Any, size: int, rows: slice) -> Any:
-    if isinstance(value, Tensor):
-        if value.dim() and len(value) != size:
-            raise _NotSplittable
-        return value[rows] if value.dim() else value
-    if value is None or isinstance(value, str | bytes | int | float):
-        return value
-    if isinstance(value, list) and len(value) == size:
-        if list_tensors(value):
-            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
-        return value[rows]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_slice_rows(item, size, rows) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(_slice_rows(item, size, rows) for item in value)
-    if isinstance(value, Mapping):
-        items = {key: _slice_rows(item, size, rows) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return items
-        copied = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
-        copied.update(items)
-        return copied
-    raise _NotSplittable

@@ -66,10 +66,12 @@ class FirstUpdate(Hook):
         if is_sharded and phase.hook(Evaluation).held_out is None:
             reason = f"parallelism={phase.run.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
-            reasons = [
+            results = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
-            reason = next(filter(None, reasons), "")
+            reason = next((result.reason for result in results if result.reason), "")
+            for warning in filter(None, (result.warning for result in results)):
+                phase.run.observers.screen.warn(f"{phase.name}: {warning}")
             if warning := phase.work.check_objective_names():
                 phase.run.observers.screen.warn(warning)
             phase.stopwatch.lap("starting")
