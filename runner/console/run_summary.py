@@ -30,6 +30,7 @@ class StartOfRun:
 
     devices            one line per device: name, memory, capability
     software           name -> version: torch, CUDA, cuDNN, driver
+    training           one line per phase or objective: optimizer, schedule and clipping
     notes              additional lines: the checkpoint to resume from, where the tracker writes
     phases             one line per phase to run, if the task declares phases; each has a separate batch size
     memory             one line per kind of device: its predicted memory; empty without a prediction
@@ -44,6 +45,7 @@ class StartOfRun:
     num_trainable: int
     batch: Batch
     run_dir: str
+    training: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
@@ -160,6 +162,7 @@ def format_start(start: StartOfRun) -> str:
         *_label_rows("off", _format_disabled(option for option in start.options if not option.on)),
         ("parameters", f"{_format_count(start.num_parameters)} total, {_format_count(start.num_trainable)} trainable"),
         *(_label_rows("phase", start.phases) or [("batch", _format_batch(start.batch))]),
+        *_label_rows("training", start.training),
         *_label_rows("memory", start.memory),
         ("directory", start.run_dir),
         *_label_rows("note", start.notes),

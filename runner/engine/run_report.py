@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from runner.base.task import Task
 from runner.base.text import format_bytes, format_gib, format_metric
+from runner.config.configuration import Choice
 from runner.config.phases import INFERENCE
 from runner.console import bottleneck
 from runner.console.run_summary import (
@@ -55,6 +56,7 @@ def report_start(
             num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
             batch=plan.batch,
             run_dir=str(screen.directory.shown),
+            training=tuple(_describe_training(plan, parts.task)),
             notes=(*plan.notes, *parts.notes, *_checkpoint_notes(plan)),
             phases=tuple(map(str, plan.selected)) if plan.phase_keys else (),
             memory=tuple(summarize_memory(plan.memory)),
@@ -198,6 +200,23 @@ def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
     return lines
 
 
+def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
+    """Yield a line for each phase, or each of its objectives: what turns gradients into an update."""
+    phases = [phase for phase in plan.selected if phase.kind == "train"]
+    for phase in phases:
+        owner = f"{phase.name}: " if len(phases) > 1 else ""
+        for part in parse_objectives(task, phase) or (phase,):
+            name = owner if part is phase else f"{owner}{part.name}: "
+            clipping = "" if part.max_grad_norm is None else f"; max_grad_norm {part.max_grad_norm:g}"
+            yield f"{name}{_describe_choice(part.optimizer)}; {_describe_choice(part.scheduler)}{clipping}"
+
+
+def _describe_choice(choice: Choice) -> str:
+    """Return the name of an optimizer or a schedule with the settings that are on, except those of its kernel."""
+    settings = {key: value for key, value in choice.options.items() if key not in _KERNEL_KEYS and value}
+    return ", ".join([choice.name, *(f"{key} {_format_value(value)}" for key, value in settings.items())])
+
+
 def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -214,6 +233,7 @@ _OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "memory": ("none",),
     "tracker": ("none",),
 }
+_KERNEL_KEYS = ("kernel", "eps")  # they change an update by rounding only
 _KEYS = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
 
 

@@ -31,6 +31,7 @@ START = StartOfRun(
     num_trainable=1_500,
     batch=Batch(64, 8, (32, 32)),
     run_dir="outputs/gpt-20260102-030405",
+    training=("adamw, lr 0.0003, weight_decay 0.1; cosine, warmup 0.02; max_grad_norm 1",),
     notes=("resumed from update 200",),
 )
 
