@@ -124,38 +124,6 @@ def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkS
     assert "objective generator" in result.err
 
 
-BRANCH = 'if objective == "generator":'
-
-
-@pytest.mark.parametrize(
-    ("branch", "is_misspelled"),
-    [
-        ('if objective != "discriminater":', True),
-        ('if objective in ("generator", "encoder"):', False),
-        ('if {"generator": True, "discriminator": False}[objective]:', False),
-        ('if objective.startswith("g"):', False),
-        ('import copy\n        if copy.deepcopy(objective) == "generator":', False),
-    ],
-)
-def test_a_misspelled_name_that_the_loss_compares_with_is_named(
-    branch: str, is_misspelled: bool, server: ForkServer, tmp_path: Path
-) -> None:
-    (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(BRANCH, branch))
-    result = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
-    assert result.code == 0, result.err
-    messages = result.err + result.out
-    assert ('"discriminater"' in messages and '"discriminator"' in messages) == is_misspelled
-    assert "not checked" not in messages
-
-
-def test_names_of_no_objective_that_the_loss_compares_with_are_named(server: ForkServer, tmp_path: Path) -> None:
-    text = EXAMPLE.read_text(encoding="utf-8").replace(BRANCH, 'if objective == "D" or objective[0] == "g":')
-    (tmp_path / "own_gan.py").write_text(text)
-    result = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
-    assert result.code == 0, result.err
-    assert '"D"' in result.err + result.out
-
-
 def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
     own = """
 def slow(parameters, *, lr: float = 0.1):

@@ -72,8 +72,6 @@ class FirstUpdate(Hook):
             reason = next((result.reason for result in results if result.reason), "")
             for warning in filter(None, (result.warning for result in results)):
                 phase.run.observers.screen.warn(f"{phase.name}: {warning}")
-            if warning := phase.work.check_objective_names():
-                phase.run.observers.screen.warn(warning)
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(

@@ -13,7 +13,6 @@ from runner.base.errors import TaskFault
 from runner.base.order import Order
 from runner.base.task import Task
 from runner.base.text import abbreviate
-from runner.config.schema import find_nearest
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.contract_checks import check_arguments
@@ -45,9 +44,8 @@ class ObjectivesPhase(GradientPhase):
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         specs = parse_objectives(parts.task, phase)
         self.is_additive = parts.task.loss_is_additive
-        self.losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
-        self.task_loss = self.losses[specs[0].name]
-        self._compared: set[str] = set()  # names that the task's loss compares the objective with
+        self.task_losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
+        self.task_loss = self.task_losses[specs[0].name]
         parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = {name: weight for weights in parameters.values() for name, weight in weights.items()}
@@ -61,7 +59,7 @@ class ObjectivesPhase(GradientPhase):
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(
-                self.losses[spec.name], parts.source, records_attention=records_attention, objective=spec.name
+                self.task_losses[spec.name], parts.source, records_attention=records_attention, objective=spec.name
             )
             training = self._make_training(
                 spec, loss, parameters[spec.name],
@@ -81,22 +79,6 @@ class ObjectivesPhase(GradientPhase):
     @property
     def inputs(self) -> Objectives:
         return self.objectives
-
-    @property
-    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
-        """The losses of an update; they record the names that the task compares the objective with."""
-        return {name: bind_objective(self.parts.task, ComparedName(name, self._compared)) for name in self.losses}
-
-    def check_objective_names(self) -> str:
-        if type(self.parts.task).objectives is not Task.objectives:
-            return ""  # they depend on settings or the phase, and the loss may know more of them
-        unknown, unused = sorted(self._compared - self.losses.keys()), self.losses.keys() - self._compared
-        nearest = next(filter(None, (find_nearest(name, unused) for name in unknown)), None)
-        if not unknown or (nearest is None and len(unused) < len(self.losses)):
-            return ""
-        hint = f'; did you mean "{nearest}"?' if nearest else ""
-        names = " and ".join(f'"{name}"' for name in unknown)
-        return f"loss compares objective with {names}, but the objectives are {', '.join(self.losses)}{hint}"
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         for _, training in self.objectives.parts:
@@ -149,31 +131,6 @@ class ObjectivesPhase(GradientPhase):
     def state_bytes(self) -> tuple[int, int]:
         optimizers = self.objectives.optimizers
         return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
-
-
-class ComparedName(str):
-    """The name of an objective, which adds the strings that it is compared with to a set."""
-
-    compared: set[str]
-
-    def __new__(cls, name: str, compared: set[str]) -> ComparedName:
-        made = super().__new__(cls, name)
-        made.compared = compared
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, str):
-            self.compared.add(str.__str__(other))
-        return str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Copy and pickle as a plain string: the task may keep the name."""
-        return str, (str.__str__(self),)
-
-    __hash__ = str.__hash__
 
 
 def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:

@@ -105,9 +105,13 @@ class PhaseKind:
 
 
 class GradientPhase(PhaseKind):
-    """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
+    """Training: a loss, an optimizer over the parameters of the phase, and a schedule.
+
+    task_losses  the losses of an update by name: one without a name, or those of the objectives
+    """
 
     coupled: CoupledSource | None = None
+    task_losses: Mapping[str, Callable[[nn.Module, Any], Any]]
 
     def __init__(
         self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
@@ -117,6 +121,7 @@ class GradientPhase(PhaseKind):
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
         records_attention = parts.plan.choices["compile"].name == "off"
         self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
+        self.task_losses = {"": loss}
         self.loss = CheckedLoss(loss, parts.source, records_attention=records_attention)
         checked_loss = self.loss
         gradients = GradientSource()
@@ -194,15 +199,6 @@ class GradientPhase(PhaseKind):
     def inputs(self) -> UpdateInputs:
         """The inputs of the training loop."""
         return self.training
-
-    @property
-    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
-        """The losses of an update by name: one without a name, or those of the objectives."""
-        return {"": self.task_loss}
-
-    def check_objective_names(self) -> str:
-        """Return a warning about the names that `loss` compares the objective with, or ""; call it after the losses."""
-        return ""
 
     @property
     def location(self) -> str:
