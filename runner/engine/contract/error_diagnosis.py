@@ -143,20 +143,12 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
             return TaskFault(cause, where=where, fix=fix)
-    # An error within a hook or a Function written in Python has a frame below this one. If torch rejects what a
-    # Function returned, its name is in the message.
-    is_own = any(f"{name}Backward" in info.message for name in _own_functions())
-    if info.frames and info.frames[-1].function == "_engine_run_backward" and not is_own:
+    # An error within a hook or a Function written in Python has a frame below this one.
+    if info.frames and info.frames[-1].function == "_engine_run_backward":
         return TaskFault(
             f"the backward pass raised {info.kind}: {first_line(info.message)}", where=where, fix=_SHOW_LINE
         )
     return None
-
-
-def _own_functions() -> list[str]:
-    """Return the names of accel-run's autograd functions."""
-    top = f"{__name__.partition('.')[0]}."
-    return [each.__name__ for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith(top)]
 
 
 def _disk_error(error: Exception, what: str) -> AccelRunError | None:
@@ -182,20 +174,8 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
     return TaskFault(
         f"{what} raised {task_exception}",
         where=f"{task_frames[-1].file}:{task_frames[-1].line}",
-        fix="\n".join([*_format_traceback(task_exception, source), *_suggest_package_rename(error, source)]),
+        fix="\n".join(_format_traceback(task_exception, source)),
     )
-
-
-def _suggest_package_rename(error: BaseException, source: Path) -> Iterator[str]:
-    """Yield the fix for a task that imports its own package called runner, which conflicts with this package."""
-    top = __name__.partition(".")[0]
-    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
-        return
-    for parent in source.parents:
-        folder = parent / top
-        if folder.is_dir() and folder != PACKAGE:
-            yield f"{folder} has the name of accel-run's own package, which is found first: rename it, e.g. my_{top}"
-            return
 
 
 def _first_task_exception(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:

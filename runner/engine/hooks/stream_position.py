@@ -11,7 +11,7 @@ from runner.base.errors import DataError
 from runner.base.order import MicroBatchKey
 from runner.base.text import format_duration
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.parts.train_order import describe_reading
+from runner.engine.parts.train_order import describe_stream
 from runner.engine.process.watchdog import DATA
 from runner.engine.sources.stream_reader import RESTORE_ERROR, ShardReader, StreamFetcher
 from runner.engine.sources.training_identity import hash_content
@@ -48,8 +48,7 @@ class StreamPosition(Hook):
         fetcher = self._fetcher
         if fetcher is None or self.phase.is_over:
             return
-        for text in describe_reading(self.phase.order, fetcher.dataset, self.phase.parts.plan):
-            self.phase.run.observers.screen.info(text)
+        self.phase.run.observers.screen.info(describe_stream(fetcher.dataset, self.phase.parts.plan))
         if self._marks:
             replayed = [mark for mark in self._marks.values() if mark.state is None]
             samples = sum(mark.item - mark.passed for mark in replayed)

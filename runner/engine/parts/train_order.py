@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -109,25 +107,14 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     )
 
 
-def describe_reading(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
-    """Return lines about the division of the stream and the number of processes that read the same shards."""
-    num_shards, workers = samples.source.num_shards, max(1, plan.num_workers)
-    ranks = [dataclasses.replace(order, rank=rank) for rank in range(max(1, len(order.shares)))]
-    copies = plan.world_size // len(ranks)  # stages of a pipeline read the same samples
-    readers: set[tuple[int, int, int]] = set()
-    for number, rank in enumerate(ranks):
-        micros = chain.from_iterable(
-            rank.micro_batches(update) for update in range(min(_NUM_UPDATES_READ, order.updates_per_epoch))
-        )
-        for count, micro in enumerate(micros):
-            readers |= {(number, count % workers, code % num_shards) for code in micro.indices}
-    times = copies * len(readers) / max(1, len({shard for _, _, shard in readers}))
+def describe_stream(samples: StreamSamples, plan: Plan) -> str:
+    """Return a line about the shards of a stream and the processes that read them."""
+    num_shards, num_readers = samples.source.num_shards, plan.world_size * max(1, plan.num_workers)
     length = "unknown length" if samples.lengths is None else f"{sum(samples.lengths):,} samples"
-    lines = [f"stream of {length} in {num_shards} {'shard' if num_shards == 1 else 'shards'}"]
-    if times > 1:
-        lines[0] += f"; each is read by {times:.2g} processes, which skip samples of other processes"
-        lines.append("docs/streams.md explains how data.shards and data.shards_per_update divide the reading")
-    return lines
+    line = f"stream of {length} in {num_shards} {'shard' if num_shards == 1 else 'shards'}"
+    if num_readers <= num_shards:
+        return line
+    return f"{line}; {num_readers} processes read them, and skip samples of each other: see docs/streams.md"
 
 
 def _list_divisors(number: int) -> str:
@@ -183,6 +170,3 @@ def _fault(parts: Parts, method: Callable[[Any], Any], what: str) -> TaskFault:
         where=locate_definition(method, parts.source),
         fix=f"def {name}(self, dataset): return {examples[name]}",
     )
-
-
-_NUM_UPDATES_READ = 64  # to count the processes that read a shard

@@ -178,17 +178,6 @@ def test_an_error_of_autograd_is_one_of_the_task(mistake: Callable[[], None]) ->
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)
 
 
-def test_a_wrong_gradient_of_a_function_of_accel_run_is_not_an_error_of_the_task() -> None:
-    function = type("Rejected", (torch.autograd.Function,), {
-        "__module__": f"{explain.__module__}.functions",
-        "forward": staticmethod(lambda ctx, x: x * 2),
-        "backward": staticmethod(lambda ctx, gradient: gradient[:1].repeat(3)),
-    })  # fmt: skip
-    with pytest.raises(RuntimeError) as caught:
-        function.apply(torch.ones(4, requires_grad=True)).sum().backward()
-    assert explain(caught.value, Path("mine.py"), "update 3", 4) is None
-
-
 class Own(Task):
     def loss(self, model: object, batch: object) -> object:  # type: ignore[override]
         return None
