@@ -68,6 +68,7 @@ class TransformersTask(Task):
             raise TaskFault(f"{name} is not an argument of TransformersTask", fix=fix)
         self.model = model
         self.data = data if isinstance(data, Mapping) else _load_data(Path(data))
+        self.splits = tuple(self.data)
         self.loss_function = loss or select_loss(model)
         self.compute_metrics = compute_metrics
         self._collate = collator or require("transformers", "transformers").default_data_collator

@@ -6,7 +6,7 @@ A task never deals with devices, ranks, autocast, loss scaling, accumulation or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +138,7 @@ class Task:
                       above may depend on it
     losses            phase name -> loss function, for tasks with several phases; "train" is `loss` by default
     fits              phase name -> Fit, for phases of kind "fit"
+    splits            names of splits that `dataset` returns besides train, val and test; `evaluate` refuses others
     loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; it then
                       depends on the split into micro-batches, and is not checked to be a sum
 
@@ -149,6 +150,7 @@ class Task:
     baseline_name: str = "trivial model"
     items_per_sample: float = 1.0
     phase: str = "train"
+    splits: Collection[str] = ()
     loss_is_additive: bool = True
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:

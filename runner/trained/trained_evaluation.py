@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
+from runner.base.errors import ConfigError, Exit, Problem, TaskFault
 from runner.base.json_values import replace_nonfinite
 from runner.base.oom_errors import find_oom_cause, halve
 from runner.base.order import spread_evenly
@@ -84,17 +84,14 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
 
 
 def _make_fetcher(parts: Parts, split: str) -> Fetcher:
-    fix = "use a split that its dataset(split) returns"
-    if split not in SPLITS:
-        fix = did_you_mean(split, SPLITS) or fix
-    problem = Problem(f"the task has no split {split}", f"split={split}", fix)
+    known, what = (*SPLITS, *parts.task.splits), f"the task has no split {split}"
+    if split not in known:  # `dataset` would often return the samples of its last branch
+        declare = f'if it has one, write in class {type(parts.task).__name__}:\nsplits = ("{split}",)'
+        raise ConfigError(Problem(what, f"split={split}", did_you_mean(split, known) or declare))
+    problem = Problem(what, f"split={split}", "use a split that its dataset(split) returns")
     try:
         return parts.splits.fetcher(split, evaluates=True)
     except NotImplementedError as error:
-        raise ConfigError(problem) from error
-    except InputMissing as error:  # for the standard splits, the message of the task is more specific
-        if split in SPLITS:
-            raise
         raise ConfigError(problem) from error
     except TaskFault as fault:
         cause = fault.__cause__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,7 @@ MISSING: list[tuple[str, str, type[AccelRunError]]] = [
     ("test", "ValueError('test')", TaskFault),
     ("test", "InputMissing('there is none')", InputMissing),
     ("dev", "InputMissing('there is none')", ConfigError),
+    ("rare", "KeyError('rare')", ConfigError),
 ]
 
 
@@ -221,6 +223,21 @@ def test_a_split_that_the_task_lacks_is_distinguished_from_an_error_of_the_task(
             evaluate_run(source, split, None, plan, World(torch.device("cpu")))
         assert type(caught.value) is kind, (split, fault)
         assert ("val?" in caught.value.problems[0].fix) == (split == "vall")
+
+
+def test_a_split_of_another_name_is_evaluated_only_if_the_task_declares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dataset` would return the samples of its last branch for any name."""
+    monkeypatch.chdir(tmp_path)
+    text = TASK.read_text().replace('{"train": 0, "val": 1, "test": 2}[split]', '0 if split == "train" else 1')
+    (tmp_path / "own.py").write_text(text)
+    assert main(["train", "--task", "own.py", "run=mine", "updates=1", *ON_CPU]) == 0
+    assert main(["evaluate", "split=rare"]) == 78
+    declared = text.replace("class Regression(Task):\n", 'class Regression(Task):\n    splits = ("rare",)\n')
+    (tmp_path / "own.py").write_text(declared)
+    sys.modules.pop("own", None)
+    assert main(["evaluate", "split=rare"]) == 0
 
 
 def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
