@@ -271,7 +271,8 @@ class _Keys(Sequence[MicroBatchKey]):
 
 
 def _share(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes():
+    # Pickling shares the tensors of a sparse tensor, which has no storage.
+    if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
         tensor.share_memory_()  # type: ignore[no-untyped-call]
     return tensor
 

@@ -382,6 +382,22 @@ def test_a_worker_out_of_file_descriptors_is_distinguished_from_a_dead_one(
     assert type(caught.value) is expected
 
 
+def sparse(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    dense = torch.stack(samples)
+    return [dense.to_sparse(), dense]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's, when it unpickles a sparse tensor
+def test_a_worker_returns_sparse_batches() -> None:
+    data = torch.eye(4)
+    fetcher = Fetcher(OneByOne(data), sparse, bad_samples="stop")
+    loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="fork")
+    with closing(loader):
+        batch = next(loader.batches(Order(4, 2, 2, seed=0).from_update(0))).batch
+    assert batch[0].is_sparse
+    assert torch.equal(batch[0].to_dense(), batch[1])
+
+
 # ---------------------------------------------------------------- tensors
 
 
