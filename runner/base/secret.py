@@ -153,7 +153,7 @@ def drop_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> 
 
 
 def _is_secret_variable(name: str) -> bool:
-    """Return whether an environment variable holds a secret by its name; here every name with `key` counts."""
+    """Return whether an environment variable may hold a secret by its name."""
     return name not in _FOLDERS and (is_secret_name(name) or _may_be_secret(name))
 
 
@@ -173,7 +173,8 @@ def _secret_values() -> dict[str, str]:
         if len(value) < _SHORTEST or (name, value) in _scanned:
             continue
         _scanned.add((name, value))
-        parts = [value] if _is_secret_variable(name) else []
+        is_secret_value = is_secret_name(name) or (_is_secret_variable(name) and looks_random(value))
+        parts = [value] if is_secret_value else []
         for part in (*parts, *_URL_PASSWORD.findall(value)):
             fresh.update(dict.fromkeys((text for text in _encodings(part) if len(text) >= _SHORTEST), name))
     if fresh:
@@ -275,7 +276,8 @@ def _is_secret_word(word: str) -> bool:
 
 @cache
 def _may_be_secret(key: str) -> bool:
-    return any(_AMBIGUOUS_NAME.search(_snake(word)) is not None for word in _WORD_END.split(key))
+    names = map(_snake, _WORD_END.split(key))
+    return any(_AMBIGUOUS_NAME.search(name) and not _HARMLESS_NAME.search(name) for name in names)
 
 
 def _snake(word: str) -> str:
@@ -299,6 +301,7 @@ _NAME = re.compile(
 _HARMLESS_NAME = re.compile(
     r"(?:^|_)(?:per|class|register|pad|end|eos|bos|start|stop|mask|unk|sep|cls|special|next|image|text|first|last"
     r"|newline)_token$"
+    r"|(?:^|_)(?:cache|experiment|public)_key$"
     r"|(?:^|_)(?:low|high|band|all|per|by|single|one|two|three|multi|first|second|last|next|forward|backward)_pass$"
 )
 # secrets if the value looks random

@@ -711,6 +711,16 @@ def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) 
     assert not names
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CACHE_KEY", "py311-linux"), ("EXP_KEY", "exp-run42"), ("COMET_EXPERIMENT_KEY", "a1b2c3d4e5f6")],
+)
+def test_a_value_that_is_not_a_secret_may_name_a_run(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    refuse_secrets([f"run={value}-lr3"])
+    assert redact_message(f"outputs/{value}-lr3") == f"outputs/{value}-lr3"
+
+
 def test_random_looking_harmless_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     commit, digest, uuid = "0f" * 20, hashlib.sha256(b"x").hexdigest(), "550e8400-e29b-41d4-a716-446655440000"
     monkeypatch.setenv("DB_PASSWORD", "postgres")
