@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from runner.base.errors import AccelRunError, Exit, HostMemoryError
 from runner.base.secret import drop_secrets
-from runner.host.stacks import parse_main_thread, request_stacks, user_frame
 
 
 class BudgetExhausted(AccelRunError):
@@ -81,7 +80,7 @@ class ForkServer:
 
     def fork(self, connection: Connection, errors: IO[bytes], ranks: int) -> int:
         """Start a process with this connection and standard error; return its PID."""
-        command = json.dumps({"do": "fork", "ranks": ranks, "stacks": str(self.folder)}).encode()
+        command = json.dumps({"do": "fork", "ranks": ranks}).encode()
         socket.send_fds(self._socket, [command], [connection.fileno(), errors.fileno()])
         return int(self._receive_reply("pid")["pid"])
 
@@ -146,7 +145,7 @@ class VariantProcess:
     def receive(self, timeout_s: float) -> dict[str, Any] | AccelRunError | None:
         """Return the next reply, or None if the process has ended. Raises ReplyTimeout if none arrives in time."""
         if not wait([self._connection], timeout_s):
-            raise ReplyTimeout(f"no reply within {timeout_s:.0f} s")
+            raise ReplyTimeout(f"no reply to `{self._command}` within {timeout_s:.0f} s by the process of a variant")
         try:
             return self._connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError):
@@ -157,8 +156,10 @@ class VariantProcess:
         left_s = max(0.0, self.deadline - self._clock())
         try:
             reply = self.receive(min(timeout_s, left_s))
-        except ReplyTimeout as error:
-            raise budget_exhausted() if left_s < timeout_s else self._describe_timeout(error) from None
+        except ReplyTimeout:
+            if left_s < timeout_s:
+                raise budget_exhausted() from None
+            raise
         if reply is None:
             code = self._wait()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -197,14 +198,6 @@ class VariantProcess:
         for session in self._sessions if self._code is None else ():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, number)
-
-    def _describe_timeout(self, error: ReplyTimeout) -> ReplyTimeout:
-        """Return the error with the command and, if the process itself trains, the place where it is."""
-        frames = parse_main_thread(request_stacks(self._server.folder, {self.pid: "R"}).get(self.pid, ""))
-        place = f"; it is at {frames[0]}" if frames else ""
-        user = user_frame(frames)
-        called = f", called from {user}" if user is not None and user != frames[0] else ""
-        return ReplyTimeout(f"{error.problems[0].what} to `{self._command}` by the process of a variant{place}{called}")
 
 
 def _last_line(errors: IO[bytes]) -> str:

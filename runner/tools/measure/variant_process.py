@@ -53,7 +53,6 @@ from runner.engine.update.loop import StepInfo
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
 from runner.host.run_queue import RunQueueWait
-from runner.host.stacks import dump_on_signal
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
@@ -96,18 +95,17 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
                 server, pid = os.getpid(), os.fork()
                 if pid == 0:
                     sock.close()
-                    os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"], command["stacks"]))
+                    os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"]))
                 for forwarded in descriptors:
                     os.close(forwarded)
                 reply = {"pid": pid}
             sock.sendall((json.dumps(reply) + "\n").encode())
 
 
-def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) -> int:
+def serve(descriptor: int, errors: int, parent: int, ranks: int) -> int:
     """Execute commands in a forked process until the connection is closed.
 
-    ranks   number of ranks to fork for the variant; 0: this process trains
-    stacks  folder to which it writes its stacks on request
+    ranks  number of ranks to fork for the variant; 0: this process trains
     """
     os.setsid()
     os.dup2(errors, 2)
@@ -117,7 +115,6 @@ def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) ->
         with Connection(descriptor) as connection, ExitStack() as stack:
             if ranks:
                 return _serve_ranks(connection, ranks)
-            dump_on_signal(Path(stacks))
             variant = TrainingVariant(stack)
             connection.send({"ready": True})
             while (command := _receive_command(connection)) is not None:
