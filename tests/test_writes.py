@@ -57,6 +57,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/launch/rank_process.py", "_set_up", "os.open"): "where faulthandler writes when Python crashes",
     ("runner/tools/measure/fork_server.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a cell writes to standard error",
     ("runner/tools/doctor/isolated_check.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a check prints",
+    ("runner/tools/doctor/storage.py", "disk", "tempfile.TemporaryFile"): "without a name: tests writing and fsync",
     ("runner/tools/doctor/examine.py", "leave", "shutil.rmtree"): "the folder itself, where a signal ends the process at once",
     ("runner/profiling/instruments.py", "_export_trace", "tempfile.TemporaryDirectory"): "in it, for the trace",
     ("runner/profiling/instruments.py", "_export_trace", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",

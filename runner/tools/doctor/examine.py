@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from runner.base.errors import AccelRunError, Exit
+from runner.base.errors import Exit
 from runner.durable.signals import install_handler, restore_handlers
 from runner.host.process_tree import subreaper
 from runner.host.scratch import private_folder
@@ -21,7 +21,6 @@ from runner.plan.inventory import Inventory, read_cpu
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.doctor.findings import CheckContext, CheckResult, DoctorCheck, skip
 from runner.tools.doctor.isolated_check import kill_all_checks, run_check
-from runner.tools.doctor.storage import remove_temporary_folders
 
 Watch = Callable[[str, str, float], None]  # (check, subject, seconds so far)
 
@@ -53,7 +52,7 @@ class Examination:
 
         A signal that ends this process also ends the checks and removes their files.
         """
-        with private_folder() as scratch, subreaper(), _cleanup(scratch, self._root):
+        with private_folder() as scratch, subreaper(), _cleanup(scratch):
             for name in self.names:
                 yield from self._run(name, CheckContext(self._root, scratch, self._device, clock=self._clock), watch)
 
@@ -85,24 +84,19 @@ def _add_dependencies(names: set[str], checks: Mapping[str, DoctorCheck]) -> lis
 
 
 @contextmanager
-def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
+def _cleanup(scratch: Path) -> Iterator[None]:
     """Remove files and processes of the checks at the end, and on a signal that ends this process.
 
     The handler exits instead of raising, because an exception during the import of torch may be swallowed or printed.
     """
     pid = os.getpid()
 
-    def clear() -> None:
-        kill_all_checks()
-        with suppress(OSError, AccelRunError):
-            remove_temporary_folders(root, pid)
-
     def leave(number: int, _: FrameType | None) -> None:
         if os.getpid() != pid:  # a child that has not reset its handlers yet
             os._exit(128 + number)
         for handled in _ENDING_SIGNALS:
             signal.signal(handled, signal.SIG_IGN)
-        clear()
+        kill_all_checks()
         shutil.rmtree(scratch, ignore_errors=True)
         with suppress(Exception):
             sys.stdout.flush()
@@ -114,7 +108,7 @@ def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        clear()
+        kill_all_checks()
         restore_handlers(previous)
 
 

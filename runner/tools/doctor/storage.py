@@ -1,21 +1,18 @@
-"""Check the output folder and shared memory with the functions that a run uses."""
+"""Check the output folder and shared memory."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.base.errors import StorageError
-from runner.durable import files
 from runner.host.resources import affinity
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
 
 MIB, GIB = 2**20, 2**30
 WRITTEN_BYTES = 4 * MIB
-TEMPORARY_PREFIX = f"{files.TEMPORARY}doctor-"  # of the folder in which files are written
 
 
 def disk(context: CheckContext) -> Iterator[CheckResult]:
@@ -32,22 +29,15 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
         return
     yield (ok if free >= 4 * GIB else _warn_low_space)("room", seen, free_gib=free / GIB)
     context.begin("write")
-    temporary = folder / f"{TEMPORARY_PREFIX}{os.getppid()}-{secrets.token_hex(4)}"
     try:
-        files.new_directory(temporary)
-    except StorageError as error:
-        yield failed("write", f"{folder}: {error.problems[0].what}", _FIX_SPACE)
-        return
-    try:
-        data = os.urandom(WRITTEN_BYTES)
-        files.write_new(temporary / "data", [data])
-        files.fsync_directory(temporary)
-        if files.read(temporary / "data") != data:
-            yield failed("write", f"a file read back differs from what was written, in {folder}", _FIX_SPACE)
-        else:
-            yield ok("write", "a file was written, synced and read back")
-    finally:
-        files.remove(temporary)
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: nothing is left if the check is killed
+            file.write(os.urandom(WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield failed("write", f"{folder}: {error.strerror}", _FIX_SPACE)
+    else:
+        yield ok("write", "a file was written and synced")
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
@@ -75,17 +65,6 @@ def nearest_existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists; it may be a file, or not accessible."""
     path = path.expanduser().absolute()
     return next((candidate for candidate in (path, *path.parents) if _exists(candidate)), Path("/"))
-
-
-def remove_temporary_folders(root: Path, pid: int) -> None:
-    """Remove the temporary folders that killed checks left in the folder of the runs.
-
-    pid  process that started the checks
-    """
-    folder = nearest_existing(root)
-    for name in files.list_names(folder):
-        if name.startswith(f"{TEMPORARY_PREFIX}{pid}-"):
-            files.remove(folder / name)
 
 
 def _exists(path: Path) -> bool:

@@ -159,11 +159,6 @@ def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeyp
     assert list(context.root.parent.iterdir()) == []
 
 
-def test_a_corrupted_read_back_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.files, "read", lambda path: b"something else")
-    assert by_subject(storage.disk(context))["write"].state == "FAIL"
-
-
 def test_little_shared_memory_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 1 * 2**20})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
