@@ -25,15 +25,6 @@ GAP_TOLERANCE_S = 0.05  # minimum delay, beyond half the span of a sample, that 
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of gpu.csv: its metric, without `gpu0/` for those of a GPU, and unit."""
-
-    name: str
-    metric: str
-    unit: str
-
-
-@dataclass(frozen=True)
 class SampledGpu:
     """A monitored GPU."""
 
@@ -221,38 +212,36 @@ def _round_floats(content: Any) -> Any:
 # ---------------------------------------------------------------- the file
 
 
-GPU_COLUMNS = (
-    Column("util_percent", "util", "%"),
-    Column("memory_used_gib", "memory_gib", "GiB"),
-    Column("memory_total_gib", "memory_total_gib", "GiB"),
-    Column("temperature_c", "temperature_c", "degC"),
-    Column("power_w", "power_w", "W"),
-    Column("clock_mhz", "clock_mhz", "MHz"),
-    Column("memory_util_percent", "memory_util", "%"),
-    Column("memory_reserved_gib", "memory_reserved_gib", "GiB"),
-    Column("memory_free_gib", "memory_free_gib", "GiB"),
-    Column("temperature_limit_c", "temperature_limit_c", "degC"),
-    Column("power_limit_w", "power_limit_w", "W"),
-    Column("energy_j", "energy_j", "J"),
-    Column("memory_clock_mhz", "memory_clock_mhz", "MHz"),
-    Column("throttle_reasons", "throttle_reasons", "bits"),
-    Column("pcie_generation", "pcie_generation", ""),
-    Column("pcie_width", "pcie_width", "lanes"),
-    Column("ecc_corrected", "ecc_corrected", "errors"),
-    Column("ecc_uncorrected", "ecc_uncorrected", "errors"),
-    Column("other_processes", "other_processes", "processes"),
-    Column("other_memory_gib", "other_memory_gib", "GiB"),
-)
-MACHINE_COLUMNS = (
-    Column("cpu_percent", "cpu/percent", "%"),
-    Column("ram_percent", "ram/percent", "%"),
-    Column("process_cpu_percent", "process/cpu_percent", "%"),
-    Column("process_memory_gib", "process/memory_gib", "GiB"),
-    Column("disk_free_gib", "disk/free_gib", "GiB"),
-    Column("disk_read_mb_s", "disk/read_mb_s", "MB/s"),
-    Column("disk_write_mb_s", "disk/write_mb_s", "MB/s"),
-)
-COLUMNS = (
-    "timestamp", "phase", "device", "uuid", *(column.name for column in GPU_COLUMNS[:6]), "cpu_percent", "ram_percent",
-    "name", "span_s", *(column.name for column in GPU_COLUMNS[6:]), *(column.name for column in MACHINE_COLUMNS[2:]),
-)  # fmt: skip
+# Column of gpu.csv -> metric, without `gpu0/` for those of a GPU. Names have the unit.
+GPU_COLUMNS = {
+    "util_percent": "util",
+    "memory_used_gib": "memory_gib",
+    "memory_total_gib": "memory_total_gib",
+    "temperature_c": "temperature_c",
+    "power_w": "power_w",
+    "clock_mhz": "clock_mhz",
+    "memory_util_percent": "memory_util",
+    "memory_reserved_gib": "memory_reserved_gib",
+    "memory_free_gib": "memory_free_gib",
+    "temperature_limit_c": "temperature_limit_c",
+    "power_limit_w": "power_limit_w",
+    "energy_j": "energy_j",
+    "memory_clock_mhz": "memory_clock_mhz",
+    "throttle_reasons": "throttle_reasons",
+    "pcie_generation": "pcie_generation",
+    "pcie_width": "pcie_width",
+    "ecc_corrected": "ecc_corrected",
+    "ecc_uncorrected": "ecc_uncorrected",
+    "other_processes": "other_processes",
+    "other_memory_gib": "other_memory_gib",
+}
+MACHINE_COLUMNS = {
+    "cpu_percent": "cpu/percent",
+    "ram_percent": "ram/percent",
+    "process_cpu_percent": "process/cpu_percent",
+    "process_memory_gib": "process/memory_gib",
+    "disk_free_gib": "disk/free_gib",
+    "disk_read_mb_s": "disk/read_mb_s",
+    "disk_write_mb_s": "disk/write_mb_s",
+}
+COLUMNS = ("timestamp", "phase", "device", "uuid", "name", "span_s", *GPU_COLUMNS, *MACHINE_COLUMNS)

@@ -45,12 +45,12 @@ class SamplesFile:
         """Add a row for each GPU, or one for the CPU if there is none."""
         if self._file is None:
             return
-        machine = {column.name: _format_cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
+        machine = {name: _format_cell(sample.get(metric)) for name, metric in MACHINE_COLUMNS.items()}
         shared_cells = {"timestamp": f"{timestamp:.3f}", "phase": _escape(phase), "span_s": f"{span_s:.3f}", **machine}
         lines = []
-        for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
-            cells = {column.name: _format_cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
-            cells |= shared_cells | {"device": name, "uuid": device.uuid, "name": _escape(device.name)}
+        for gpu, device in (devices or {"cpu": SampledGpu("", "")}).items():
+            cells = {name: _format_cell(sample.get(f"{gpu}/{metric}")) for name, metric in GPU_COLUMNS.items()}
+            cells |= shared_cells | {"device": gpu, "uuid": device.uuid, "name": _escape(device.name)}
             lines.append(",".join(cells.get(column, "") for column in COLUMNS) + "\n")
         self._write("".join(lines))
 
@@ -169,11 +169,11 @@ def _parse_row(row: Mapping[str | None, str | None]) -> tuple[float, float, dict
 @cache
 def _columns_of_device(device: str) -> dict[str, str]:
     """Return metric -> name of its column, for the rows of a device."""
-    machine = {column.metric: column.name for column in MACHINE_COLUMNS}
+    machine = {metric: name for name, metric in MACHINE_COLUMNS.items()}
     if not device.startswith("gpu"):
         return machine
     int(device.removeprefix("gpu"))  # raises ValueError for a damaged name
-    return machine | {f"{device}/{column.metric}": column.name for column in GPU_COLUMNS}
+    return machine | {f"{device}/{metric}": name for name, metric in GPU_COLUMNS.items()}
 
 
 def _pad(column: array[float], size: int) -> None:
