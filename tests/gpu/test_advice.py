@@ -28,4 +28,4 @@ def test_a_bottleneck_of_a_gpu_is_found_and_its_fix_tried(
     assert result.code == 0, result.err
     actual = json.loads(result.out)
     assert rule in [finding["rule"] for finding in actual["findings"]]
-    assert any(each["rule"] == rule and each["speedup"] for each in actual["tried"])
+    assert any(each["rule"] == rule and each["ratio"] for each in actual["tried"])

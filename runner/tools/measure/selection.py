@@ -10,7 +10,13 @@ from typing import Any
 
 from runner.base.json_values import replace_nonfinite
 from runner.tools.measure.compare import CompareLimits
-from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
+from runner.tools.measure.comparison_result import (
+    ComparisonResult,
+    TrialOutcome,
+    Variant,
+    VariantResult,
+    encode_outcome,
+)
 
 NO_OUTCOME = TrialOutcome()
 Measure = Callable[[Sequence[Variant], CompareLimits], ComparisonResult]
@@ -129,20 +135,11 @@ class TriedCandidate:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON-serializable data; unknown values are null."""
-        ratio, numerics = self.outcome.ratio, self.outcome.numerics
-        data: dict[str, Any] = {
+        data = {
             "rule": self.rule,
             "overrides": list(self.candidate.overrides),
             "advised": self.outcome.is_advised,
-            "speedup": ratio.middle if ratio else None,
-            "low": ratio.low if ratio else None,
-            "high": ratio.high if ratio else None,
-            "rounds": ratio.num if ratio else 0,
-            "verdict": ratio.verdict if ratio else "not tried",
-            "numerics_differ": numerics.differ if numerics else None,
-            "why_not": self.outcome.why_not or None,
-            "later_s": self.outcome.later_s,
-            "pays_at": self.outcome.pays_at,
+            **encode_outcome(self.outcome),
         }
         return replace_nonfinite(data)  # type: ignore[no-any-return]
 
