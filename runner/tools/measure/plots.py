@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def draw_plots(results: Results) -> list[Path]:
 
     An earlier plot that can no longer be drawn is removed. Raises InputMissing if there are no results.
     """
-    images = {name: render_png(figure) for name, figure in make_figures(results).items()}
+    images = {name: encode_png(figure) for name, figure in make_figures(results).items()}
     for name in PICTURES:
         path = results.file(name)
         if name in images:
@@ -50,13 +49,6 @@ def make_figures(results: Results) -> dict[str, Any]:
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def render_png(figure: Any) -> bytes:
-    """Encode a figure as PNG, without warnings about glyphs that are missing from the font."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        return encode_png(figure)
-
-
 # ---------------------------------------------------------------- data
 
 
@@ -67,7 +59,7 @@ def describe_origin(rows: Rows) -> str:
     days = sorted({row.date[: len("2026-01-31")] for row in rows.values()} - {""})
     several = "on different machines: " if len(machines) > 1 else ""
     parts = [f"task {', '.join(tasks)}" if tasks else "", several + abbreviate(machines, separator="; ")]
-    return ", ".join(_escape(part) for part in (*parts, " to ".join(days[:1] + days[1:][-1:])) if part)
+    return ", ".join(part for part in (*parts, " to ".join(days[:1] + days[1:][-1:])) if part).replace("$", r"\$")
 
 
 def _describe_machine(row: LadderRow) -> str:
@@ -95,10 +87,7 @@ def _describe_outliers(rows: Rows) -> str:
     outliers = [
         (ms, name, step) for name, row in rows.items() for step, ms in enumerate(row.updates_ms, 1) if ms > limit
     ]
-    texts = [
-        f"{_escape(_shorten_middle(name))} step {step}: {_format_ms(ms)} ms"
-        for ms, name, step in sorted(outliers, reverse=True)
-    ]
+    texts = [f"{name} step {step}: {_format_ms(ms)} ms" for ms, name, step in sorted(outliers, reverse=True)]
     return f"off scale (compilation, or the machine was busy): {abbreviate(texts)}" if texts else ""
 
 
@@ -151,7 +140,7 @@ def _draw_steps(rows: Rows) -> Any:
 
 def _draw_heatmap(rows: Rows) -> Any:
     """Draw one row per variant and one cell per group of consecutive steps; darker is slower."""
-    figure = new_figure(11.0, 2.2 + 0.17 * sum(_wrap(name).count("\n") + 2 for name in rows))
+    figure = new_figure(11.0, 2.2 + 0.34 * len(rows))
     num = max(len(row.updates_ms) for row in rows.values())
     size = math.ceil(num / _MAX_GROUPS)
     starts = range(0, num, size)
@@ -174,7 +163,7 @@ def _draw_heatmap(rows: Rows) -> Any:
         edges, np.arange(len(grid) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=COLOR_MAP, norm=norm, edgecolor="white",
         linewidth=0.3,
     )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [_wrap(name) for name in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -200,8 +189,7 @@ def _draw_speedup(rows: Rows) -> Any | None:
     if not ratios:
         return None
     bars = dict(sorted({**ratios, BASELINE: _BASELINE_RATIO}.items(), key=lambda item: -item[1].middle))
-    labels = [_wrap(name) for name in bars]
-    figure = new_figure(10.0, 2.2 + 0.17 * sum(label.count("\n") + 2 for label in labels))
+    figure = new_figure(10.0, 2.2 + 0.34 * len(bars))
     axes = figure.subplots()
     kinds = {name: _classify(ratio) for name, ratio in bars.items()}
     wrong = {name for name, row in rows.items() if row.outcome.is_wrong and name in bars}
@@ -219,9 +207,9 @@ def _draw_speedup(rows: Rows) -> Any | None:
         )  # fmt: skip
     longest = max(ratio.middle for ratio in bars.values())
     highest = max([ratio.high for ratio in bars.values() if _has_interval(ratio)], default=longest)
-    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
     axes.tick_params(axis="y", length=0)
-    axes.set(ylim=(len(labels) - 0.4, -0.6), xlabel="times as fast as the baseline")
+    axes.set(ylim=(len(bars) - 0.4, -0.6), xlabel="times as fast as the baseline")
     axes.set_xlim(0, 1.05 * max(longest, min(highest, 1.5 * longest)))  # a wide interval must not shrink the bars
     axes.axvline(1.0, color="0.25", linewidth=1.0, linestyle=(0, (4, 3)))
     axes.grid(visible=True, axis="x", color="0.88", linewidth=0.7)
@@ -273,22 +261,7 @@ def _format_label(name: str, rows: Rows) -> str:
     column = rows[name].updates_ms
     several = len({len(row.updates_ms) for row in rows.values()}) > 1
     text = f"{_format_ms(statistics.median(column))} ms" + (f", {len(column)} steps" if several else "")
-    return f"{_wrap(name)}\n  {text}" if len(name) + len(text) > _MAX_NAME_LETTERS else f"{_wrap(name)}  {text}"
-
-
-def _wrap(name: str) -> str:
-    return "\n".join(textwrap.wrap(_escape(_shorten_middle(name, 2 * _MAX_NAME_LETTERS)), _MAX_NAME_LETTERS))
-
-
-def _shorten_middle(name: str, most: int = 30) -> str:
-    """Shorten a name in the middle, because long names often differ at both ends."""
-    return name if len(name) <= most else f"{name[: most // 2 - 5]} ... {name[-(most // 2) :]}"
-
-
-def _escape(text: str) -> str:
-    """Escape text for matplotlib, where "$" starts a formula and a leading "_" hides a legend entry."""
-    escaped = text.replace("$", r"\$")
-    return f"\N{HAIR SPACE}{escaped}" if escaped.startswith("_") else escaped
+    return f"{name}\n  {text}" if len(name) + len(text) > _MAX_LABEL_LETTERS else f"{name}  {text}"
 
 
 def _format_ms(value: float) -> str:
@@ -332,5 +305,5 @@ _MAX_MARKED_STEPS = 60  # lines with more steps have no markers
 _MAX_GROUPS = 50  # maximum number of cells in a row of the heat map
 _MIN_COLOR_RANGE = 0.9  # lower end of the color scale, at most this fraction of its upper end: limits contrast of noise
 _MAX_LEGEND_COLUMNS = 5
-_MAX_NAME_LETTERS = 30
+_MAX_LABEL_LETTERS = 30  # in one line of the legend
 _LETTERS_PER_INCH = 13  # at 8 points

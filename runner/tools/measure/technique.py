@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from runner.config.schema import did_you_mean
 
 BASELINE = "baseline"
 STEP = "step"  # the first column of the table
+STACK = "up to "  # begins the name of a stack of techniques
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,39}", re.ASCII)
 FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 
 
@@ -76,8 +79,8 @@ def find_techniques(config_dir: Path | None, task_file: Path | None = None) -> d
 
 
 def is_valid_name(name: str) -> bool:
-    """Return whether a technique may have this name: printable, and not the name of the step column."""
-    return bool(name.strip()) and name.isprintable() and name != STEP
+    """Return whether a row of the results may have this name: of a technique, or of a stack up to one."""
+    return bool(_NAME.fullmatch(name.removeprefix(STACK))) and name not in RESERVED_TECHNIQUES
 
 
 def select_techniques(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
@@ -138,14 +141,14 @@ def _read_technique(file: Path, root: Path) -> Technique:
     """Read a technique from a file. Raises ConfigError for invalid content."""
     import yaml  # type: ignore[import-untyped]
 
-    if file.stem in RESERVED_TECHNIQUES or not is_valid_name(file.stem):
-        what = "cannot be the name of a technique: it is reserved, or not printable"
-        raise ConfigError(Problem(what, str(file), "rename the file"))
     content = yaml.safe_load(read_guarded(file, root))
     return _to_technique(file.stem, content, str(file))
 
 
 def _to_technique(name: str, content: Any, where: str) -> Technique:
+    if not is_valid_name(name):
+        what = "cannot be the name of a technique: it is reserved, or has more than letters, digits, '.', '_' and '-'"
+        raise ConfigError(Problem(what, where, f"rename {name}"))
     error = find_technique_error(content)
     if error:
         raise ConfigError(Problem(error[0], where, error[1]))

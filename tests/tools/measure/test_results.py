@@ -29,7 +29,7 @@ from runner.tools.measure.technique import is_valid_name
 COLUMNS = {"baseline": [12.5, 12.25, 12.0], "bf16": [7.0, 6.125]}
 HARDWARE = {"python": "3", "inventory": {}}
 
-names = st.text(min_size=1, max_size=12).filter(is_valid_name)
+names = st.from_regex(r"(up to )?[A-Za-z0-9][A-Za-z0-9_.-]{0,8}", fullmatch=True).filter(is_valid_name)
 times = st.lists(st.floats(0, 1e9, exclude_min=True), min_size=1, max_size=6)
 tables = st.dictionaries(names, times, max_size=5)
 

@@ -19,7 +19,14 @@ from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.results import LadderRow, Results, Usage
 from runner.tools.measure.suite import ROUNDS, SuiteReport, SuiteRequest, SuiteTable, Value, open_suite_context
 from runner.tools.measure.suites import MODES, SUITES
-from runner.tools.measure.technique import BASELINE, Technique, load_techniques, select_techniques, stack_overrides
+from runner.tools.measure.technique import (
+    BASELINE,
+    STACK,
+    Technique,
+    load_techniques,
+    select_techniques,
+    stack_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Ladder:
 
     def measure_stack(self, members: Sequence[Technique]) -> None:
         """Measure the techniques on top of each other."""
-        stacks = {f"up to {last.name}": members[: index + 1] for index, last in enumerate(members)}
+        stacks = {f"{STACK}{last.name}": members[: index + 1] for index, last in enumerate(members)}
         variants: dict[tuple[str, ...], Variant] = {}
         names: dict[str, str] = {}  # variants with the same overrides are measured once
         for name, stack in stacks.items():
