@@ -5,6 +5,7 @@ A missing reading is an empty cell, NaN in an array, and absent from a mapping; 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -110,13 +111,9 @@ class SampleTally:
         self._counters: dict[str, float] = {}  # last value of each since the last gap
         self._parts: dict[str, PhaseSums] = {}
 
-    def of_phase(self, phase: str) -> PhaseSums:
-        """Return the sums of a phase, to which samples may be added."""
-        return self._parts.setdefault(phase, PhaseSums())
-
     def add(self, phase: str, span_s: float, readings: Readings, *, after_gap: bool = False) -> None:
         """Add a sample that represents `span_s` seconds; increases of counters across a gap are not counted."""
-        part = self.of_phase(phase)
+        part = self._parts.setdefault(phase, PhaseSums())
         part.seconds += span_s
         part.samples += 1
         if after_gap:
@@ -147,6 +144,17 @@ class SampleTally:
         for phase in phases.values():
             energy.update(phase.energy_j)
         return Summary(replace(whole.to_part(), energy_j=dict(energy)), phases, dict(devices), tuple(notes))
+
+
+def summarize_samples(samples: MachineSamples) -> Summary:
+    """Return the summary of all samples."""
+    tally = SampleTally()
+    columns = [column.data for column in samples.values.values()]  # of floats, which are faster than numbers of NumPy
+    gaps, spans_s = samples.gaps().tolist(), samples.spans_s.tolist()
+    for after_gap, span_s, phase, *values in zip(gaps, spans_s, samples.phases, *columns, strict=True):
+        readings = {name: value for name, value in zip(samples.values, values, strict=True) if not math.isnan(value)}
+        tally.add(phase, span_s, readings, after_gap=after_gap)
+    return tally.summary(samples.devices, samples.notes)
 
 
 class PhaseSums:

@@ -19,8 +19,7 @@ from runner.monitor.health_rules import (
     format_phases,
 )
 from runner.monitor.nvml import THROTTLE_MEANINGS, THROTTLE_REASONS
-from runner.monitor.sample_columns import summarize_samples
-from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
+from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart, summarize_samples
 
 
 def summary_of(

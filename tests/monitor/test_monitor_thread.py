@@ -28,8 +28,7 @@ from runner.monitor import monitor_thread as module
 from runner.monitor.machine_sample import Host, QuotaCpuLoad
 from runner.monitor.monitor_thread import MONITORS, Monitor, NoMonitor, format_line
 from runner.monitor.nvml import Nvml
-from runner.monitor.sample_columns import summarize_samples
-from runner.monitor.samples import COLUMNS, Summary, SummaryPart
+from runner.monitor.samples import COLUMNS, Summary, SummaryPart, summarize_samples
 from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from runner.base.errors import DataError, InputMissing
-from runner.monitor.sample_columns import summarize_samples
-from runner.monitor.samples import COLUMNS, MachineSamples, SampledGpu, SampleTally, Summary, SummaryPart
+from runner.monitor.samples import (
+    COLUMNS,
+    SampledGpu,
+    SampleTally,
+    Summary,
+    SummaryPart,
+    summarize_samples,
+)
 from runner.monitor.samples_file import read_samples
 
 
@@ -180,35 +185,6 @@ def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
     assert len(samples) == 0
     assert samples.gaps().tolist() == []
     assert summarize_samples(samples) == Summary()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_samples_added_by_columns_have_the_sums_of_single_ones(seed: int) -> None:
-    """Phases that return, gaps, missing readings, counters that are reset, and changing reasons of slow clocks."""
-    random = np.random.default_rng(seed)
-    num = 60
-    spans = random.uniform(0.5, 2.0, num)
-    times = np.cumsum(spans + random.choice([0.0, 30.0], num, p=[0.9, 0.1]))
-    steps = random.integers(0, 50, num) * random.choice([1, -20], num, p=[0.9, 0.1])
-    values: dict[str, Any] = {
-        "cpu/percent": random.uniform(0, 100, num),
-        "gpu0/power_w": random.uniform(50, 300, num),
-        "gpu0/energy_j": 1000.0 + np.cumsum(steps),
-        "gpu0/ecc_corrected": np.cumsum(random.integers(0, 2, num)).astype(float),
-        "gpu0/throttle_reasons": random.choice([0.0, 4.0, 36.0], num),
-        "gpu1/power_w": random.uniform(50, 300, num),
-    }
-    for column in values.values():
-        column[random.random(num) < 0.3] = math.nan
-    phases = tuple(random.choice(["", "fit", "train"], num).tolist())
-    samples = MachineSamples(times, spans, phases, values)
-
-    tally = SampleTally()
-    for row, after_gap in enumerate(samples.gaps().tolist()):
-        readings = {name: float(column[row]) for name, column in values.items() if not math.isnan(column[row])}
-        tally.add(phases[row], float(spans[row]), readings, after_gap=after_gap)
-    single, by_columns = (one.to_json() for one in (tally.summary({}), summarize_samples(samples)))
-    assert by_columns == single, "rounded to six digits, because the order of additions differs"
 
 
 def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:

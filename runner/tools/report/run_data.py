@@ -27,8 +27,7 @@ from runner.durable.checkpoint_choice import label_checkpoints
 from runner.durable.directory import RunDirectory, is_run_name
 from runner.durable.record_files import read_error, read_plan, read_record
 from runner.durable.run_state import RunState, derive_state, read_throughput
-from runner.monitor.sample_columns import summarize_samples
-from runner.monitor.samples import MachineSamples, Summary
+from runner.monitor.samples import MachineSamples, Summary, summarize_samples
 from runner.monitor.samples_file import read_samples
 from runner.records.evidence import Evidence
 from runner.records.plan_record import PlanRecord
