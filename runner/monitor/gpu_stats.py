@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import secrets
 import warnings
@@ -24,7 +23,7 @@ from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.loaded_torch import torch_uuids
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.monitor_thread import Monitor
-from runner.monitor.nvml import Nvml, strip_uuid_prefix, visible
+from runner.monitor.nvml import strip_uuid_prefix, visible
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
 
@@ -181,42 +180,21 @@ def _warn(depth: int, text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=depth)
 
 
-def _resolve_devices(devices: Sequence[int | str] | int | str) -> list[str]:
-    requested = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
-    if not requested:
-        raise _device_error("must name a GPU, but is empty")
+def _resolve_devices(devices: Iterable[int | str] | int | str) -> list[str]:
+    """Return the UUIDs of GPUs by CUDA index or UUID. Raises ConfigError."""
+    requested = [devices] if isinstance(devices, (int, str)) else list(devices)
     with open_driver() as nvml:
         torch_order = _torch_uuids()
-        if torch_order is None:
-            uuids = [gpu.uuid for gpu in visible(nvml.gpus).gpus]
-        else:
-            uuids = [uuid for uuid in torch_order if nvml.find(uuid)]
-        chosen = [(device, _find_uuid(device, uuids, nvml)) for device in requested]
-    if missing := [str(device) for device, uuid in chosen if uuid is None]:
-        available = ", ".join(f"{index} ({uuid})" for index, uuid in enumerate(uuids))
-        found = f"available: {available}" if uuids else f"no GPU is available{nvml.why_not and f': {nvml.why_not}'}"
-        raise _device_error(f"no such GPU: {', '.join(missing)}; {found}")
-    bare_uuids = [strip_uuid_prefix(uuid or "") for _, uuid in chosen]
-    if duplicates := [
-        str(device) for (device, _), uuid in zip(chosen, bare_uuids, strict=True) if bare_uuids.count(uuid) > 1
-    ]:
-        raise _device_error(f"names the same GPU twice: {', '.join(duplicates)}")
-    return [uuid for _, uuid in chosen if uuid]
-
-
-def _find_uuid(device: object, uuids: Sequence[str], nvml: Nvml) -> str | None:
-    if isinstance(device, str):
-        gpu = nvml.find(device)
-        return None if gpu is None else gpu.uuid
-    try:
-        index = operator.index(device)  # type: ignore[arg-type]
-    except TypeError:  # neither a number nor a string
-        return None
-    return uuids[index] if 0 <= index < len(uuids) and not isinstance(device, bool) else None
-
-
-def _device_error(what: str) -> ConfigError:
-    return ConfigError(Problem(what, where="devices", fix="use None for all visible GPUs"))
+        shown = [gpu.uuid for gpu in visible(nvml.gpus).gpus] if torch_order is None else torch_order
+        uuids = {str(index): uuid for index, uuid in enumerate(shown)}
+        gpus = [nvml.find(uuids.get(str(device), str(device))) for device in requested]
+    chosen = [gpu.uuid for gpu in gpus if gpu is not None]
+    if not chosen or len(set(chosen)) < len(requested):
+        available = ", ".join(f"{index} ({uuid})" for index, uuid in uuids.items())
+        why_not = f": {nvml.why_not}" if nvml.why_not else ""
+        what = f"must name different GPUs, but is {requested}; available: {available or f'no GPU{why_not}'}"
+        raise ConfigError(Problem(what, where="devices", fix="use None for all visible GPUs"))
+    return chosen
 
 
 def _torch_uuids() -> list[str] | None:
