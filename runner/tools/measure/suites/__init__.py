@@ -58,7 +58,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     "devices": SuiteDeclaration(
         "CPU and GPU, or numbers of threads: by phase, batch and sample size",
         # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all
-        # batches: samples per update; sides: side of a cube in pixels; by: sizes that are varied
-        {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128", "by": "batch,size"},
+        # batches: samples per update; sides: side of a cube in pixels
+        {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128"},
     ),
 }

@@ -69,18 +69,12 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     Raises ConfigError for an unknown device and invalid numbers.
     """
     batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))
-    kinds = suite_request.parse_choices("by", tuple(UNITS))
     suite_request = _apply_default_task(suite_request)
     with open_suite_context(suite_request) as context:
         devices = parse_devices(suite_request.options["devices"], context.inventory)
         task = context.plan.choices["task"]
-        if {"height", "width"} <= set(task.options):
-            points = _cube_points(batches, sides, kinds)
-        elif kinds == ("size",):
-            what = f"is not supported for task={task.name}, which has no settings height and width"
-            raise ConfigError(Problem(what, "by=size", "use by=batch"))
-        else:
-            points = _batch_points(batches)
+        has_cubes = {"height", "width"} <= set(task.options)
+        points = _cube_points(batches, sides) if has_cubes else _batch_points(batches)
         has_statistics = context.plan.phases[0].kind == "fit"
         share = SHARE if has_statistics else 1.0
         variants = [each for point in points.all for each in _make_pair(devices, point)]
@@ -99,7 +93,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     faster = {kind: describe_crossover(devices, [_ratio(result, devices, point) for point in of_kind], UNITS[kind],
                               [point.side or point.batch if kind == "size" else point.batch for point in of_kind])
               for kind, of_kind in series.items()}  # fmt: skip
-    unit = "side, pixels" if "size" in series or points.extremes["small"].side else "samples"
+    unit = "side, pixels" if has_cubes else "samples"
     columns = ("phase", unit, f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     measured = "one statistics pass, one gradient update" if passes else "one gradient update"
     tables = [
@@ -126,14 +120,14 @@ def _apply_default_task(suite_request: SuiteRequest) -> SuiteRequest:
     return dataclasses.replace(suite_request, request=dataclasses.replace(request, overrides=own))
 
 
-def _cube_points(batches: Sequence[int], sides: Sequence[int], kinds: Sequence[str]) -> Points:
+def _cube_points(batches: Sequence[int], sides: Sequence[int]) -> Points:
     """Return the sizes for a task with cubes: batches of the smallest cubes, and cubes in the smallest batch."""
     series = {
         "batch": [Point(batch, sides[0]) for batch in batches], "size": [Point(batches[0], side) for side in sides],
     }  # fmt: skip
     extremes = {"small": Point(batches[0], sides[0])}
     extremes |= {"large": Point(batches[0], sides[-1])} if len(sides) > 1 else {}
-    return Points({kind: series[kind] for kind in kinds}, extremes)
+    return Points(series, extremes)
 
 
 def _batch_points(batches: Sequence[int]) -> Points:

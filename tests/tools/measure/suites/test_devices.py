@@ -101,7 +101,7 @@ def test_a_missing_device_is_refused(tmp_path: Path, text: str, args: str) -> No
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 
-@pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5"), ("by", "color")])
+@pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5")])
 def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         run(asked("devices", tmp_path, None, **{key: text}))
@@ -122,11 +122,6 @@ def test_any_task_is_compared_by_batch(tmp_path: Path) -> None:
     assert {row[0]: row[2] for row in rules.rows}["samples per update"] == 2
     assert set(json.loads(found.files[0].read_text())["crossovers"]) == {"batch"}
     assert not found.skipped
-
-
-def test_sizes_of_samples_are_refused_for_a_task_without_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="by=size: is not supported for task=gpt"):
-        run(asked("devices", tmp_path, None, "task=gpt", devices="cpu:1,cpu:2", by="size"))
 
 
 PLAIN = """
