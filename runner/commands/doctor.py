@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 import time
@@ -15,6 +14,7 @@ from runner.base.values import DeviceName, Place
 from runner.commands.arguments import parse_arguments, parse_options
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.config.schema import did_you_mean
 from runner.version import __version__
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def select_checks(text: str | None) -> list[str]:
     problems = []
     for name in dict.fromkeys(names):
         if name not in CHECKS:
-            close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.5)
-            fix = f"did you mean {close[0]}?" if close else f"available: {', '.join(CHECKS)}"
+            fix = did_you_mean(name, CHECKS) or f"available: {', '.join(CHECKS)}"
             problems.append(Problem(f"unknown check {name}", "checks", fix))
     if not names:
         problems.append(Problem("the list of checks is empty", "checks", "leave it out to run all checks"))
