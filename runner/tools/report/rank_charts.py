@@ -14,7 +14,7 @@ from runner.tools.report.svg import GRID
 def ranks(run: RunData) -> Drawing | str:
     """Seconds of each rank by part, and the samples of each rank if they changed."""
     of_ranks = run.evidence.ranks_s if run.evidence is not None else ()
-    rows = [dict(seconds) for seconds in of_ranks] or _mean_rank_times(run)
+    rows = [dict(seconds) for seconds in of_ranks]
     if len(rows) < 2:
         if not run.plan.is_known:
             return _NO_PLAN
@@ -38,7 +38,7 @@ def ranks(run: RunData) -> Drawing | str:
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("seconds of all updates" if of_ranks else "ms per update, mean of the rows")
+    axes.set_xlabel("seconds of all updates")
     axes.grid(visible=True, axis="x")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=6, fontsize=8, handlelength=1.0)
@@ -62,20 +62,9 @@ def ranks(run: RunData) -> Drawing | str:
     return Drawing(figure, description, "wait: for the other ranks, including communication")
 
 
-def _mean_rank_times(run: RunData) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
-    while True:
-        keys = {part: run.curves[f"rank{len(rows)}/{part}_ms"] for part in (*PARTS, *BETWEEN)}
-        row = {part: float(np.nanmean(curve.y)) for part, curve in keys.items() if len(curve)}
-        if not row or len(rows) >= _MAX_RANKS:
-            return rows
-        rows.append(row)
-
-
 def _world_size(run: RunData) -> int:
     return len(run.plan.ranks) or 1
 
 
 _NO_PLAN = "plan.json is missing or damaged"
-_MAX_RANKS = 64
 _MAX_NUMBERED = 16
