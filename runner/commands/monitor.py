@@ -145,16 +145,11 @@ def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor) -
 
 def _add_alerts(monitor: NoMonitor, view: View) -> None:
     for notice in monitor.new_alerts():
-        if notice.level == "debug":
-            view.pending.append(notice.text)
-        elif notice.kind in _GPU_ERRORS and notice.level == "warning":
+        if notice.kind in _GPU_ERRORS and notice.level == "warning":
             view.alerts.append(notice)
         elif notice.kind not in _ALWAYS_SHOWN:
-            view.missing.append(notice.text)
-    if monitor.latest():
-        lead = "" if monitor.devices() else "no GPU is monitored: "
-        view.missing += [lead + text for text in view.pending]
-        view.pending.clear()
+            lead = "no GPU is monitored: " if notice.level == "debug" and not monitor.devices() else ""
+            view.missing.append(lead + notice.text)
 
 
 # ---------------------------------------------------------------- at the end

@@ -29,7 +29,6 @@ class View:
 
     users       `gpu0` -> processes that compute on it; None if the driver does not report them
     missing     what is not monitored and why, and other problems
-    pending     texts for `missing` that the first sample completes
     alerts      about the GPUs themselves: lost, or with errors
     is_waiting  the first sample is late
     remaining   seconds until the end; None: until it is stopped
@@ -41,7 +40,6 @@ class View:
     remaining: float | None = None
     users: Mapping[str, Sequence[GpuUser]] | None = None
     missing: list[str] = field(default_factory=list)
-    pending: list[str] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     is_waiting: bool = False
     history: dict[str, deque[float]] = field(default_factory=dict)

@@ -230,7 +230,6 @@ class Monitor(NoMonitor):
 
     def _sample_until(self, stopping: threading.Event, host: Host, nvml: Nvml) -> None:
         chosen = self._choose_gpus(nvml)
-        self._devices = MappingProxyType({f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)})
         nvml.watch_events(chosen)
         gpus, alert_monitor = Gpus(nvml, chosen, host.process_tree), AlertMonitor(nvml, chosen)
         file = SamplesFile(self.path_csv, self._record_loss)
@@ -264,17 +263,19 @@ class Monitor(NoMonitor):
             file.close()
 
     def _choose_gpus(self, nvml: Nvml) -> tuple[Gpu, ...]:
-        for note in (*nvml.notes, *([nvml.why_not] if nvml.why_not and nvml.why_not not in nvml.notes else [])):
-            self._note(note, "debug")
-        if self._uuids is not None:
-            missing = [uuid for uuid in self._uuids if nvml.find_torch_device(uuid) is None]
-            if missing and nvml.gpus:
-                self._note(f"NVML does not show {', '.join(missing)}: it is not monitored")
-            return tuple(gpu for uuid in self._uuids if (gpu := nvml.find_torch_device(uuid)))
         visible_gpus = visible(nvml.gpus)
-        if visible_gpus.note:
+        found = None if self._uuids is None else {uuid: nvml.find_torch_device(uuid) for uuid in self._uuids}
+        gpus = visible_gpus.gpus if found is None else tuple(gpu for gpu in found.values() if gpu is not None)
+        # Before the notes, of which a reader may say that no GPU is monitored.
+        self._devices = MappingProxyType({f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(gpus)})
+        for note in dict.fromkeys(filter(None, (*nvml.notes, nvml.why_not))):
+            self._note(note, "debug")
+        missing = [uuid for uuid, gpu in (found or {}).items() if gpu is None]
+        if missing and nvml.gpus:
+            self._note(f"NVML does not show {', '.join(missing)}: it is not monitored")
+        if visible_gpus.note and found is None:
             self._note(visible_gpus.note, "debug")
-        return visible_gpus.gpus
+        return gpus
 
     def _record_loss(self, text: str) -> None:
         self.lost = text
