@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from runner.base.errors import AccelRunError, Exit
 from runner.base.json_converter import encode
 from runner.config.configuration import Configuration, compose
-from runner.config.options import find_signature
 from runner.config.request import override_key
 from runner.monitor.monitor_thread import Monitor
 from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits
@@ -61,7 +60,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 
 
 def plain_overrides(configuration: Configuration) -> tuple[str, ...]:
-    """Return overrides for the settings of a handwritten loop, except for settings from the user.
+    """Return overrides for the settings of a handwritten loop, except for groups with a setting from the user.
 
     The mathematics does not change. Settings on the command line apply to both variants: dropping backend.threads=1
     from one of them would compare numbers of threads, not the choices of the runner.
@@ -75,31 +74,12 @@ def plain_overrides(configuration: Configuration) -> tuple[str, ...]:
     overrides += ["dataloader.num_workers=0", "dataloader.pin_memory=false", "dataloader.cache=none"]
     if "kernel" in options["optimizer"]:
         overrides.append("optimizer.kernel=for-loop")
-    return tuple(_drop_user_settings(overrides, configuration))
+    typed = {_group(override) for override in configuration.request.overrides}
+    return tuple(override for override in overrides if _group(override) not in typed)
 
 
-def _drop_user_settings(overrides: Iterable[str], configuration: Configuration) -> Iterator[str]:
-    """Yield the overrides that leave settings of the command line unchanged."""
-    typed = {override_key(override).lstrip("+"): override for override in configuration.request.overrides}
-    options = {group: choice.name for group, choice in configuration.choices.items()}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        group, _, inner = key.partition(".")
-        if key in typed:
-            continue
-        if not inner:
-            group_keys = [typed_key for typed_key in typed if typed_key.startswith(f"{group}.")]
-            if all(_has_key(group, value, group_key.partition(".")[2]) for group_key in group_keys):
-                options[group] = value
-                yield override
-                yield from (typed[group_key] for group_key in group_keys)  # selecting an option drops its keys
-        elif _has_key(group, options[group], inner):
-            yield override
-
-
-def _has_key(group: str, option: str, key: str) -> bool:
-    signature = find_signature(group, option)
-    return signature is not None and key in signature.keys
+def _group(override: str) -> str:
+    return override_key(override).lstrip("+").partition(".")[0]
 
 
 # ---------------------------------------------------------------- largest batch
@@ -236,8 +216,10 @@ def _make_notes(suite_request: SuiteRequest, biggest: Mapping[str, Biggest]) -> 
     notes = [f"largest batch {name}: {each.why}" for name, each in biggest.items() if each.size is not None]
     notes += ["the largest batch was measured once per variant, by doubling"] if notes else []
     notes.append("memory was measured once per variant")
-    typed = [item for item in suite_request.request.overrides if override_key(item).partition(".")[0] in VARIED_GROUPS]
-    return [*notes, f"set on the command line, so the same before and after: {' '.join(typed)}"] if typed else notes
+    typed = [item for item in suite_request.request.overrides if _group(item) in VARIED_GROUPS]
+    if typed:
+        notes.append(f"set on the command line, so their groups are the same before and after: {' '.join(typed)}")
+    return notes
 
 
 def _epoch_s(trial: VariantResult) -> float:
