@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,8 +59,8 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
     profile = find_config_file("hardware", groups.get("hardware", ""), request.config_dir)
     if profile and not read_config_text(profile, request.config_dir).startswith(GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
-    GlobalHydra.instance().clear()
     with (
+        _own_hydra(),
         _convert_errors(groups, request.config_dir, problems),
         _search_config_files(request.config_dir),
         initialize_config_dir(str(shipped_path("conf")), **version_base()),
@@ -93,6 +94,18 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
         raise ConfigError(problems)
     selected = {str(group): str(option) for group, option in choices.items() if option is not None}
     return {**container, "hydra_choices": {"task": "", **selected}}
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Keep the global state of Hydra, which the program of the caller may use, to one thread, and restore it."""
+    with _HYDRA_LOCK:
+        previous = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        try:
+            yield
+        finally:
+            GlobalHydra.instance().hydra = previous
 
 
 @contextmanager
@@ -216,3 +229,6 @@ def _has_reference(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_has_reference(item) for item in value)
     return isinstance(value, str) and "${" in value
+
+
+_HYDRA_LOCK = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError
 from runner.base.paths import shipped_path
+from runner.config import composition
 from runner.config.composition import compose_groups, version_base
 from runner.config.configuration import compose, to_yaml
 from runner.config.options import GROUPS, list_options
@@ -48,6 +50,38 @@ def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path
     assert repr(composed) == repr(composed_by_hydra(groups)), f"ACCEL_RUN_SEED={SEED}: {groups}"  # types and order too
     assert {group: choices[group] for group in groups} == groups
     assert set(choices) == set(GROUPS)
+
+
+def test_threads_compose_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+    groups = {group: list_options(group)[0] for group in GROUPS if list_options(group)}
+
+    def compose_other() -> None:
+        try:
+            compose_groups(groups, Request(), [])
+        except BaseException as error:
+            errors.append(error)
+
+    other = threading.Thread(target=compose_other)
+
+    def compose_beside_other(*args: Any, **keywords: Any) -> Any:
+        monkeypatch.setattr(composition, "hydra_compose", hydra_compose)
+        other.start()
+        other.join(1.0)  # lint-tests: timeout: it fails within this time if it does not wait for the first one
+        return hydra_compose(*args, **keywords)
+
+    monkeypatch.setattr(composition, "hydra_compose", compose_beside_other)
+    compose_groups(groups, Request(), [])
+    other.join()
+    assert errors == []
+
+
+def test_a_program_that_uses_hydra_keeps_its_state() -> None:
+    with initialize_config_dir(str(shipped_path("conf")), **version_base()):
+        wanted = GlobalHydra.instance().hydra
+        compose_groups({group: list_options(group)[0] for group in GROUPS}, Request(), [])
+        assert GlobalHydra.instance().hydra is wanted
+        hydra_compose("config", overrides=[])
 
 
 @pytest.mark.slow
