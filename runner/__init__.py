@@ -6,6 +6,7 @@ Importing this package is cheap: torch is loaded when the first name that needs 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,12 @@ class _TasksOfCheckout:
     """
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [str(_ROOT)]) if name == f"{__name__}.tasks" else None
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != f"{__name__}.tasks" or path is None:
+            return None
+        return PathFinder.find_spec(name, [str(Path(folder).parent) for folder in path])
 
 
-_ROOT = Path(__file__).parents[1]
 if not (Path(__file__).parent / "tasks").is_dir():
     sys.meta_path.append(_TasksOfCheckout)
 

@@ -4,10 +4,8 @@
     python scripts/generate.py --check    # exit 1 if something is stale
 
 docs/settings.md is the reference of all settings. Editors check and complete configuration files with conf/schema.json.
-The commands in scripts/run.sh are those of the table in runner/cli.py.
-
-The option files in conf/ are not generated: users read them, and their comments are shorter than docstrings.
-tests/axes/test_yaml_is_signature.py compares their keys and defaults with the signatures.
+The commands in scripts/run.sh are those of the table in runner/cli.py. The file of an option in conf/ has the keys of
+its function, their defaults and what the docstring says about them.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
@@ -29,7 +29,15 @@ from runner.cli import COMMANDS  # noqa: E402
 from runner.config.config_files import shipped_options  # noqa: E402
 from runner.config.options import AXES, find_signature, list_options, task_source  # noqa: E402
 from runner.config.request import format_value  # noqa: E402
-from runner.config.schema import Key, describe_mismatch, describe_type, literal_choices, read_functions, settings_keys  # noqa: E402
+from runner.config.schema import (  # noqa: E402
+    Key,
+    Signature,
+    describe_mismatch,
+    describe_type,
+    literal_choices,
+    read_functions,
+    settings_keys,
+)
 from runner.config.settings import Settings  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -125,6 +133,34 @@ def commands_in(script: str) -> str:
     )
 
 
+def option_files() -> dict[Path, str]:
+    """Return the files of the shipped options and tasks in conf/. Options without a function are written by hand."""
+    functions = {(group, file.stem): find_signature(group, file.stem) for group in AXES for file in _files_of(group)}
+    functions |= {
+        ("task", file.stem): read_functions(task_source(file.stem, None))["build"] for file in _files_of("task")
+    }
+    return {
+        ROOT / "conf" / group / f"{name}.yaml": _option_file(signature)
+        for (group, name), signature in functions.items()
+        if signature is not None
+    }
+
+
+def _files_of(group: str) -> list[Path]:
+    return sorted((ROOT / "conf" / group).glob("*.yaml"))
+
+
+def _option_file(signature: Signature) -> str:
+    lines = [f"{name}: {_yaml_value(key.default)}  # {key.help}" for name, key in signature.keys.items()]
+    return "\n".join([f"# {signature.summary}", *(lines or ["{}"]), ""])
+
+
+def _yaml_value(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").rstrip("\n")
+
+
 def _quoted(text: str) -> str:
     assert not set(text) & set('"$`\\'), "would need quoting in a shell"
     return f'"{text}"'
@@ -134,6 +170,7 @@ def main(words: list[str]) -> int:
     """Write or check the files; return the exit code."""
     script = ROOT / "scripts" / "run.sh"
     wanted = {
+        **option_files(),
         PAGE: page().rstrip() + "\n",
         SCHEMA: json.dumps(config_schema(), indent=1) + "\n",
         script: commands_in(script.read_text(encoding="utf-8")),

@@ -71,7 +71,7 @@ def math(device: torch.device) -> Attention:
 
 
 def flash(device: torch.device, *, strict: bool = False) -> Attention:
-    """Prefer the flash kernel; unsupported calls use the next best one.
+    """Prefer the flash kernel (capability 8.0 and above, no mask); unsupported calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
     Raises ConfigError with strict if this device lacks the kernel.

@@ -29,7 +29,7 @@ def auto(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -
 
 
 def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest.
+    """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest; for constant shapes.
 
     Worthwhile if shapes repeat; every new shape costs a search. Results may differ between runs in the last bits.
 

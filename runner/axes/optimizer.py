@@ -123,7 +123,7 @@ def adamw8bit(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """AdamW with block-wise 8-bit quantization of the optimizer state.
+    """AdamW with 8-bit optimizer state, quantized block by block; needs bitsandbytes or torchao.
 
     Parameters of fewer than 4096 values keep their means in float32.
 
@@ -296,11 +296,11 @@ def schedulefree(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Schedule-free AdamW: an average of the weights, which evaluation uses, instead of a schedule.
+    """Schedule-free AdamW: averaged weights instead of a schedule; needs schedulefree, and scheduler=constant.
 
     Use scheduler=constant, whose warm-up it needs.
 
-    lr               learning rate after the warm-up
+    lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
     r                an update has a weight in the average proportional to its number to the power of r
     weight_lr_power  exponent of the largest learning rate so far, another factor of that weight

@@ -33,7 +33,7 @@ def ddp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank a copy of the model and a share of each update; summed gradients are divided by the true count.
+    """Data parallel: each rank has a replica and a share of each update; gradients are divided by the total count.
 
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
     """
@@ -56,7 +56,7 @@ def fsdp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank an equal shard of every parameter, gradient and optimizer state, and a share of each update.
+    """Fully sharded data parallel: each rank holds a shard of parameters, gradients and optimizer state.
 
     world_size             number of ranks; auto: one per GPU; several need torch 2.13
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
@@ -105,12 +105,12 @@ def pipeline(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank some layers of the model; micro-batches pass through the ranks and back.
+    """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
     stages      ranks that hold one copy of the model together: all, or a number that divides world_size. With several
                 copies, each processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
-    split       number of layers of each stage; null: by balance
+    split       number of layers of each stage, such as [8,6]; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init        full: each rank builds the whole model, then frees other layers; meta: large tensors are built on the
                 meta device, and each rank initializes its layers to the same values; auto: meta if the task allows it

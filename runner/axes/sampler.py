@@ -146,7 +146,7 @@ def mixture(
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
-    """Put samples of similar length into the same update; each sample once per epoch.
+    """Put samples of similar length into the same update, each once per epoch; uses `sample_lengths` of the task.
 
     The task returns the lengths from `sample_lengths`. Updates come in random order.
 
@@ -184,7 +184,7 @@ def token_budget(
     Padding counts: an update has (longest length) x (number of samples) tokens. Each sample is drawn once per epoch.
     The task returns the lengths from `sample_lengths`.
 
-    tokens        maximum number of tokens in an update
+    tokens        maximum number of tokens in an update, including padding
     micro_tokens  maximum number of tokens in a micro-batch; null: micro_batch_size alone limits it
     bucket        lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """

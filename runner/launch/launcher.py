@@ -64,7 +64,7 @@ def slurm(
     time_min        time limit in minutes; the job then saves and is requeued
     account         account to charge; null: your default
     qos             quality of service; null: your default
-    constraint      features that the machines must have; null: any
+    constraint      features that the machines must have, such as a100|h100; null: any
     exclusive       do not share the nodes with other jobs
     signal_s        seconds before the time limit at which the run is signalled to save and exit
     requeue_times   maximum number of requeues

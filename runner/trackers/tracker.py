@@ -301,7 +301,7 @@ def wandb(
     group: str | None = None,
     tags: list[str] = [],  # noqa: B006 - read as schema
 ) -> Tracker:
-    """Log to Weights & Biases, online if possible, else into an offline folder; the step is the update.
+    """Log to Weights & Biases in a separate process: training neither waits for it nor fails with it.
 
     project  project of the run
     entity   user or team; null: the account's default
@@ -357,7 +357,7 @@ def tensorboard(
     *,
     flush_s: Positive = 10.0,
 ) -> Tracker:
-    """Write TensorBoard event files into the run directory.
+    """Write TensorBoard event files into the run directory; needs the package tensorboard.
 
     flush_s  seconds between writes to the disk
     Raises MissingPackage if tensorboard is not installed.

@@ -64,7 +64,7 @@ def lora(
     train: list[str] = [],  # noqa: B006 - likewise
     checkpoint: Literal["adapter", "all"] = "adapter",
 ) -> Adapter:
-    """Low-rank adaptation: add a product of two small matrices to layers, and train only these.
+    """Low-rank adaptation: train small matrices added to layers, whose own weights stay frozen; needs peft.
 
     Needs the package peft.
 

@@ -29,11 +29,11 @@ def none() -> None:
 
 
 def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
-    """Sharpness-aware minimization: step by `rho` along the gradient, and use the gradient there.
+    """Sharpness-aware minimization: use the gradient at the worst weights nearby; an update takes twice the time.
 
     An update takes twice the time, and memory for one more copy of the weights.
 
-    rho       length of the step, as the norm over all trained parameters
+    rho       length of the step to these weights, as the norm over all trained parameters
     adaptive  scale the step of each weight by its magnitude (ASAM); rho is then about ten times as large
     Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
     ASAM, ICML 2021.
