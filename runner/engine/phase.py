@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from runner.axes.precision import NotFinite
 from runner.base import noise
@@ -30,6 +33,7 @@ from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.objective_phase import make_phase_kind
+from runner.engine.parts.phase_kinds import BeforeStep, no_hooks
 from runner.engine.parts.train_order import make_order
 from runner.engine.process.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
 from runner.engine.run import TrainingRun
@@ -73,12 +77,24 @@ class Phase(PhaseView):
         self.hooks = build_hooks(self, self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
-        self.work = make_phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)
+        retry_policy, before_step = oom if oom.is_on else None, self._before_step()
+        self.work = make_phase_kind(planned, parts, self.order, self.position, retry_policy, before_step)
         self.total = self.record.total = self.work.total
         if start:
             with convert_state_errors(start):
                 self._restore(start)
         self.total = int(min(self.total, self.position.update + run.observers.profiler.limit))
+
+    def _before_step(self) -> BeforeStep:
+        """Return a function that calls the hooks that act before an optimizer step."""
+        hooks = self.hooks_with("before_step")
+
+        @torch.no_grad()
+        def call_hooks(parameters: Mapping[str, nn.Parameter], objective: str) -> None:
+            for hook in hooks:
+                hook.before_step(parameters, objective)
+
+        return call_hooks if hooks else no_hooks
 
     def _samples(self, num_samples: int) -> SampleCounts:
         batch = self.planned.batch

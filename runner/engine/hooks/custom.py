@@ -21,7 +21,8 @@ from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 
 _WRAPPED_METHODS = (
-    "begin", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict", "end",
+    "begin", "before_step", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict",
+    "end",
 )  # fmt: skip
 
 _RETURN_TYPES: Mapping[str, tuple[type, str]] = {

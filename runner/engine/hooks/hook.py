@@ -183,9 +183,9 @@ class PhaseView:
 class Hook:
     """Code that runs between updates. Every method has a default that does nothing.
 
-    A hook is constructed with its phase and loads its state if the run resumes. Then `begin`, `after_update` and
-    `after_evaluation` are called, `end` once no update follows, and `close` in any case. All ranks have the same
-    hooks in the same order, so collectives inside them match.
+    A hook is constructed with its phase and loads its state if the run resumes. Then `begin`, `before_step`,
+    `after_update` and `after_evaluation` are called, `end` once no update follows, and `close` in any case. All ranks
+    have the same hooks in the same order, so collectives inside them match.
 
     Attributes:
         name: key of its state in a checkpoint; empty: it has none.
@@ -200,6 +200,22 @@ class Hook:
 
     def begin(self) -> None:
         """Called before the first update of this process, after the state is loaded."""
+
+    def before_step(self, parameters: Mapping[str, nn.Parameter], objective: str) -> None:
+        """Called before each optimizer step, without autograd; may change `grad` of the parameters.
+
+        Gradients are those of the update: summed over micro-batches and ranks, divided by the number of items, and
+        clipped. The logged norm is that before clipping. They must be changed in the same way on every rank. Reading
+        a tensor waits for the device.
+
+        Called for every attempt of an update that reaches the step: once, or more often after out of memory.
+
+        Args:
+            parameters: trained parameters of the objective by their names in the model; `grad` may be None. With fsdp
+                they are DTensors, of which this rank holds a shard, and with a pipeline those of this rank's stage.
+                If float16 overflowed, gradients are not finite, and the step will be skipped.
+            objective: its name; "" for a single loss.
+        """
 
     def after_update(self, step: StepInfo) -> None:
         """Called after each update. Tensors of `step` are on the device: reading one waits for it."""

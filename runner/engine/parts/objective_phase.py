@@ -19,11 +19,13 @@ from runner.engine.contract.contract_checks import check_arguments
 from runner.engine.contract.task_loading import CheckedLoss
 from runner.engine.parts.assemble import Parts
 from runner.engine.parts.phase_kinds import (
+    BeforeStep,
     GradientPhase,
     PhaseKind,
     StatisticsPhase,
     Tensors,
     count_updates,
+    no_hooks,
     weight_per_item,
 )
 from runner.engine.update.gradients import GradientSource
@@ -38,9 +40,16 @@ class ObjectivesPhase(GradientPhase):
     """Training with several objectives per update."""
 
     def __init__(
-        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+        self,
+        phase: PhasePlan,
+        parts: Parts,
+        order: Order,
+        position: Position,
+        retry_policy: RetryPolicy | None = None,
+        *,
+        before_step: BeforeStep = no_hooks,
     ) -> None:
-        self.parts, self.position = parts, position
+        self.parts, self.position, self.before_step = parts, position, before_step
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         specs = parse_objectives(parts.task, phase)
         self.is_additive = parts.task.loss_is_additive
@@ -64,7 +73,7 @@ class ObjectivesPhase(GradientPhase):
             training = self._make_training(
                 spec, loss, parameters[spec.name],
                 ObjectivePosition(position, spec.every, keeps_precision=index == 0), precision,
-                total=-(-self.total // spec.every), gradients=GradientSource(),
+                total=-(-self.total // spec.every), gradients=GradientSource(), objective=spec.name,
             )  # fmt: skip
             trainings.append((spec, training))
             if index == 0:
@@ -144,7 +153,12 @@ def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any
 
 
 def make_phase_kind(
-    phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+    phase: PhasePlan,
+    parts: Parts,
+    order: Order,
+    position: Position,
+    retry_policy: RetryPolicy | None = None,
+    before_step: BeforeStep = no_hooks,
 ) -> PhaseKind:
     """Return the kind of a phase, ready to run updates."""
     if phase.kind == "fit":
@@ -153,7 +167,7 @@ def make_phase_kind(
     if phase.name not in parts.task.losses:
         check_loss_signature(parts.task, parts.source, has_objectives=has_objectives)
     kind = ObjectivesPhase if has_objectives else GradientPhase
-    return kind(phase, parts, order, position, retry_policy)
+    return kind(phase, parts, order, position, retry_policy, before_step=before_step)
 
 
 def check_loss_signature(task: Task, source: Path, *, has_objectives: bool) -> None:

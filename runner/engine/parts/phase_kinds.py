@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ from runner.plan.run_plan import PhasePlan
 from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+BeforeStep = Callable[[Mapping[str, nn.Parameter], str], None]  # (parameters by name, objective), see `Hook`
+
+
+def no_hooks(parameters: Mapping[str, nn.Parameter], objective: str) -> None:
+    """Call nothing before an optimizer step."""
 
 
 class PhaseKind:
@@ -114,9 +120,16 @@ class GradientPhase(PhaseKind):
     task_losses: Mapping[str, Callable[[nn.Module, Any], Any]]
 
     def __init__(
-        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+        self,
+        phase: PhasePlan,
+        parts: Parts,
+        order: Order,
+        position: Position,
+        retry_policy: RetryPolicy | None = None,
+        *,
+        before_step: BeforeStep = no_hooks,
     ) -> None:
-        self.parts, self.position = parts, position
+        self.parts, self.position, self.before_step = parts, position, before_step
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
         records_attention = parts.plan.choices["compile"].name == "off"
@@ -155,6 +168,7 @@ class GradientPhase(PhaseKind):
         *,
         total: int,
         gradients: GradientSource,
+        objective: str = "",
     ) -> Training:
         """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
         parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
@@ -166,6 +180,8 @@ class GradientPhase(PhaseKind):
             wrapper = OomRetry(
                 parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
             )
+        named = {name: weight for name, weight in weights.items() if name in self.trained}  # without a placeholder
+        wrapper.before_step = partial(self.before_step, named, objective)
         return Training(
             position=position,
             model=parts.model,

@@ -50,7 +50,12 @@ class StepInfo(NamedTuple):
 
 
 class UpdateWrapper:
-    """Wraps an update; this base class does nothing, so an error ends the run."""
+    """Wraps an update; this base class does nothing, so an error ends the run.
+
+    before_step  called once the gradients are summed, divided and clipped
+    """
+
+    before_step: Callable[[], None] = staticmethod(lambda: None)
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         """Run `update` and return its result; a subclass may retry it from the same state."""
@@ -129,6 +134,7 @@ class Training:
             # Updates skipped for an overflow do not advance the schedule. `num_skipped` counts those of all phases.
             factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
             lr = set_learning_rate(self.optimizer, factor)
+            self.update_wrapper.before_step()  # outside `apply`, which may repeat a step after out of memory
             self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
             clear(self.parameters)
             parallel.stopwatch.lap("optimizer")
