@@ -38,19 +38,13 @@ class StackFrame:
 
 
 def dump() -> str:
-    """Return the stacks of all threads of this process; needs no disk space."""
-    try:
-        with os.fdopen(os.memfd_create("stacks", os.MFD_CLOEXEC), "rb") as file:
-            faulthandler.dump_traceback(file.fileno(), all_threads=True)
-            file.seek(0)
-            return file.read().decode(errors="replace")
-    except OSError:  # no memory or descriptor left
-        main = threading.main_thread().ident or 0
-        parts = []
-        for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
-            calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in current_frames(thread)]
-            parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
-        return "\n\n".join(parts) + "\n"
+    """Return the stacks of all threads of this process, as faulthandler writes them; needs no file."""
+    main = threading.main_thread().ident or 0
+    parts = []
+    for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
+        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in current_frames(thread)]
+        parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
+    return "\n\n".join(parts) + "\n"
 
 
 def dump_on_signal(folder: Path) -> None:
