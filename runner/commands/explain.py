@@ -17,7 +17,7 @@ from runner.config.custom_tables import hook_keys
 from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
 from runner.config.phases import LENGTHS, PHASE_GROUPS
-from runner.config.request import Request, format_value, plain_override_key
+from runner.config.request import Request, format_value, override_key
 from runner.config.schema import Key, did_you_mean, read_functions, settings_keys
 from runner.config.settings import Settings
 from runner.config.task_file import read_objectives
@@ -57,9 +57,9 @@ def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request
     """Yield the removed overrides and the request without them: those of the key, of its group, of the profile."""
     remaining, removed = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
-        if any(plain_override_key(arg).startswith(f"{name}.") for arg in remaining):
+        if any(override_key(arg).startswith(f"{name}.") for arg in remaining):
             continue  # another option may not have these keys
-        matching = [arg for arg in remaining if plain_override_key(arg) == name]
+        matching = [arg for arg in remaining if override_key(arg) == name]
         removed += matching
         remaining = tuple(arg for arg in remaining if arg not in matching)
         if matching:
@@ -127,7 +127,7 @@ def _override_for(key: str, request: Request) -> str:
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
     for keys in ((key,), (name,), LENGTHS if name in LENGTHS else (), (key[: len(key) - len(name)] + group, group)):
-        matching = [arg for arg in request.overrides if plain_override_key(arg) in keys]
+        matching = [arg for arg in request.overrides if override_key(arg) in keys]
         if matching:
             return matching[-1]
     return "an option of it"

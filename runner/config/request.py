@@ -32,8 +32,8 @@ class Request:
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
     """Return the old overrides without those of the new keys and their subkeys, followed by the new ones."""
     new = tuple(new)
-    roots = tuple(f"{plain_override_key(argument)}." for argument in new)
-    return (*(argument for argument in old if not f"{plain_override_key(argument)}.".startswith(roots)), *new)
+    roots = tuple(f"{override_key(argument)}." for argument in new)
+    return (*(argument for argument in old if not f"{override_key(argument)}.".startswith(roots)), *new)
 
 
 def format_override(key: str, text: str) -> str:
@@ -45,13 +45,8 @@ def format_override(key: str, text: str) -> str:
 
 
 def override_key(argument: str) -> str:
-    """Return the key of an argument, including a leading ~ (deletion), which is refused later."""
-    return argument.partition("=")[0].lstrip("+")
-
-
-def plain_override_key(argument: str) -> str:
     """Return the key of an argument without the prefixes + and ~."""
-    return override_key(argument).lstrip("+~")
+    return argument.partition("=")[0].lstrip("+~")
 
 
 def format_value(value: Any) -> str:

@@ -79,7 +79,7 @@ def plain_overrides(configuration: Configuration) -> tuple[str, ...]:
 
 
 def _group(override: str) -> str:
-    return override_key(override).lstrip("+").partition(".")[0]
+    return override_key(override).partition(".")[0]
 
 
 # ---------------------------------------------------------------- largest batch
