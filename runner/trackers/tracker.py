@@ -327,12 +327,10 @@ def wandb(
         "config": dict(config),
     }
 
-    def sync(folder: str) -> str:
-        return f"upload with: wandb sync {_folder_pattern(folder, run_id) if previous_id else shlex.quote(folder)}"
-
     def describe_unsent(folder: str) -> str:
         return f"; not everything was uploaded; run: wandb sync --include-online {shlex.quote(folder)}"
 
+    # of a run that was resumed offline; wandb joins them in order of time
     folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
     online = Attempt(
         "wandb online",
@@ -343,7 +341,7 @@ def wandb(
     offline = Attempt(
         "wandb offline",
         {**request, "mode": "offline", "linger_s": LOCAL_LINGER_S},
-        lambda folder, url: f"wandb offline; {sync(folder)}",
+        lambda folder, url: f"wandb offline; upload with: wandb sync {folders if previous_id else shlex.quote(folder)}",
         later_note=f"wandb offline, {_WRITTEN_LATER}; upload with: wandb sync {folders}",
     )
     return BackgroundTracker((online, offline) if chosen == "online" else (offline,), run_id, reason=reason)
@@ -526,11 +524,6 @@ def has_key(environ: Mapping[str, str]) -> bool:
                 netrc.netrc(path).authenticators(urlsplit(environ.get("WANDB_BASE_URL") or stored).netloc) is not None
             )
     return False
-
-
-def _folder_pattern(folder: str, run_id: str) -> str:
-    """Return a shell pattern for all folders of a run that was resumed offline; wandb joins them in order of time."""
-    return f"{shlex.quote(str(Path(folder).parent))}/offline-run-*-{run_id}"
 
 
 def _format_reasons(reasons: list[str]) -> str:
