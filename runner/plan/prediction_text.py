@@ -183,13 +183,6 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
             " Parameters and gradients of fsdp are upper bounds: gathered parameters and reduced gradients do not peak"
             " at the same time."
         )
-        is_full = plan.choices["parallelism"].options.get("gradients") == "full"
-        if is_full and any(phase.batch.accumulation_steps > 1 for phase in plan.selected):
-            assumptions[-1] += (
-                " Each rank holds unsharded gradients between the micro-batches of an update: they are reduced once,"
-                " after the last. With parallelism.gradients=sharded, or one micro-batch per update and rank, they stay"
-                " sharded."
-            )
     if plan.choices["compile"].name != "off":
         name = plan.choices["compile"].name
         assumptions.append(
