@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.base.errors import AccelRunError
 from runner.config.configuration import Configuration, compose
-from runner.config.options import find_signature, list_options
+from runner.config.options import find_signature
 from runner.config.request import merge_overrides
 from runner.config.schema import default_values
 from runner.forecast.demand import is_traced, predict_needs
@@ -90,15 +90,14 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
             yield ("precision=bf16",)
         elif all(gpu.formats.fp16 for gpu in used):
             yield ("precision=fp16",)
-    known = list_options("memory", configuration.request.config_dir)
     keeps = plan.choices["memory"].function in ("none", "selective")
-    if keeps and "checkpoint" in known:
+    if keeps:
         yield CHECKPOINT
     if plan.choices["optimizer"].function in ("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
     if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
         yield ("parallelism=pipeline",)  # one trace per rank
-    if keeps and "budget" in known:
+    if keeps:
         yield BUDGET
 
 
