@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     configuration = compose(parse_arguments(argv).request)
     inventory, machine = planning_inventory(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
-    from runner.launch.traced_demand import trace_memory_needs
+    from runner.forecast.demand import trace_memory_needs
 
     print_progress = progress_printer("plan")
     on_wait = cache(lambda: print_progress("tracing the model on fake tensors; a large model takes up to a minute"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
@@ -13,6 +14,7 @@ from runner.config.configuration import Configuration
 from runner.config.options import task_source
 from runner.engine.contract.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, min_batch_size
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
@@ -24,6 +26,24 @@ PhaseSize = tuple[str, int]  # name of a phase, and a micro-batch size
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
 
+def trace_memory_needs(
+    configuration: Configuration,
+    inventory: Inventory,
+    *,
+    alternatives: bool = False,
+    on_wait: Callable[[], object] | None = None,
+) -> MemoryNeeds:
+    """Return the result of `predict_needs`, called in a subprocess: a crash during tracing ends only that.
+
+    on_wait  called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
+    Raises the exceptions of the task.
+    """
+    try:
+        return run_in_subprocess(predict_needs, configuration, inventory, alternatives, on_wait=on_wait)
+    except BrokenProcessPool:
+        return MemoryNeeds({}, why_not="the tracing process crashed")
+
+
 def predict_needs(configuration: Configuration, inventory: Inventory, alternatives: bool = False) -> MemoryNeeds:
     """Return the memory demand of every phase on the devices of the inventory.
 
@@ -32,7 +52,7 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
 
     alternatives  always trace a second size, to suggest larger ones; if the run does not fit, also trace the sizes that
                   do, because the memory of a GPU's allocator is not linear in the size
-    Raises the exceptions of the task; call it in a subprocess (runner.launch.traced_demand).
+    Raises the exceptions of the task.
     """
     plan = make_plan(configuration, inventory, needs=MemoryNeeds({}))
     file = plan.task_file

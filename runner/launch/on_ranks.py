@@ -21,9 +21,9 @@ from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
 from runner.distributed.join import join_process_group
 from runner.distributed.world import World
+from runner.forecast.demand import trace_memory_needs
 from runner.host.scratch import private_folder
 from runner.launch.local import run_ranks, to_error
-from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.memory_fit import MemoryNeeds
 from runner.plan.planner import apply_allocator_settings, make_plan, should_trace_memory

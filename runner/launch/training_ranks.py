@@ -28,10 +28,10 @@ from runner.engine.parts.weights import check_names
 from runner.engine.process.attempt import record_failure
 from runner.engine.process.job import Job, SessionEnd
 from runner.engine.session import run_rank
+from runner.forecast.demand import trace_memory_needs
 from runner.host.scratch import private_folder
 from runner.launch.local import Failure, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank
-from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.planner import make_plan, should_trace_memory
 from runner.records.events import Console
 

@@ -92,7 +92,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Figures] | str:
     """Return training phase -> predicted figures, or why nothing was predicted."""
     from runner.config.config_files import profile_facts
     from runner.config.configuration import compose
-    from runner.launch.traced_demand import trace_memory_needs
+    from runner.forecast.demand import trace_memory_needs
     from runner.plan.memory_fit import predict_memory
     from runner.plan.planner import make_plan, planning_inventory
     from runner.plan.update_time import find_rank_rates, predict_phase_time

@@ -26,7 +26,7 @@ from runner.base.paths import shipped_path
 from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.launch.traced_demand import trace_memory_needs
+from runner.forecast.demand import trace_memory_needs
 from runner.plan.memory_fit import Demand
 from runner.plan.planner import make_plan, planning_inventory
 from runner.plan.run_plan import Plan

@@ -23,7 +23,7 @@ import torch
 from pathlib import Path
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.launch.traced_demand import trace_memory_needs
+from runner.forecast.demand import trace_memory_needs
 from runner.plan.inventory import take_inventory
 configuration = compose(Request(("device=cuda:0",), Path({task!r})))
 inventory = take_inventory()

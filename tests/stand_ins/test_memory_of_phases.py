@@ -21,7 +21,7 @@ from runner.cli import main
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.record_files import read_record
-from runner.launch.traced_demand import trace_memory_needs
+from runner.forecast.demand import trace_memory_needs
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 os.chdir({folder!r})
