@@ -253,10 +253,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map(
                 lambda leaf: self.to_fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
             )
-        allocate = _ALLOCATIONS.get(func)
-        if allocate is not None:
-            with self.fakes:
-                return allocate(*args)
         result = self.fakes.dispatch(func, (), args, kwargs)
         correct = _CORRECTIONS.get(func)
         if correct is not None:
@@ -347,20 +343,13 @@ def _group_norm(args: Any, outputs: Any) -> Any:
     return outputs if args[1] is None else (outputs[0], *(output.to(args[1].dtype) for output in outputs[1:]))
 
 
-def _group_norm_backward(
-    _: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *rest: Any
-) -> list[Tensor | None]:
+def _group_norm_backward(args: Any, outputs: Any) -> Any:
     """Return the gradients of the input, the weight and the bias, each with the dtype of its tensor."""
+    x, mean, weight = args[1], args[2], args[4]
     like = mean if weight is None else weight
-    shapes = [(x, x.shape), (like, rest[1:2]), (like, rest[1:2])]
     return [
-        tensor.new_empty(*shape) if wanted else None for (tensor, shape), wanted in zip(shapes, rest[-1], strict=True)
+        None if output is None else output.to(of.dtype) for output, of in zip(outputs, (x, like, like), strict=True)
     ]
-
-
-def _sample_grid(source: Tensor, grid: Tensor, *_: Any) -> Tensor:
-    """Return the output of grid_sampler_2d: (N, C, h, w) for a source (N, C, H, W) and a grid (N, h, w, 2)."""
-    return source.new_empty(*source.shape[:2], *grid.shape[1:3])
 
 
 def _flash_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -381,10 +370,8 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
 # Dtypes that fake kernels of torch 2.13 get wrong for 16-bit inputs and float32 weights on a CPU.
-_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {_aten.native_group_norm.default: _group_norm}
-# Outputs of operators that torch would decompose into about 60 operations each, also on fake tensors.
-_ALLOCATIONS: dict[Any, Callable[..., Any]] = {
-    _aten.grid_sampler_2d.default: _sample_grid,
+_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 # Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.

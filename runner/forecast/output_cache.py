@@ -55,8 +55,6 @@ class OutputCache:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self._entries: dict[Any, CachedOperation | None] = {}
-        # Instance attributes of a new FakeTensor, which _make_fake copies.
-        self._attributes = vars(FakeTensor(fakes, torch.empty(0, device="meta"), _CPU))
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
@@ -107,18 +105,7 @@ class OutputCache:
             # As torch does: inside, fake tensors report the meta device, where their storage is.
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
-        return self._make_fake(empty)
-
-    def _make_fake(self, empty: Tensor) -> Tensor:
-        """Equivalent to FakeTensor(self._fakes, empty, _CPU), whose checks of arguments triple its time.
-
-        The private calls are those of its __new__ in torch 2.13: the first sets the device to CPU, the second reports
-        accesses to its memory.
-        """
-        fake: Any = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        vars(fake).update(self._attributes)
-        return fake  # type: ignore[no-any-return]
+        return FakeTensor(self._fakes, empty, _CPU)
 
 
 class _Uncacheable(Exception):
