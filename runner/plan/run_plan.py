@@ -93,16 +93,6 @@ class Plan:
         return self.ranks[0].uuid
 
     @property
-    def updates(self) -> int | None:
-        """Return the number of optimizer steps, None if it follows from `epochs` and the size of the data."""
-        return self.settings.updates
-
-    @property
-    def epochs(self) -> float | None:
-        """Return the number of epochs, None if the number of updates is set."""
-        return self.settings.epochs
-
-    @property
     def world_size(self) -> int:
         return len(self.ranks)
 
@@ -131,7 +121,8 @@ class Plan:
         If the task declares phases, keys of a phase belong to the phase and not to the run.
         """
         values: dict[str, Any] = {"device": self.device}
-        values |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
+        updates, epochs = self.settings.updates, self.settings.epochs
+        values |= {"updates": updates} if updates is not None else {"epochs": epochs}
         values |= {
             "global_batch_size": self.batch.global_batch_size,
             "micro_batch_size": self.batch.micro_batch_size,
@@ -163,8 +154,9 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON, for the run directory, including derived values."""
-        derived = {name: getattr(self, name) for name in _DERIVED}
-        content = derived | encode(self)
+        derived = {"device": self.device, "device_name": self.device_name, "device_uuid": self.device_uuid}
+        length = {"updates": self.settings.updates, "epochs": self.settings.epochs}
+        content = derived | length | encode(self)
         content["own_keys"] = content["phase_keys"]  # its name in version 0.1, written for one more release
         return json.dumps(content, indent=2) + "\n"
 
@@ -179,9 +171,6 @@ class Plan:
         phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
         phase_keys = tree.get("phase_keys", tree.get("own_keys"))
         return decode_valid(Plan, {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys})
-
-
-_DERIVED = ("device", "device_name", "device_uuid", "updates", "epochs")
 
 
 def format_rank_table(plan: Plan) -> list[str]:

@@ -676,8 +676,8 @@ def test_more_ranks_than_gpus_are_a_missing_device() -> None:
 
 def test_the_length_is_updates_or_epochs() -> None:
     in_updates, in_epochs = plan("updates=7"), plan("epochs=0.5")
-    assert (in_updates.updates, in_updates.epochs, in_updates.values()["updates"]) == (7, None, 7)
-    assert (in_epochs.updates, in_epochs.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
+    assert (in_updates.settings.updates, in_updates.settings.epochs, in_updates.values()["updates"]) == (7, None, 7)
+    assert (in_epochs.settings.updates, in_epochs.settings.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
     assert "epochs" not in in_updates.values()
     assert "updates" not in in_epochs.values()
 

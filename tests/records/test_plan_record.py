@@ -25,7 +25,7 @@ def test_a_record_agrees_with_the_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.to_json())
     result = read_plan(tmp_path)
     assert result.wrong == ()
-    assert (result.device, result.device_name, result.updates) == (plan.device, plan.device_name, plan.updates)
+    assert (result.device, result.device_name, result.updates) == (plan.device, plan.device_name, plan.settings.updates)
     assert (result.batch.shares, result.reasons) == (plan.batch.shares, plan.reasons)
     assert {group: choice.name for group, choice in result.choices.items()} == {
         group: choice.name for group, choice in plan.choices.items()
