@@ -11,29 +11,24 @@ from runner.base.errors import Problem
 from runner.base.text import format_table
 
 Shares = tuple[int, ...]
-Caps = Sequence[int | None]  # maximum samples per rank; None: unlimited
 
 GIB = 2**30
 LINE_WIDTH = 120
 
 
-def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None = None) -> Shares | Problem:
+def split_proportionally(total: int, weights: Sequence[float]) -> Shares:
     """Return integers that sum to `total`, proportional to `weights` by the largest remainder method (Hamilton).
 
-    No share exceeds its cap; the surplus is distributed proportionally over the other ranks. A rank with a positive
-    weight gets at least 1 sample if there are enough; a rank with weight 0 gets none. Ties favor the lower rank. Uses
-    exact fractions, so the result is the same on every machine. Returns a Problem if the caps sum to less than `total`.
+    A rank with a positive weight gets at least 1 sample if there are enough; a rank with weight 0 gets none. Ties favor
+    the lower rank. Uses exact fractions, so the result is the same on every machine.
     """
     assert min(weights) >= 0 < max(weights), weights
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
     minimum = 1 if total >= len(ranks) else 0
-    limits = {rank: total if caps is None or (cap := caps[rank]) is None else max(0, min(cap, total)) for rank in ranks}
-    if sum(limits.values()) < total:
-        return _does_not_fit(total, tuple(limits.values()))
-    quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in ranks}, minimum, limits)
+    quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in ranks}, minimum)
     shares = {rank: int(quota) for rank, quota in quotas.items()}
     by_remainder = sorted(ranks, key=lambda rank: (shares[rank] - quotas[rank], rank))
-    for rank in by_remainder[: total - sum(shares.values())]:  # each has a remainder, so it is below its cap
+    for rank in by_remainder[: total - sum(shares.values())]:
         shares[rank] += 1
     return tuple(shares.get(rank, 0) for rank in range(len(weights)))
 
@@ -44,11 +39,7 @@ def distribute_samples(num_samples: int, shares: Sequence[int]) -> Shares:
     This is the share of the rank, except in a smaller last update of an epoch, which is divided in proportion to the
     shares: all samples are distributed, no rank gets more than its share, and a rank may get 0.
     """
-    if num_samples == sum(shares):
-        return tuple(shares)
-    parts = split_proportionally(num_samples, shares)
-    assert not isinstance(parts, Problem)  # always possible without caps
-    return parts
+    return tuple(shares) if num_samples == sum(shares) else split_proportionally(num_samples, shares)
 
 
 def rank_slices(num_samples: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -159,33 +150,18 @@ def format_shares(shares: Sequence[int]) -> str:
     return "[" + ",".join(str(share) for share in shares) + "]"
 
 
-def _quotas(total: int, weights: dict[int, Fraction], minimum: int, limits: dict[int, int]) -> dict[int, Fraction]:
-    """Return fractions that sum to `total`: weight times a common factor, clamped between `minimum` and the limit.
-
-    Repeats with the remaining ranks until no value violates a bound. Each round fixes the values above their limit if
-    their total excess is larger than the total shortfall of those below `minimum`, and the latter otherwise. Therefore
-    no value is fixed at the wrong bound (the algorithm of CSS for resolving flexible lengths).
-    """
+def _quotas(total: int, weights: dict[int, Fraction], minimum: int) -> dict[int, Fraction]:
+    """Return fractions that sum to `total`: weight times a common factor, or `minimum` if that is more."""
     quotas: dict[int, Fraction] = {}
     free = dict(weights)
-    while free:
+    while True:
         factor = (total - sum(quotas.values(), Fraction(0))) / sum(free.values(), Fraction(0))
-        wanted = {rank: factor * weight for rank, weight in free.items()}
-        clamped = {rank: min(max(quota, Fraction(minimum)), Fraction(limits[rank])) for rank, quota in wanted.items()}
-        excess = sum(wanted.values()) - sum(clamped.values())
-        if clamped == wanted or not excess:
-            return quotas | clamped
-        for rank, quota in wanted.items():
-            if (quota > clamped[rank]) if excess > 0 else (quota < clamped[rank]):
-                quotas[rank] = clamped[rank]
-                del free[rank]
-    return quotas
-
-
-def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
-    capacity = sum(caps)
-    what = f"must be at most the capacity of all ranks ({format_sum(caps)}: {capacity}), but is {total}"
-    return Problem(what, f"global_batch_size={total}", f"use global_batch_size={capacity}, or add ranks")
+        below = [rank for rank, weight in free.items() if factor * weight < minimum]
+        if not below:
+            return quotas | {rank: factor * weight for rank, weight in free.items()}
+        for rank in below:
+            quotas[rank] = Fraction(minimum)
+            del free[rank]
 
 
 def _format_term(run: Sequence[RankShare]) -> str:

@@ -14,8 +14,7 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from runner.base.errors import Problem
-from runner.base.shares import Caps, Shares, format_sum, split_proportionally
+from runner.base.shares import Shares, format_sum, split_proportionally
 
 CLEAR_GAIN = 0.10  # a smaller gain must be found twice in a row
 MIN_GAIN_ERRORS = 2.5  # standard errors that a gain must exceed
@@ -39,25 +38,21 @@ class RankTiming:
         return self.fixed_s + self.per_sample_s * samples
 
 
-def fastest_shares(total: int, lines: Sequence[RankTiming], caps: Caps | None = None) -> Shares:
+def fastest_shares(total: int, lines: Sequence[RankTiming]) -> Shares:
     """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
 
-    Each rank takes at least 1 and at most its cap. Samples are assigned one by one to the rank that finishes first;
-    ties go to the rank with fewer samples, then to the lower rank. The caps must sum to at least `total`.
+    Each rank takes at least 1. Samples are assigned one by one to the rank that finishes first; ties go to the rank
+    with fewer samples, then to the lower rank.
     """
-    most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
-    assert len(lines) <= total <= sum(most), (total, caps)
-    assert min(most) >= 1, caps
-    start = _bisect_shares(total, lines, most)
+    assert len(lines) <= total, total
+    start = _bisect_shares(total, lines)
     queue = [(line.seconds(n + 1), n, rank) for rank, (line, n) in enumerate(zip(lines, start, strict=True))]
-    queue = [entry for entry in queue if entry[1] < most[entry[2]]]
     heapq.heapify(queue)
     shares = list(start)
     for _ in range(total - sum(shares)):
         _, n, rank = heapq.heappop(queue)
         shares[rank] = n + 1
-        if n + 1 < most[rank]:
-            heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
+        heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
     return tuple(shares)
 
 
@@ -104,10 +99,8 @@ class ShareSolver:
     significant given the noise, and large or found twice. After a change of a rank's speed its old times are
     rescaled.
 
-    caps      maximum samples per rank
-    start     initial shares; default: as equal as the caps allow
+    start     initial shares; default: as equal as possible
     warm_up   first updates whose times are ignored
-    The caps must sum to at least `total`, each at least 1.
     """
 
     def __init__(
@@ -115,21 +108,20 @@ class ShareSolver:
         total: int,
         world_size: int,
         *,
-        caps: Caps | None = None,
         start: Shares | None = None,
         every: int = 20,
         threshold: float = 0.03,
         warm_up: int = 2,
     ) -> None:
-        self.total, self.caps, self.every, self.threshold, self.warm_up = total, caps, every, threshold, warm_up
+        self.total, self.every, self.threshold, self.warm_up = total, every, threshold, warm_up
         self.ranks = [_Rank() for _ in range(world_size)]
-        self.current = start or _feasible(split_proportionally(total, [1] * world_size, caps))
+        self.current = start or split_proportionally(total, [1] * world_size)
         assert len(self.current) == world_size, self.current
         assert sum(self.current) == total, self.current
         assert min(self.current) > 0, self.current
         self._warm_up_left = warm_up
         self._is_fitted = False  # whether the lines have been fitted
-        splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
+        splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current)
         self._trials: list[Shares] = splits * PROBE_ROUNDS
         self._block: list[UpdateTimes] = []
         self._is_unconfirmed_gain = False  # whether the next solution may confirm a gain
@@ -182,10 +174,10 @@ class ShareSolver:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an earlier process, before the first `observe`.
 
-        Starts from scratch if it has another total, number of ranks or caps.
+        Starts from scratch if it has another total or number of ranks.
         """
         current = tuple(state["current"])
-        fits = state["total"] == self.total and len(current) == len(self.ranks) and _fits_caps(current, self.caps)
+        fits = state["total"] == self.total and len(current) == len(self.ranks)
         if not fits or not state["known"]:
             return
         self.current, self._is_fitted = current, True
@@ -203,7 +195,7 @@ class ShareSolver:
         for number, rank in enumerate(self.ranks):
             rank.add(median_timings(block, number))
         self._is_fitted = True
-        new = fastest_shares(self.total, self.lines, self.caps)
+        new = fastest_shares(self.total, self.lines)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
         if new == self.current or new_s > old_s * (1 - self.threshold):
             reason = f"the ranks are balanced: shares stay {_format_shares(self.current)}, {_ms(old_s)} ms per update"
@@ -213,7 +205,7 @@ class ShareSolver:
     def _resolve(self, block: Sequence[UpdateTimes]) -> Decision | None:
         factors = [rank.add(median_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
-        new = fastest_shares(self.total, self.lines, self.caps)
+        new = fastest_shares(self.total, self.lines)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
         surely_old = max(rank_fit.seconds(n, -MIN_GAIN_ERRORS) for rank_fit, n in zip(fits, self.current, strict=True))
         surely_new = max(rank_fit.seconds(n, MIN_GAIN_ERRORS) for rank_fit, n in zip(fits, new, strict=True))
@@ -233,8 +225,8 @@ class ShareSolver:
         return Decision(new, old_s, new_s, reason)
 
 
-def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> list[Shares]:
-    """Return splits within the caps, at least 1 sample per rank, in which each rank gets two counts if possible.
+def probe_splits(total: int, base: Sequence[int]) -> list[Shares]:
+    """Return splits with at least 1 sample per rank, in which each rank gets two counts if possible.
 
     Every second rank gets half as much again and the others half, then the reverse. If samples are so few
     that a rank's count does not change, an additional split favors it; at most 6 in total.
@@ -242,15 +234,13 @@ def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> l
     size = len(base)
     more, less = [3 * share for share in base], list(base)
     splits = [
-        _feasible(
-            split_proportionally(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps)
-        )
+        split_proportionally(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)])
         for up in (0, 1)
     ]
     for rank in range(size):
         if len({split[rank] for split in splits}) == 1 and len(splits) < 6:
             weights = [size * share if other == rank else share for other, share in enumerate(base)]
-            split = _feasible(split_proportionally(total, weights, caps))
+            split = split_proportionally(total, weights)
             splits += [split] if split[rank] != splits[0][rank] else []
     return splits
 
@@ -373,13 +363,13 @@ def _merge(timings: Sequence[CountTiming]) -> CountTiming:
     return CountTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
 
 
-def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int]) -> list[int]:
+def _bisect_shares(total: int, lines: Sequence[RankTiming]) -> list[int]:
     """Return the samples that each rank finishes by a common time, found by bisection, with few left to assign."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [1] * len(lines)
     for _ in range(64):
         middle = (low + high) / 2
-        shares = [max(1, min(cap, _samples_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
+        shares = [max(1, _samples_by(middle, line, total)) for line in lines]
         if sum(shares) <= total:
             low, best = middle, shares
         else:
@@ -387,22 +377,13 @@ def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int])
     return best
 
 
-def _samples_by(seconds: float, line: RankTiming, cap: int) -> int:
-    if line.seconds(cap) <= seconds:
-        return cap
+def _samples_by(seconds: float, line: RankTiming, total: int) -> int:
+    if line.seconds(total) <= seconds:
+        return total
     if line.fixed_s > seconds or line.per_sample_s <= 0:
         return 0
-    num = min(cap, int((seconds - line.fixed_s) / line.per_sample_s))
+    num = min(total, int((seconds - line.fixed_s) / line.per_sample_s))
     return num - 1 if line.seconds(num) > seconds else num  # the division may round up
-
-
-def _fits_caps(shares: Shares, caps: Caps | None) -> bool:
-    return caps is None or all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
-
-
-def _feasible(shares: Shares | Problem) -> Shares:
-    assert not isinstance(shares, Problem), shares
-    return shares
 
 
 def _describe_slow_rank(lines: Sequence[RankTiming], total: int) -> str:

@@ -116,19 +116,16 @@ def test_times_are_summarized_by_their_median_and_their_spread() -> None:
 def test_no_split_of_few_samples_is_faster_than_the_solution() -> None:
     kinds = [RankTiming(fixed, per_sample) for fixed in (0.0, 1.0) for per_sample in (0.0, 0.5, 3.0)]
     for lines in product(kinds, repeat=2):
-        for total, caps in ((2, None), (7, None), (7, (4, None)), (7, (None, 1)), (6, (3, 3))):
-            shares = fastest_shares(total, lines, caps)
-            most = [total if caps is None or (cap := caps[rank]) is None else cap for rank in range(2)]
-            splits = [(n, total - n) for n in range(1, total) if n <= most[0] and total - n <= most[1]]
+        for total in (2, 7):
+            shares = fastest_shares(total, lines)
+            splits = [(n, total - n) for n in range(1, total)]
             assert shares in splits
             assert slowest_seconds(lines, shares) == min(slowest_seconds(lines, split) for split in splits)
 
 
-def test_three_ranks_with_caps_have_the_fastest_shares() -> None:
+def test_three_ranks_have_the_fastest_shares() -> None:
     lines = [RankTiming(0.0, 1.0), RankTiming(2.0, 1.0), RankTiming(0.0, 4.0)]
     assert fastest_shares(12, lines) == (6, 5, 1)
-    assert fastest_shares(12, lines, (4, None, None)) == (4, 6, 2)
-    assert fastest_shares(12, lines, (4, 5, 3)) == (4, 5, 3)
 
 
 # ---------------------------------------------------------------- probing
@@ -138,7 +135,6 @@ def test_every_second_rank_gets_three_times_as_much_as_the_others_and_then_the_r
     assert probe_splits(32, (16, 16)) == [(24, 8), (8, 24)]
     assert probe_splits(32, (8, 8, 8, 8)) == [(12, 4, 12, 4), (4, 12, 4, 12)]
     assert probe_splits(30, (20, 10)) == [(26, 4), (12, 18)]
-    assert probe_splits(32, (16, 16), (18, None)) == [(18, 14), (8, 24)]
 
 
 def test_few_samples_have_more_splits_of_which_there_are_at_most_six() -> None:
@@ -174,9 +170,8 @@ def test_probing_lasts_three_rounds_after_the_warm_up() -> None:
     assert [decision is not None for decision in decisions] == [False] * 7 + [True]
 
 
-@pytest.mark.parametrize(("total", "caps", "shares"), [(32, (10, None), (10, 22)), (33, None, (17, 16))])
-def test_the_first_shares_are_as_equal_as_the_caps_allow(total: int, caps: Any, shares: tuple[int, int]) -> None:
-    assert ShareSolver(total, 2, caps=caps).current == shares
+def test_the_first_shares_are_as_equal_as_possible() -> None:
+    assert ShareSolver(33, 2).current == (17, 16)
 
 
 # ---------------------------------------------------------------- settled ranks
@@ -378,11 +373,8 @@ def test_a_saved_solver_has_all_that_it_decides_by() -> None:
 
 @pytest.mark.parametrize(
     ("other", "fits"),
-    [
-        (ShareSolver(200, 2, caps=(120, None)), True), (ShareSolver(200, 2, caps=(100, 100)), True),
-        (ShareSolver(200, 2, caps=(99, None)), False), (ShareSolver(201, 2), False), (ShareSolver(200, 3), False),
-    ],
-)  # fmt: skip
+    [(ShareSolver(200, 2), True), (ShareSolver(201, 2), False), (ShareSolver(200, 3), False)],
+)
 def test_times_of_shares_that_do_not_fit_are_not_used(other: ShareSolver, fits: bool) -> None:
     other.load(settled([1.0, 2.0]).state())
     assert bool(other.lines) == fits
