@@ -32,20 +32,6 @@ class NotFinite(NumericError):
         self.late = late
 
 
-class _Preceded:
-    """A context that calls a function before it is entered."""
-
-    def __init__(self, begin: Callable[[], None], context: AbstractContextManager[Any]) -> None:
-        self._begin, self._context = begin, context
-
-    def __enter__(self) -> Any:
-        self._begin()
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
-
-
 class _Nested:
     """A context that enters another one, and one that `make` returns."""
 
@@ -98,7 +84,12 @@ class Precision:
 
     def before_forward(self, begin: Callable[[], None]) -> None:
         """Call `begin` at the start of each forward pass."""
-        self._forward = _Preceded(begin, self._forward)
+
+        def make() -> AbstractContextManager[Any]:
+            begin()
+            return nullcontext()
+
+        self.add_context(make)
 
     def add_context(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         """Enter the context that `make` returns in each forward pass."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from runner.base.errors import Problem
 from runner.base.text import format_table
@@ -18,19 +18,12 @@ Schedule = Literal["1f1b", "gpipe"]
 Work = tuple[str, int, int, float, float]  # "F" or "B", stage, micro-batch, start and end in seconds
 
 
-class DeviceLike(Protocol):
-    """Properties of a device: memory in bytes, and speed relative to the one on which costs were measured."""
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    @property
-    def speed(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class StageDevice:
-    """A device of a split; `speed` 2.0 takes half the time."""
+    """A device of a split.
+
+    speed  relative to the device on which costs were measured: 2.0 takes half the time
+    """
 
     memory_bytes: int
     speed: float = 1.0
@@ -78,7 +71,7 @@ class Split:
 def split(
     costs: Sequence[float],
     memory_bytes: Sequence[int],
-    devices: Sequence[DeviceLike],
+    devices: Sequence[StageDevice],
     *,
     balance: Balance = "memory",
     activation_bytes: Sequence[int] | None = None,
@@ -125,7 +118,7 @@ def split_from_sizes(
     sizes: Sequence[int],
     costs: Sequence[float],
     memory_bytes: Sequence[int],
-    devices: Sequence[DeviceLike],
+    devices: Sequence[StageDevice],
     *,
     activation_bytes: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
@@ -251,7 +244,7 @@ class _Layers:
         self,
         costs: Sequence[float],
         memory_bytes: Sequence[int],
-        devices: Sequence[DeviceLike],
+        devices: Sequence[StageDevice],
         activation_bytes: Sequence[int] | None,
         in_flight: Sequence[int] | None,
     ) -> None:
