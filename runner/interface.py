@@ -273,21 +273,19 @@ class DeviceStage:
         return value
 
 
-def _concatenate(values: Sequence[Any], name: str = "the output") -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dim():
-            what = f"{name} must have the samples along its first dimension, but is a single number"
+            what = "the output must have the samples along its first dimension, but a tensor is a single number"
             fix = "let the last layer return a value per sample, and sum or average over the batch outside of the model"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         return torch.cat(list(values))
     if isinstance(first, (tuple, list)):
-        fields = getattr(first, "_fields", None)
-        names = [f"{name}.{field}" for field in fields] if fields else [f"{name}[{at}]" for at in range(len(first))]
-        joined = [_concatenate(column, names[at]) for at, column in enumerate(zip(*values, strict=True))]
-        return type(first)(*joined) if fields else type(first)(joined)
+        joined = [_concatenate(column) for column in zip(*values, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if isinstance(first, dict):
-        return {key: _concatenate([value[key] for value in values], f"{name}[{key!r}]") for key in first}
+        return {key: _concatenate([value[key] for value in values]) for key in first}
     return first
 
 

@@ -75,7 +75,6 @@ class StreamSampler(Sampler):
         drop_last: bool = False,
     ) -> None:
         assert num_shards % shards_per_update == 0, "the shards form groups"
-        self.is_endless = lengths is None
         self.lengths = tuple(lengths or [ENDLESS] * num_shards)
         self.num_shards, self.shards_per_update = num_shards, shards_per_update
         self.global_batch_size = global_batch_size

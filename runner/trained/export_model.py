@@ -40,6 +40,7 @@ from runner.engine.hooks.averaging import expand_shared_names
 from runner.plan.planner import plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
+from runner.tensors.bitwise import bitwise_equal
 from runner.tensors.global_rng import seed_everything
 from runner.tensors.stored_tensor import StoredTensor
 from runner.trained.trained_run import ModelSource, TrainedModel, find_source, open_source
@@ -338,10 +339,7 @@ def _compare_bytes(tensors: Mapping[str, StoredTensor], file: Path) -> None:
     """Raise DataError unless the file holds the same bytes as the checkpoint."""
     written = open_tensors(file)
     is_same = written.keys() == tensors.keys() and all(
-        torch.equal(
-            rows.reshape(-1).view(torch.uint8),
-            written[name].read(start, start + len(rows) if rows.dim() else None).reshape(-1).view(torch.uint8),
-        )
+        bitwise_equal(rows, written[name].read(start, start + len(rows) if rows.dim() else None))
         for name, start, rows in stream_tensors(tensors)
     )
     if not is_same:

@@ -100,7 +100,7 @@ def validate_metrics(
                 f"{value} must have (sum, count) for each metric, two numbers or tensors with one element, but"
                 f" {name} is {describe_value(pair)}",
                 where=locate_definition(evaluate, source),
-                fix=_suggest_pair_fix(name, pair),
+                fix=METRIC_FIX,
             )
         metrics[name] = (total, count)
     return metrics
@@ -271,14 +271,6 @@ def _loss_fault(result: Any, where: str, name: str) -> TaskFault:
         where=where,
         fix=fix,
     )
-
-
-def _suggest_pair_fix(name: str, pair: Any) -> str:
-    if isinstance(pair, Tensor) or _to_number(pair) is not None:
-        return f'return {{"{name}": (the sum over the batch, len(y))}}'
-    if isinstance(pair, tuple | list) and any(isinstance(part, Tensor) and part.numel() != 1 for part in pair):
-        return f'return sums, not tensors with several elements: {{"{name}": (values.sum(), mask.sum())}}'
-    return METRIC_FIX
 
 
 def _to_number(value: Any) -> Number | None:

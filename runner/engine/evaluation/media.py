@@ -7,6 +7,7 @@ import struct
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,11 +53,8 @@ def encode_png(images: Tensor) -> list[bytes]:
 def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
     """Return the edges of equal bins from the smallest to the largest finite value, and the counts."""
     finite = values.detach().double().flatten().cpu()
-    finite = finite[finite.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
-    edges = torch.linspace(low, high, bins + 1, dtype=torch.double)
-    indices = torch.bucketize(finite, edges[1:-1], right=True)
-    return edges.tolist(), torch.bincount(indices, minlength=bins).tolist()
+    counts, edges = np.histogram(finite[finite.isfinite()].numpy(), bins)
+    return edges.tolist(), counts.tolist()
 
 
 def _encode_image(pixels: Tensor) -> bytes:

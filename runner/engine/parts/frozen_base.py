@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from runner.base.errors import IncompatibleResume
@@ -15,6 +14,7 @@ from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.adapter import make_adapter
 from runner.engine.parts.assemble import Parts
 from runner.engine.parts.weights import load_initial_weights
+from runner.tensors.bitwise import view_bytes
 
 DIGEST = "frozen_weights"  # key of their SHA-256 in the state of a checkpoint
 
@@ -43,8 +43,7 @@ def frozen_digest(parts: Parts) -> str | None:
     for name in left_out:  # one at a time, because all of them may not fit in host memory
         for tensor in parts.parallel.gather_full({name: state[name]}).values():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            # hashlib needs a buffer, and NumPy has no bfloat16: hash the bytes.
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(view_bytes(tensor).numpy().data)  # NumPy has no bfloat16
     return digest.hexdigest()
 
 
