@@ -42,7 +42,8 @@ def run(argv: list[str]) -> int:
     report_skipped(directory, progress_printer("status"))
     record = read_record(directory.path)
     origin = record.origin
-    _print(f"{directory.name}: {derive_state(record).sentence}   ({directory.shown})")
+    folder = directory.path if "/" in (settings.run or "") else None  # the name is known in another directory only
+    _print(f"{directory.name}: {derive_state(record, folder).sentence}   ({directory.shown})")
     _print(f"  task        {origin.task or 'unknown'}" + (f" ({origin.task_file})" if origin.task_file else ""))
     _print(f"  command     {origin.command or 'unknown'}")
     if record.problem:

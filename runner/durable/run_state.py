@@ -45,17 +45,17 @@ def process_state_name(process: ProcessRecord) -> StateName:
     return names.get(process.state, "unknown")
 
 
-def derive_state(record: RunRecord) -> RunState:
-    """Return the state of a run."""
+def derive_state(record: RunRecord, folder: Path | None = None) -> RunState:
+    """Return the state of a run. With its folder, the command to resume works in any directory."""
     process, name = record.process, process_state_name(record.process)
     if name == "running" and _is_on_other_host(process):
         return RunState(name, f"running on {process.host}, if it was not killed there")
     sentences: dict[StateName, str] = {
         "running": "running",
-        "killed": f"killed; resume it with: {resume_command(record)}",
+        "killed": f"killed; resume it with: {resume_command(record, folder)}",
         "finished": "finished",
         "submitted": "submitted to a scheduler; see the state of its trials",
-        "preempted": f"saved and stopped; resume it with: {resume_command(record)}",
+        "preempted": f"saved and stopped; resume it with: {resume_command(record, folder)}",
         "interrupted": "stopped before its first checkpoint; the same command starts at update 0",
         "failed": f"failed (exit {process.exit_code})",
         "unknown": process.state or "unknown",
@@ -63,8 +63,11 @@ def derive_state(record: RunRecord) -> RunState:
     return RunState(name, sentences[name], None if process.state == "running" else process.exit_code)
 
 
-def resume_command(record: RunRecord) -> str:
-    """Return the command that resumes a run."""
+def resume_command(record: RunRecord, folder: Path | None = None) -> str:
+    """Return the command that resumes a run: by its name, or by its folder, which requires the task file."""
+    if folder is not None:
+        task_file = record.origin.task_file
+        return shlex.join(["accel-run", "resume", str(folder), *(["--task", str(task_file)] if task_file else [])])
     name = record.name if record.name is not None and is_run_name(record.name) else "NAME"
     roots = [override for override in record.origin.overrides or () if override.startswith("output_root=")]
     return shlex.join(["accel-run", "resume", name, *roots[-1:]])

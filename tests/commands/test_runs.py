@@ -91,6 +91,15 @@ def test_the_suggested_resume_command_names_the_run() -> None:
         assert derive_state(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
 
 
+def test_the_status_of_a_folder_suggests_a_command_for_any_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "outputs" / "saved"
+    monkeypatch.chdir("/")
+    assert main(["status", str(run)]) == 0
+    assert f"accel-run resume {run}" in capsys.readouterr().out
+
+
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, plan in (("bad\nname", {"phases": 3}), ("bad2", {"phases": [{"name": ["x"], "updates": "y"}, 7]})):
         path = folder / "outputs" / name
