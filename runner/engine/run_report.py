@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from runner.console.run_summary import (
     format_start,
 )
 from runner.durable.checkpoint import LoadedCheckpoint
+from runner.durable.checkpoint_choice import BEST, LAST, label_checkpoints
 from runner.engine.mirroring import checkpoint_policy
 from runner.engine.parts.assemble import Parts
 from runner.engine.process.run_screen import Screen
@@ -99,6 +101,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)
+    notes += _best_note(screen.directory.checkpoints)
     text = format_end(
         EndOfRun(
             outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
@@ -136,6 +139,15 @@ def state_note(expected: int, actual: int) -> list[str]:
     """Return a note if the optimizer state has fewer bytes than expected, and the rounded sizes differ."""
     texts = format_bytes(actual), format_bytes(expected)
     return [f"optimizer state {texts[0]} instead of {texts[1]}"] if actual < expected and texts[0] != texts[1] else []
+
+
+def _best_note(checkpoints: Path) -> list[str]:
+    """Return a note on the best checkpoint if it is not the last one, whose metrics the report shows."""
+    return [
+        f"best checkpoint: {name} ({labels[-1]}); inference, evaluate and export use it"
+        for name, labels in label_checkpoints([*checkpoints.glob("update-*")]).items()
+        if BEST in labels and LAST not in labels
+    ]
 
 
 def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task, *, runs_inference: bool) -> list[str]:

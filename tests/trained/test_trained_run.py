@@ -102,3 +102,15 @@ def test_opening_a_run_enables_garbage_collection(folder: Path) -> None:
         assert gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder: Path, server: ForkServer) -> None:
+    """The report shows the metrics of the last evaluation, but inference uses the best checkpoint."""
+    task = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
+    args = ["train", "--task", str(task), f"output_root={folder}", "device=cpu", "monitor=off", "updates=6"]
+    args += ["evaluate.every=2", "checkpoint.every=2"]
+    worse = server.run([*args, "run=worse", "checkpoint.best_is=max"], folder)
+    better = server.run([*args, "run=better"], folder)
+    assert (worse.code, better.code) == (0, 0), worse.err
+    assert "update-0000000002" in worse.out
+    assert "update-00000000" not in better.out
