@@ -9,7 +9,7 @@ from runner.base.json_values import as_dict, as_list, is_number
 from runner.base.text import format_bytes, format_duration, format_metric
 from runner.console import bottleneck
 from runner.tools.report.page import PageTable
-from runner.tools.report.run_data import Checkpoint, RunData
+from runner.tools.report.run_data import RunData
 
 
 def parse_time(text: Any) -> datetime | None:
@@ -81,16 +81,12 @@ def environment(run: RunData) -> PageTable:
 
 
 def checkpoints(run: RunData) -> PageTable:
-    def state(checkpoint: Checkpoint) -> str:
-        marks = f" ({', '.join(checkpoint.marks)})" if checkpoint.marks else ""
-        if checkpoint.problems is None:
-            return f"not verified here{marks}; accel-run status run={run.reference}"
-        return f"damaged: {'; '.join(checkpoint.problems)}" if checkpoint.problems else f"valid{marks}"
-
     rows = [
-        (checkpoint.name, format_bytes(checkpoint.bytes), state(checkpoint)) for checkpoint in reversed(run.checkpoints)
+        (checkpoint.name, format_bytes(checkpoint.bytes), ", ".join(checkpoint.labels))
+        for checkpoint in reversed(run.checkpoints)
     ]
-    return PageTable("checkpoints", "Checkpoints", ("checkpoint", "size", "state"), rows)
+    note = f"accel-run status run={run.reference} verifies them"
+    return PageTable("checkpoints", "Checkpoints", ("checkpoint", "size", "label"), rows, note)
 
 
 def events(run: RunData) -> PageTable:

@@ -81,13 +81,8 @@ def _updates_tile(run: RunData) -> Iterable[Tile]:
 
 
 def _checkpoints_tile(run: RunData) -> Iterable[Tile]:
-    verified = [checkpoint for checkpoint in run.checkpoints if checkpoint.problems is not None]
-    damaged = sum(bool(checkpoint.problems) for checkpoint in verified)
-    state = f"{damaged} damaged" if damaged else "all valid" if verified else "not read here"
     size = sum(checkpoint.bytes for checkpoint in run.checkpoints)
-    yield Tile(
-        "checkpoints", str(len(run.checkpoints)), f"{state}, {format_bytes(size)}" if run.checkpoints else "none"
-    )
+    yield Tile("checkpoints", str(len(run.checkpoints)), format_bytes(size) if run.checkpoints else "none")
 
 
 _METRIC_TILES = 3

@@ -6,6 +6,7 @@ All texts are returned without secrets and control characters, because the files
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from runner.base.secret import is_secret, sanitize
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.config.guarded_yaml import read_guarded
 from runner.durable import files
-from runner.durable.checkpoint import verify
 from runner.durable.checkpoint_choice import label_checkpoints
 from runner.durable.directory import RunDirectory, is_run_name
 from runner.durable.record_files import read_error, read_plan, read_record
@@ -73,14 +73,12 @@ class Curves:
 class Checkpoint:
     """A folder in checkpoints/.
 
-    problems  None if the checkpoints are too large to be verified for a page
-    marks     labels such as best or last, with its metric
+    labels  such as best or last, with its metric
     """
 
     name: str
     bytes: int
-    problems: tuple[str, ...] | None
-    marks: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -312,20 +310,13 @@ def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> MachineSa
 
 def _read_checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[Checkpoint]:
     folder = directory.checkpoints
-    names = [name for name in names_in(folder) if name.startswith("update-")]
+    names = [name for name in names_in(folder) if re.fullmatch(r"update-\d+", name)]
     if not names:
         missing["checkpoints"] = "no checkpoints" if files.is_plain_directory(folder) else "no checkpoints folder"
-    found = {name: _folder_bytes(folder / name) for name in names}
-    owner = directory.owner
-    is_read = sum(found.values()) <= _MAX_VERIFIED_BYTES
-    problems = {name: tuple(map(make_printable, verify(folder / name, owner))) if is_read else None for name in found}
-    known = label_checkpoints([folder / name for name, of_name in problems.items() if not of_name])
-    for name, size in found.items():
+    labels = label_checkpoints([folder / name for name in names])
+    for name in names:
         yield Checkpoint(
-            make_printable(name),
-            size,
-            problems[name],
-            tuple(map(make_printable, known.get(name, ()))),
+            make_printable(name), _folder_bytes(folder / name), tuple(map(make_printable, labels.get(name, ())))
         )
 
 
@@ -356,4 +347,3 @@ _DEFAULT_ROOT = "outputs"  # default of output_root=
 _MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
 _MAX_KEYS = 400  # metrics in metrics.jsonl that are read
-_MAX_VERIFIED_BYTES = 1 << 30  # total bytes of checkpoints up to which they are verified

@@ -167,7 +167,7 @@ def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..
     assert "gpu1 utilization 50 %" in messages["gpus"]
     for args in (
         "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 slows down the others",
-        "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after the first update (7.0 of 9.0 s)",
+        "update-0000000300", "accel-run status run=", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after the first update (7.0 of 9.0 s)",
     ):  # fmt: skip
         assert args in page.words, args
     (picture,) = page.all("img")
