@@ -219,7 +219,6 @@ def _draw_speedup(rows: Rows) -> Any | None:
     notes = (
         describe_origin(rows),
         f"error bar and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
-        f"{_NO_INTERVAL}: too few rounds" if _NO_INTERVAL in kinds.values() else "",
     )
     _set_title(figure, axes, "Times as fast as the baseline", notes)
     legend = {kind: Patch(color=color) for kind, color in _COLORS_BY_CLASS.items() if kind in kinds.values()}
@@ -271,7 +270,7 @@ def _format_ms(value: float) -> str:
 def _format_ratio(ratio: Ratio) -> str:
     if ratio is _BASELINE_RATIO:
         return f"{ratio.middle:.2f}"
-    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _has_interval(ratio) else f"({_NO_INTERVAL})"
+    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _has_interval(ratio) else "(too few rounds)"
     return f"{ratio.middle:.2f} {interval}"
 
 
@@ -282,21 +281,15 @@ def _has_interval(ratio: Ratio) -> bool:
 def _classify(ratio: Ratio) -> str:
     if ratio is _BASELINE_RATIO:
         return BASELINE
-    return (
-        {"better": "faster", "worse": "slower"}.get(ratio.verdict, ratio.verdict)
-        if _has_interval(ratio)
-        else _NO_INTERVAL
-    )
+    return {"better": "faster", "worse": "slower"}.get(ratio.verdict, ratio.verdict)
 
 
 SCALE_LIMIT = 2.0  # limit of the time axis, as a multiple of the slowest variant's median
 LOG_SCALE_RATIO = 4.0  # use a log scale if the slowest variant exceeds this multiple of the median one
 COLOR_MAP = "Blues"
 _BASELINE_RATIO = Ratio(1.0, 1.0, 1.0, 0)
-_NO_INTERVAL = "no interval"
 _COLORS_BY_CLASS = {
     BASELINE: "#444444", "faster": COLORS[0], "slower": COLORS[1], "no clear change": "#999999",
-    _NO_INTERVAL: "#CCCCCC",
 }  # fmt: skip
 _WRONG_LABEL = "cross-hatched: its numbers differ from the baseline's"
 _NUM_COLORS = 7  # colors of COLORS used for lines; gray is too similar to black

@@ -303,7 +303,7 @@ def test_colors_show_significance(results: Results, screen: Callable[..., None])
     colors = dict(zip(labels(axes), (patch.get_facecolor() for patch in axes.patches), strict=True))
     hatched = [name for name, patch in zip(labels(axes), axes.patches, strict=True) if patch.get_hatch()]
 
-    kinds = [{"bf16", "compile", "wrong"}, {"8bit"}, {"nothing"}, {"short"}, {BASELINE}]
+    kinds = [{"bf16", "compile", "wrong"}, {"8bit"}, {"nothing", "short"}, {BASELINE}]
     assert [{name for name in colors if colors[name] == colors[next(iter(kind))]} for kind in kinds] == kinds
     assert hatched == ["wrong"]
     screen("\n".join(legend_of(figure)))
