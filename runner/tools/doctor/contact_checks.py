@@ -35,6 +35,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+MAX_PRODUCT_S = 0.04  # of a product whose rate is compared
 NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
 
 
@@ -52,7 +53,8 @@ def formats(context: CheckContext) -> Iterator[CheckResult]:
         if found.state != "ok":
             yield found
             continue
-        rate = rates[number_format.subject] = arithmetic.flops_per_second(number_format)
+        _, rate = arithmetic.fastest_product(number_format, MAX_PRODUCT_S)
+        rates[number_format.subject] = rate
         float32 = rates.get(f"{number_format.device.torch_name} fp32", 0.0)
         if number_format.name == "fp32":
             yield dataclasses.replace(found, figures={**found.figures, "gflop_per_s": rate / 1e9})

@@ -15,7 +15,7 @@ from runner.base.text import first_line
 from runner.host.resources import ROOT, affinity
 from runner.plan.inventory import Device
 from runner.tools.doctor import arithmetic
-from runner.tools.doctor.arithmetic import FormatUnderTest, time_product
+from runner.tools.doctor.arithmetic import FormatUnderTest
 from runner.tools.doctor.findings import CheckContext
 
 
@@ -69,17 +69,8 @@ def matmul(context: CheckContext) -> MachineResults:
 
 
 def _fastest_product(precision: FormatUnderTest) -> Rate:
-    """Double the size as long as time and memory allow; return the highest rate."""
-    free = precision.device.free_bytes or precision.device.memory_bytes
-    size, rates = arithmetic.SIDE, list[Rate]()
-    while True:
-        seconds = min(time_product(precision, size) for _ in range(REPETITIONS))
-        rates.append(
-            Rate("matmul", precision.device.torch_name, precision.name, size, arithmetic.flops(size) / seconds)
-        )
-        size *= 2
-        if size > MAX_SIDE or seconds * 8 > MAX_PRODUCT_S or 3 * 8 * size**2 > free / 4:
-            return max(rates, key=lambda rate: rate.per_s)
+    size, per_s = arithmetic.fastest_product(precision, MAX_PRODUCT_S, REPETITIONS)
+    return Rate("matmul", precision.device.torch_name, precision.name, size, per_s)
 
 
 def copies(context: CheckContext) -> MachineResults:
@@ -157,7 +148,6 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
 MIB, GIB = 2**20, 2**30
 TRIAD = "memory, triad"
 REPETITIONS = 3  # the shortest time counts: other processes only lengthen it
-MAX_SIDE = 16384  # of a matrix
 MAX_PRODUCT_S = 0.1  # of one matrix product
 COPY_BYTES = 256 * MIB
 # STREAM's rule: an array has at least four times the size of the last-level caches.

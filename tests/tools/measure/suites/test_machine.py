@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e-3
 
     monkeypatch.setattr(arithmetic, "time_call", planted)
-    monkeypatch.setattr(machine_rates, "MAX_SIDE", 512)
+    monkeypatch.setattr(arithmetic, "MAX_TIMED_SIDE", 512)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
             raise RuntimeError("not implemented for 'Half'")
         return 1e-3
 
-    monkeypatch.setattr(machine_rates, "time_product", refuses)
+    monkeypatch.setattr(arithmetic, "time_product", refuses)
     result = machine_rates.matmul(asked)
 
     assert set(result.skipped) == {"cpu fp16 matmul"}
@@ -177,7 +177,7 @@ def test_a_typo_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small sizes, so that the forked processes end quickly."""
-    monkeypatch.setattr(machine_rates, "MAX_SIDE", 256)
+    monkeypatch.setattr(arithmetic, "MAX_TIMED_SIDE", 256)
     monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", machine_rates.MIB)
     monkeypatch.setattr(machine_rates, "CACHE_FACTOR", 0)
 
