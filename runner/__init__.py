@@ -38,10 +38,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from runner.api import Run, evaluate, open_run, train
+    from runner.auto_parallel import PipelineParallel, auto_parallelize
     from runner.base.noise import SampleNoise, per_sample_noise
     from runner.base.task import Context, Fit, FunctionLayer, Gather, Prediction, Progress, Task, sample_rng
     from runner.engine.hooks.hook import Hook, Wants
-    from runner.interface import PipelineParallel, auto_parallelize
     from runner.monitor.gpu_stats import GPUStats
 
 
@@ -81,9 +81,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(noise, name)
     if name in ("PipelineParallel", "auto_parallelize"):
-        from runner import interface
+        from runner import auto_parallel
 
-        return getattr(interface, name)
+        return getattr(auto_parallel, name)
     if name == "GPUStats":
         from runner.monitor.gpu_stats import GPUStats
 

@@ -44,7 +44,7 @@ FLOORS = {
     "base": 0, "version": 0,
     "adapters": 1, "host": 1, "tensors": 1, "trackers": 1, "workload": 1,
     "config": 2, "console": 2, "distributed": 2, "loading": 2, "profiling": 2, "records": 2,
-    "axes": 3, "durable": 3, "interface": 3, "monitor": 3,
+    "axes": 3, "durable": 3, "auto_parallel": 3, "monitor": 3,
     "plan": 4,
     "engine.contract": 5, "engine.process": 5,
     "engine.checkpoints": 6, "engine.sources": 6, "engine.update": 6,

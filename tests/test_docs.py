@@ -295,8 +295,8 @@ def known_keys() -> set[str]:
         keys |= set(owner)
     for suite in SUITES:
         keys |= set(SUITES[suite].options)
-    interface = ast.parse((ROOT / "runner" / "interface.py").read_text(encoding="utf-8"))
-    keys |= {node.arg for node in ast.walk(interface) if isinstance(node, ast.arg)}
+    parallel = ast.parse((ROOT / "runner" / "auto_parallel.py").read_text(encoding="utf-8"))
+    keys |= {node.arg for node in ast.walk(parallel) if isinstance(node, ast.arg)}
     return keys | set(settings_keys(monitor.MonitorOptions))
 
 

@@ -30,7 +30,7 @@ AXES: Mapping[str, str] = {
     "prefetch": "axes/prefetch.py",
     "optimizer": "axes/optimizer.py",
     "scheduler": "axes/scheduler.py",
-    "adapter": "engine/contract/adapter.py",
+    "adapter": "engine/contract/lora.py",
     "averaging": "engine/hooks/averaging.py",
     "sharpness": "engine/update/sharpness.py",
     "compile": "axes/compile.py",

@@ -348,7 +348,7 @@ def retain(
 
 
 def _check_snapshot(snapshot: Snapshot) -> None:
-    from runner.durable.tensors import unsupported_reason
+    from runner.durable.safetensors_writer import unsupported_reason
 
     json.dumps([snapshot.state, snapshot.facts])  # raises before anything is written
     reserved = _RESERVED_KEYS & snapshot.facts.keys()
@@ -417,7 +417,7 @@ def _finish_replacement(directory: Path) -> None:
 
 def _file_contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
     """Yield the files before the manifest, in chunks."""
-    from runner.durable.tensors import serialize_tensors
+    from runner.durable.safetensors_writer import serialize_tensors
 
     for stem, tensors in snapshot.tensors.items():
         name = checkpoint_parts.part_stem(stem, snapshot.part.rank) if snapshot.part else stem

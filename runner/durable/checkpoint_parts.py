@@ -121,7 +121,7 @@ def open_files(paths: Sequence[Path], check: Callable[[Path], None] | None = Non
 
     Raises DataError if a file is not in the safetensors format, or if the parts are inconsistent.
     """
-    from runner.durable.stored_tensors import join_parts, open_tensors
+    from runner.durable.safetensors_reader import join_parts, open_tensors
 
     if check and len(paths) == 1:
         check(paths[0])

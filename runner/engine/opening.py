@@ -24,7 +24,7 @@ from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.checkpoints.resumption import find_resume_point
-from runner.engine.contract.adapter import make_adapter
+from runner.engine.contract.lora import make_adapter
 from runner.engine.evaluation.meter import UpdateClock
 from runner.engine.parts.assemble import assemble
 from runner.engine.parts.weights import load_initial_weights
@@ -119,22 +119,22 @@ def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
     world  the ranks that open it together; None: this process alone
     """
     with ExitStack() as stack:
-        run, start = _open_run(request, world, stack)
+        run, start = _open(request, world, stack)
         with Phase(run, run.plan.selected[0], start) as phase:
             yield phase
 
 
 @contextmanager
-def open_run(request: Request, world: World | None = None) -> Iterator[TrainingRun]:
+def open_new_run(request: Request, world: World | None = None) -> Iterator[TrainingRun]:
     """Yield a new run, ready for any of its phases.
 
     world  the ranks that open it together; None: this process alone
     """
     with ExitStack() as stack:
-        yield _open_run(request, world, stack)[0]
+        yield _open(request, world, stack)[0]
 
 
-def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
+def _open(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     # Measurements do not depend on weights, and the file of weights= may no longer exist.
     overrides = tuple(
         override for override in request.overrides if override_key(override).partition(".")[0] != "weights"

@@ -14,8 +14,8 @@ from runner.base.json_values import none_to_nan, replace_nonfinite
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.mirror_thread import NoMirror
+from runner.durable.safetensors_writer import HostBuffer
 from runner.durable.signals import StopRequest
-from runner.durable.tensors import HostBuffer
 from runner.engine.checkpoints.save_policy import SaveCost
 from runner.engine.contract.contract_checks import validate_numbers
 from runner.engine.contract.task_loading import task_errors

@@ -29,11 +29,11 @@ from runner.durable import files
 from runner.durable.checkpoint import FORMAT_OF_PARTS, LoadedCheckpoint, load
 from runner.durable.directory import RunDirectory
 from runner.durable.files import exists, remove, rename
-from runner.durable.stored_tensors import open_tensors
-from runner.durable.tensors import serialize_header, stream_tensors, view_bytes
+from runner.durable.safetensors_reader import open_tensors
+from runner.durable.safetensors_writer import serialize_header, stream_tensors, view_bytes
 from runner.durable.weight_source import averaged_stem
 from runner.engine.checkpoints.checkpoint_state import check_state
-from runner.engine.contract.adapter import merge
+from runner.engine.contract.lora import merge
 from runner.engine.contract.task_loading import load_task, task_errors
 from runner.engine.evaluation.evaluate import eval_mode
 from runner.engine.hooks.averaging import expand_shared_names

@@ -28,7 +28,7 @@ from runner.base.errors import (
 from runner.base.secret import sanitize
 from runner.config.schema import did_you_mean
 from runner.durable import files
-from runner.durable.tensors import serialize_tensors, unsupported_reason
+from runner.durable.safetensors_writer import serialize_tensors, unsupported_reason
 
 
 @dataclass(frozen=True)

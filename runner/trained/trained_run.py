@@ -21,7 +21,7 @@ from runner.durable.directory import RunDirectory, generate_run_name
 from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, load_run_request
 from runner.engine.checkpoints.checkpoint_state import check_state
-from runner.engine.contract.adapter import make_adapter
+from runner.engine.contract.lora import make_adapter
 from runner.engine.hooks import HOOKS
 from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.parts.frozen_base import load_weights

@@ -65,7 +65,7 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
     from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
     from runner.durable.checkpoint_parts import CheckpointPart
     from runner.durable.files import write_stream
-    from runner.durable.tensors import HostBuffer, serialize_header, stream_tensors, view_bytes
+    from runner.durable.safetensors_writer import HostBuffer, serialize_header, stream_tensors, view_bytes
 
     ranks, rank, folder = int(options.ranks), options.rank, Path(options.folder)
     member = RankInfo(rank, rank, ranks, ranks, f"file://{folder}/store")

@@ -42,7 +42,7 @@ from runner.base.order import Order
 from runner.base.task import Progress
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import RunDirectory
-from runner.engine.opening import open_run
+from runner.engine.opening import open_new_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.plan.run_plan import PhasePlan
@@ -239,7 +239,7 @@ def run_task(name: str, rounds: int, device: str, chosen: Sequence[str]) -> tupl
             chosen,
         )  # fmt: skip
         with redirect_stdout(quiet), redirect_stderr(quiet):
-            run = stack.enter_context(open_run(Request(settings)))
+            run = stack.enter_context(open_new_run(Request(settings)))
             run.parts.task.begin_phase(measured.predicts or measured.phase)
             inference = measure_inference(run, max(3, rounds // 4))
             updates = measure_updates(run, measured, rounds, stack)

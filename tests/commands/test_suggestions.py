@@ -167,7 +167,7 @@ def all_keys() -> dict[str, list[object]]:
 def said_in_code() -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of each string in the code that suggests arguments, with {} for fields of f-strings."""
     for file in sorted((ROOT / "runner").rglob("*.py")):
-        if file.name == "interface.py":  # its messages are about arguments of Python functions
+        if file.name == "auto_parallel.py":  # its messages are about arguments of Python functions
             continue
         tree = ast.parse(file.read_text())
         comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

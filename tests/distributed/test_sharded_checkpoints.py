@@ -16,7 +16,7 @@ from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from runner.durable.checkpoint_parts import CheckpointPart
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.tensors.optimizer_state import export_state
 from runner.tensors.stored_tensor import StoredTensor
 from tests.distributed.ranks import run_ranks

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import DataError, Exit, StorageError
-from runner.durable import checkpoint, checkpoint_writer, files, tensors
+from runner.durable import checkpoint, checkpoint_writer, files, safetensors_writer
 from runner.durable.checkpoint import Snapshot, checkpoint_path, recover, retain, save, verify
 from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.durable.manifest import serialize_manifest
@@ -32,7 +32,7 @@ from tests.faults.recording import Faults, Killed
 from tests.faults.tallies import IS_LONG, SEED
 
 ROOT = Path(__file__).parents[2]
-DTYPES = [getattr(torch, name) for name in sorted(tensors.DTYPES)]
+DTYPES = [getattr(torch, name) for name in sorted(safetensors_writer.DTYPES)]
 
 
 def snapshot(update: int) -> Snapshot:

@@ -18,7 +18,7 @@ from runner.durable.checkpoint import Snapshot, checkpoint_path
 from runner.durable.checkpoint_choice import find_best_checkpoints
 from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.durable.run_identity import generate_uid
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.engine.checkpoints import checkpoint_saver as saver_module
 from runner.engine.checkpoints import save_policy
 from runner.engine.checkpoints.checkpoint_saver import Saver

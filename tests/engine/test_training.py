@@ -10,7 +10,7 @@ import pytest
 from runner.base.errors import DataError, Exit
 from runner.config.request import Request
 from runner.engine.hooks.evaluation import Evaluation
-from runner.engine.opening import open_run
+from runner.engine.opening import open_new_run
 from runner.engine.training import train
 from tests.forkserver import ForkServer
 from tests.opened import opened
@@ -69,7 +69,7 @@ def test_an_error_with_its_own_message_is_raised_as_it_is_with_its_place(tmp_pat
     (tmp_path / "task.py").write_text(RAISING)
     settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
                 f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
-    with open_run(Request(settings, tmp_path / "task.py")) as run, pytest.raises(DataError) as caught:
+    with open_new_run(Request(settings, tmp_path / "task.py")) as run, pytest.raises(DataError) as caught:
         train(run, None)
     assert caught.value.problems[0].what == "a table is missing"
     assert caught.value.__cause__ is None

@@ -17,7 +17,7 @@ from runner.base.batch import MicroBatch
 from runner.base.loaded_torch import cuda_is_initialized, is_stand_in, torch_uuids
 from runner.base.oom_errors import find_oom_cause
 from runner.base.sample_rng import seeded_generators
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.engine.update.oom_report import measure_memory
 from runner.engine.update.oom_retry import UpdateSnapshot
 from runner.tensors.async_copy import start_copy

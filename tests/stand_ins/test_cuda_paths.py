@@ -43,11 +43,11 @@ def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_r
 
 ROOM = """
 import torch, _stand_in
-from runner.durable import tensors
+from runner.durable import safetensors_writer
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-buffer = tensors.HostBuffer()
-buffer.prepare(tensors._MIN_THREAD_BYTES, device)
+buffer = safetensors_writer.HostBuffer()
+buffer.prepare(safetensors_writer._MIN_THREAD_BYTES, device)
 assert buffer._allocator is not None, "no thread was started"
 buffer.clear()
 weight = torch.randn(1 << 20, device=device)
@@ -63,7 +63,7 @@ def test_the_thread_that_prepares_host_memory_opens_no_context_on_another_device
 
 REFUSED = """
 import torch
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 weight, room = torch.randn(1 << 20, device="cuda"), HostBuffer()
 kept = room.copy(weight)
 assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by the next kernel"
@@ -76,7 +76,7 @@ def test_refused_page_locking_only_slows_copies(stand_in: StandIn) -> None:
 
 RELEASED = """
 import gc, torch
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 room = HostBuffer()
 address = room.copy(torch.randn(1 << 20, device="cuda")).data_ptr()
 del room

@@ -13,7 +13,7 @@ import torch
 
 from runner.durable.checkpoint import Snapshot
 from runner.durable.checkpoint_writer import CheckpointWriter, NoWriter
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.engine.checkpoints.save_policy import MAX_AT_RISK_S, SaveCost, SavePolicy
 from runner.engine.process.run_screen import Screen
 

@@ -25,9 +25,9 @@ from runner.config.task_file import find_changed_declarations
 from runner.distributed.deferred_init import DeferredInit
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
-from runner.engine.contract.adapter import make_adapter
 from runner.engine.contract.contract_checks import Number, check_members, validate_loss, validate_metrics
 from runner.engine.contract.error_diagnosis import explain, locate_definition
+from runner.engine.contract.lora import make_adapter
 from runner.plan.run_plan import Plan
 from runner.tensors.global_rng import seed_everything
 

@@ -11,7 +11,7 @@ from runner.base.errors import IncompatibleResume
 from runner.base.text import abbreviate
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.contract.adapter import make_adapter
+from runner.engine.contract.lora import make_adapter
 from runner.engine.parts.assemble import Parts
 from runner.engine.parts.weights import load_initial_weights
 from runner.tensors.bitwise import view_bytes

@@ -16,9 +16,9 @@ from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.durable.safetensors_header import InvalidFormat, refusal
-from runner.durable.stored_tensors import join_parts, open_tensors
+from runner.durable.safetensors_reader import join_parts, open_tensors
 from runner.durable.weight_source import WeightSource, find_weights
-from runner.engine.contract.adapter import Adapter
+from runner.engine.contract.lora import Adapter
 from runner.tensors.stored_tensor import StoredTensor
 
 NO_ADAPTER = Adapter()

@@ -46,7 +46,7 @@ from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.opening import open_run
+from runner.engine.opening import open_new_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.engine.update.loop import StepInfo
@@ -323,7 +323,7 @@ class TrainingVariant:
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
-        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder), self.world))
+        self.run = self.stack.enter_context(open_new_run(Request(tuple(overrides), task, folder), self.world))
         planned = self._prepare_phase(phase)
         self.phase = MeasuredPhase(self.run, planned, run_evaluations=run_evaluations)
         self.stack.enter_context(self.phase)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from runner.durable.checkpoint_writer import NoWriter, SavedCheckpoint
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.engine.checkpoints import save_policy
 from runner.engine.checkpoints.checkpoint_saver import Saver
 from runner.engine.checkpoints.save_policy import SaveCost, SavePolicy, default

@@ -175,11 +175,11 @@ def contexts(args: str) -> Iterator[Result]:
 
 HOST_BUFFER = """
 import torch, ctypes
-from runner.durable import tensors
+from runner.durable import safetensors_writer
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-buffer = tensors.HostBuffer()
-buffer.prepare(tensors._MIN_THREAD_BYTES, device)
+buffer = safetensors_writer.HostBuffer()
+buffer.prepare(safetensors_writer._MIN_THREAD_BYTES, device)
 assert buffer._allocator is not None, "no thread was started"
 buffer.clear()
 buffer.copy(torch.zeros(1 << 20, device=device))

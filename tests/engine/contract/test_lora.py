@@ -17,7 +17,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.distributed.world import World
 from runner.durable import checkpoint
-from runner.engine.contract.adapter import lora
+from runner.engine.contract.lora import lora
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase

@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.base.errors import DataError
 from runner.durable import files
 from runner.durable.safetensors_header import InvalidFormat, invalid_header, read_header, read_into
-from runner.durable.tensors import DTYPES, view_bytes
+from runner.durable.safetensors_writer import DTYPES, view_bytes
 from runner.tensors.stored_tensor import StoredTensor
 
 

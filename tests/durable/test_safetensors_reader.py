@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runner.base.errors import DataError, StorageError
 from runner.durable.safetensors_header import InvalidFormat
-from runner.durable.stored_tensors import join_parts, open_tensors
-from runner.durable.tensors import DTYPES, serialize_header, stream_tensors, view_bytes
+from runner.durable.safetensors_reader import join_parts, open_tensors
+from runner.durable.safetensors_writer import DTYPES, serialize_header, stream_tensors, view_bytes
 
 
 def sample(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -17,12 +17,11 @@ from safetensors.torch import load
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
-from runner.durable import tensors
-from runner.durable.tensors import HostBuffer, serialize_tensors
+from runner.durable.safetensors_writer import DTYPES, HostBuffer, serialize_tensors
 from tests.faults.tallies import IS_LONG
 
 ROOT = Path(__file__).parents[2]
-WORDS = sorted(tensors.DTYPES)
+WORDS = sorted(DTYPES)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter("__metadata__".__ne__)
 
 
@@ -162,7 +161,7 @@ def test_a_save_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
 import torch
 from pathlib import Path
 from runner.durable.checkpoint import Snapshot, load, save
-from runner.durable.tensors import HostBuffer
+from runner.durable.safetensors_writer import HostBuffer
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 torch.set_num_threads(1)
 state = {{str(index): torch.full((2_500_000,), float(index)) for index in range(20)}}

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import runner
+from runner.auto_parallel import DeviceStage, ParallelChoice, PipelineParallel, auto_parallelize
 from runner.base.errors import ConfigError, TaskFault
 from runner.distributed.world import World
-from runner.interface import DeviceStage, ParallelChoice, PipelineParallel, auto_parallelize
 from tests.distributed.ranks import run_ranks
 from tests.rounding import ADAPTIVE, PROMISED, assert_close
 
