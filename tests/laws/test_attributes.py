@@ -41,6 +41,12 @@ class Mine(Task):
     def begin_update(self, progress):
         self.model[1].scale = 1 + progress.update
 """
+OF_TASK = (
+    TASK.replace("        BODY\n", "")
+    .replace("KEPT", "None")
+    .replace("        self.model =", "        self.kept = KEPT\n        self.model =")
+    .replace("        x, y = batch\n", "        x, y = batch\n        BODY\n")
+)
 MEAN = "x.detach().mean(0)"
 USED = {
     "a counter": ("0", "self.kept += 1; x = x + 0.1 * self.kept"),
@@ -68,6 +74,16 @@ def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
     assert result.code == 70, result.err
     assert "1.kept" in result.err
     assert 'self.register_buffer("kept"' in result.err
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
+def test_an_attribute_of_the_task_is_state_too(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
+    """A center of DINO, or a counter for annealing, would silently start again when a run resumes."""
+    result = trained(kept, body.replace("self.training", "model.training"), server, tmp_path, task=OF_TASK)
+    assert result.code == 70, result
+    assert "task.kept" in result.err
+    assert 'self.model.register_buffer("kept"' in result.err
 
 
 @pytest.mark.slow_beyond(2)
@@ -103,6 +119,8 @@ def test_a_buffer_added_by_the_first_update_stops_the_run_if_checkpoints_contain
     assert ('self.register_buffer("late"' in result.err) == is_saved
 
 
-def trained(kept: str, body: str, server: ForkServer, folder: Path, args: str = "") -> CompletedCommand:
-    (folder / "mine.py").write_text(TASK.replace("KEPT", kept).replace("BODY", body))
+def trained(
+    kept: str, body: str, server: ForkServer, folder: Path, args: str = "", task: str = TASK
+) -> CompletedCommand:
+    (folder / "mine.py").write_text(task.replace("KEPT", kept).replace("BODY", body))
     return server.run(f"train --task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0 {args}", folder)

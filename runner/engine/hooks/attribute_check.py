@@ -1,4 +1,4 @@
-"""Reject plain module attributes that forward passes change and later ones use: checkpoints do not contain them."""
+"""Reject attributes of modules and of the task that forward passes change and later ones use: they are not saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
 from runner.engine.update.loop import StepInfo
 
-Place = tuple[str, str]  # (module name, attribute name)
+Place = tuple[str | None, str]  # (module name, or None for the task; attribute name)
 
 
 class _Value(NamedTuple):
@@ -32,7 +32,7 @@ class _Value(NamedTuple):
 
 
 class AttributeCheck(Hook):
-    """Compares module attributes before and after the first training pass and the first evaluation of a process.
+    """Compares attributes of modules and the task before and after the first pass and evaluation of a process.
 
     Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
     as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
@@ -74,9 +74,9 @@ class AttributeCheck(Hook):
 
     @contextmanager
     def _record_changes(self) -> Iterator[None]:
-        self._before = _record_attributes(self.phase.parts.bare)
+        self._before = _record_attributes(self._holders())
         yield
-        now = _record_attributes(self.phase.parts.bare)
+        now = _record_attributes(self._holders())
         self._changed = [
             place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
         ]
@@ -86,29 +86,35 @@ class AttributeCheck(Hook):
         parts, changed = self.phase.parts, self._changed
         used = self._find_used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
-        states = sorted({(str(module), str(key)) for places in parts.world.gather(used) for module, key in places})
+        states = sorted(
+            {
+                ("task" if module is None else module, key)
+                for places in parts.world.gather(used)
+                for module, key in places
+            }
+        )
         if states:
             names = [f"{module}.{key}" if module else key for module, key in states]
-            key = states[0][1]
+            holder, key = states[0]
+            owner = "self.model" if holder == "task" else "self"
             raise TaskFault(
-                f"{what} changes attributes of modules that later passes use and that no checkpoint contains:"
-                f" {abbreviate(names)}",
+                f"{what} changes attributes that later passes use and that no checkpoint contains: {abbreviate(names)}",
                 where=str(parts.source),
-                fix=f'register each as a buffer: self.register_buffer("{key}", torch.zeros(...)) in __init__, and'
-                f" change it in place, as self.{key}.copy_(new)",
+                fix=f'register each as a buffer: {owner}.register_buffer("{key}", torch.zeros(...)) in __init__, and'
+                f" change it in place, as {owner}.{key}.copy_(new)",
             )
 
     def _find_used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
         """Return the changed attributes on which the loss of a batch depends."""
         if not batch.counts or not changed:
             return []
-        parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
-        now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}
+        parts, holders = self.phase.parts, self._holders()
+        now = {place: holders[place[0]].get(place[1], _ABSENT) for place in changed}
         before = {place: self._before[place].copied if place in self._before else _ABSENT for place in changed}
         current = {place: _copy(value) for place, value in now.items()}
 
         def loss(values: Mapping[Place, Any]) -> float:
-            _set_attributes(modules, {place: _copy(value) for place, value in values.items()})
+            _set_attributes(holders, {place: _copy(value) for place, value in values.items()})
             with repeatable_pass(parts, batch.samples, seed=0), parts.precision.forward():
                 total, *_ = work.task_loss(parts.model, copy_batch(batch.batch))
             return float(total)
@@ -127,15 +133,20 @@ class AttributeCheck(Hook):
                     alone = [place for place in tried if differs({**current, place: before[place]})]
                     return alone or changed
             finally:
-                _set_attributes(modules, now)
+                _set_attributes(holders, now)
         return []
 
+    def _holders(self) -> dict[str | None, dict[str, Any]]:
+        """Return the attributes of each module by name, and those of the task as None."""
+        modules = {name: vars(module) for name, module in self.phase.parts.bare.named_modules()}
+        return {**modules, None: vars(self.phase.parts.task)}
 
-def _record_attributes(model: nn.Module) -> dict[Place, _Value]:
+
+def _record_attributes(holders: Mapping[str | None, Mapping[str, Any]]) -> dict[Place, _Value]:
     return {
         (name, key): _Value(value, _copy(value), _version(value))
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
+        for name, attributes in holders.items()
+        for key, value in attributes.items()
         if key not in _MODULE_ATTRIBUTES and isinstance(value, _CHECKED_TYPES)
     }
 
@@ -171,12 +182,12 @@ def _copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, _CHECKED_TYPES) else value
 
 
-def _set_attributes(modules: Mapping[str, nn.Module], values: Mapping[Place, Any]) -> None:
+def _set_attributes(holders: Mapping[str | None, dict[str, Any]], values: Mapping[Place, Any]) -> None:
     for (name, key), value in values.items():
         if value is _ABSENT:
-            vars(modules[name]).pop(key, None)
+            holders[name].pop(key, None)
         else:
-            vars(modules[name])[key] = value
+            holders[name][key] = value
 
 
 _ABSENT = object()
