@@ -95,6 +95,40 @@ def test_an_attribute_that_no_later_pass_uses_is_ignored(
     assert result.code == 0, result.err
 
 
+def test_a_buffer_that_grows_stops_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """Its checkpoints could not be loaded, because a new model has another shape."""
+    built = TASK.replace("        BODY", "        self.bank = torch.cat([self.bank, self.bank])").replace(
+        "        super().__init__()\n",
+        "        super().__init__()\n        self.register_buffer('bank', torch.zeros(1))\n",
+    )
+    result = trained("None", "", server, tmp_path, task=built)
+    assert result.code == 70, result
+    assert 'self.register_buffer("bank"' in result.err
+
+
+STATES = {
+    "a sparse buffer": ("self.register_buffer('odd', torch.eye(3).to_sparse())", 70),
+    "a complex128 buffer": ("self.register_buffer('odd', torch.zeros(3, dtype=torch.complex128))", 70),
+    "a sparse buffer, not saved": (
+        "self.register_buffer('odd', torch.eye(3).to_sparse(), persistent=False)", 0,
+    ),
+    "a float8 buffer": ("self.register_buffer('odd', torch.ones(3).to(torch.float8_e4m3fn))", 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize(("made", "code"), STATES.values(), ids=STATES)
+def test_state_that_a_checkpoint_cannot_store_is_refused_before_training(
+    made: str, code: int, server: ForkServer, tmp_path: Path
+) -> None:
+    built = TASK.replace("        super().__init__()\n", f"        super().__init__()\n        {made}\n")
+    result = trained("None", "", server, tmp_path, task=built)
+    assert result.code == code, result
+    assert ("1.odd" in result.err) == bool(code)
+    assert "please report" not in result.err
+    assert ("update=1 " in result.out) == (not code)
+
+
 ADDED = {
     "saved, on two ranks": (True, "0", "parallelism=ddp parallelism.world_size=2"),
     "not persistent": (False, "0", ""),

@@ -38,7 +38,7 @@ class FirstUpdate(Hook):
         super().__init__(phase)
         self._is_first = True
         self._start = 0.0
-        self._saved_buffers: frozenset[str] = frozenset()
+        self._saved_buffers: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def begin(self) -> None:
         self._saved_buffers = _list_saved_buffers(self.phase.parts.bare)
@@ -103,9 +103,9 @@ class FirstUpdate(Hook):
             self._finish_startup(step)
 
     def _refuse_added_buffers(self) -> None:
-        """Raise TaskFault, on every rank, if checkpoints would have buffers that a newly built model does not have."""
+        """Raise TaskFault, on every rank, if checkpoints would have buffers or shapes that a new model lacks."""
         parts = self.phase.parts
-        added = _list_saved_buffers(parts.bare) - self._saved_buffers
+        added = {name for name, _ in _list_saved_buffers(parts.bare) - self._saved_buffers}
         if not any(parts.world.gather(bool(added))):
             return
         # On all ranks, because hooks of state_dict may run collectives; only now, because they may be slow.
@@ -114,11 +114,11 @@ class FirstUpdate(Hook):
         if names:
             key = names[0].rpartition(".")[2]
             raise TaskFault(
-                f"the first update adds buffers to the model, so its checkpoints could not be loaded:"
-                f" {abbreviate(names)}",
+                "the first update adds buffers to the model or changes their shape, so its checkpoints could not be"
+                f" loaded: {abbreviate(names)}",
                 where=str(parts.source),
-                fix=f'register each in __init__: self.register_buffer("{key}", torch.zeros(...)); or with'
-                " persistent=False",
+                fix=f'register each in __init__ with its final shape: self.register_buffer("{key}", torch.zeros(...));'
+                " or with persistent=False",
             )
 
     def _warn_missing_gradients(self) -> None:
@@ -155,6 +155,7 @@ class FirstUpdate(Hook):
             phase.hook(Checkpointing).prepare()
 
 
-def _list_saved_buffers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that checkpoints contain, unless a hook of state_dict leaves them out."""
-    return frozenset(ref.name for ref in list_buffers(model) if ref.is_saved and ref.tensor is not None)
+def _list_saved_buffers(model: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of the buffers that checkpoints contain, unless a hook of state_dict leaves them out."""
+    buffers = [(ref.name, ref.tensor) for ref in list_buffers(model) if ref.is_saved]
+    return frozenset((name, tuple(tensor.shape)) for name, tensor in buffers if tensor is not None)

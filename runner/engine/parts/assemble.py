@@ -32,6 +32,7 @@ from runner.distributed.parallel import Parallel
 from runner.distributed.reducer import CustomSum
 from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
+from runner.durable.safetensors_writer import unsupported_reason
 from runner.engine.contract.chosen_option import make_chosen, own_function
 from runner.engine.contract.contract_checks import validate_modules
 from runner.engine.contract.task_loading import build_task, task_errors
@@ -175,6 +176,13 @@ def _check_state(model: nn.Module, source: Path) -> None:
                 f"the model's state contains {name}, a {type(value).__name__}: a checkpoint can store tensors only",
                 where=str(source),
                 fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
+            )
+        reason = unsupported_reason(value)
+        if reason:
+            raise TaskFault(
+                f"the model's state contains {name}, which a checkpoint cannot store: {reason}",
+                where=str(source),
+                fix="compute it in __init__ and register it with persistent=False, or store dense real tensors",
             )
     uninitialized = [name for name, weight in model.named_parameters() if isinstance(weight, UninitializedParameter)]
     if uninitialized:

@@ -50,8 +50,9 @@ def is_finite(value: Any) -> bool:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the local shard
         if tensor.is_floating_point() or tensor.is_complex():
             # A sum needs one pass at memory speed. The exact check needs ten, and is used only if the sum overflows.
-            total = tensor.detach().sum()
-            results.append(bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all()))
+            values = tensor.detach()
+            values = values.float() if values.element_size() == 1 else values  # torch adds no float8
+            results.append(bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()))
         return tensor
 
     map_tensors(check, _unpack(value))
