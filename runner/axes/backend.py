@@ -1,4 +1,9 @@
-"""Set torch's global backend flags during a run: kernel search, determinism, threads."""
+"""Set torch's global backend flags during a run: kernel search, determinism, threads.
+
+Keys of several options:
+
+threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,12 @@ from runner.base.values import Threads
 
 
 def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Use torch's defaults: no kernel search, nondeterministic kernels allowed.
-
-    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
-    """
+    """Use torch's defaults: no kernel search, nondeterministic kernels allowed."""
     return _set_flags(num_local_ranks, threads)
 
 
 def auto(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Use `fast` with a GPU and a model with convolutions whose shapes repeat, else `default`; the plan chooses.
-
-    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
-    """
+    """Use `fast` with a GPU and a model with convolutions whose shapes repeat, else `default`; the plan chooses."""
     return default(num_local_ranks, threads=threads)
 
 
@@ -33,7 +32,6 @@ def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -
 
     Worthwhile if shapes repeat; every new shape costs a search. Results may differ between runs in the last bits.
 
-    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     Source: torch.backends.cudnn.benchmark.
     """
     return _set_flags(num_local_ranks, threads, benchmark=True)
