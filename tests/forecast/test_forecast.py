@@ -22,7 +22,7 @@ from runner.base.order import Order
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.engine.parts.assemble import assemble
-from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.parts.phase_kinds import LossPhase
 from runner.engine.update.loop import Position, train_updates
 from runner.forecast.demand import predict_needs
 from runner.forecast.fake_mode import NotTraceable
@@ -485,7 +485,7 @@ def most_of_rank(plan, world) -> int:
             if not weight.is_meta:
                 count.add(weight.to_local() if isinstance(weight, DTensor) else weight)
         with count:
-            work = GradientPhase(replace(phase, updates=2, epochs=None), parts, order, Position(phase.name))
+            work = LossPhase(replace(phase, updates=2, epochs=None), parts, order, Position(phase.name))
             handed = batches()
             for update in (1, 2):
                 next(train_updates(work.training, handed, update))

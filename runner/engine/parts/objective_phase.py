@@ -21,19 +21,18 @@ from runner.engine.parts.assemble import Parts
 from runner.engine.parts.phase_kinds import (
     BeforeStep,
     GradientPhase,
+    LossPhase,
     PhaseKind,
     StatisticsPhase,
     Tensors,
-    count_updates,
     no_hooks,
-    weight_per_item,
 )
 from runner.engine.update.gradients import GradientSource
 from runner.engine.update.loop import Position, Training
 from runner.engine.update.objectives import ObjectivePosition, Objectives, parse_objectives
 from runner.engine.update.oom_retry import RetryPolicy
 from runner.plan.run_plan import PhasePlan
-from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from runner.tensors.optimizer_state import export_state, import_state
 
 
 class ObjectivesPhase(GradientPhase):
@@ -49,26 +48,25 @@ class ObjectivesPhase(GradientPhase):
         *,
         before_step: BeforeStep = no_hooks,
     ) -> None:
-        self.parts, self.position, self.before_step = parts, position, before_step
-        self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         specs = parse_objectives(parts.task, phase)
-        self.is_additive = parts.task.loss_is_additive
-        self.task_losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
-        self.task_loss = self.task_losses[specs[0].name]
         parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
-        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
-        self.trained = {name: weight for weights in parameters.values() for name, weight in weights.items()}
-        self.prefixes = [prefix for spec in specs for prefix in spec.trains]
-        self._train_only(self.trained)
-        parts.parallel.begin(list(self.owned.values()))
+        super().__init__(
+            phase,
+            parts,
+            order,
+            position,
+            retry_policy,
+            before_step=before_step,
+            task_losses={spec.name: bind_objective(parts.task, spec.name) for spec in specs},
+            trained={name: weight for weights in parameters.values() for name, weight in weights.items()},
+            prefixes=[prefix for spec in specs for prefix in spec.trains],
+        )
         parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
-        records_attention = parts.plan.choices["compile"].name == "off"
-        self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         trainings = []
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(
-                self.task_losses[spec.name], parts.source, records_attention=records_attention, objective=spec.name
+                self.task_losses[spec.name], parts.source, records_attention=self.records_attention, objective=spec.name
             )
             training = self._make_training(
                 spec, loss, parameters[spec.name],
@@ -81,8 +79,7 @@ class ObjectivesPhase(GradientPhase):
         self.objectives = Objectives(position, parts.model, parts.parallel, trainings)
 
     @property
-    def training(self) -> Training:  # type: ignore[override]
-        """The current objective, for error reports."""
+    def training(self) -> Training:
         return self.objectives.current_training
 
     @property
@@ -137,10 +134,6 @@ class ObjectivesPhase(GradientPhase):
             )
         return lines
 
-    def state_bytes(self) -> tuple[int, int]:
-        optimizers = self.objectives.optimizers
-        return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
-
 
 def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
     """Return the loss of an objective as a function of model and batch."""
@@ -166,7 +159,7 @@ def make_phase_kind(
     has_objectives = bool(parse_objectives(parts.task, phase))
     if phase.name not in parts.task.losses:
         check_loss_signature(parts.task, parts.source, has_objectives=has_objectives)
-    kind = ObjectivesPhase if has_objectives else GradientPhase
+    kind = ObjectivesPhase if has_objectives else LossPhase
     return kind(phase, parts, order, position, retry_policy, before_step=before_step)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -111,13 +111,18 @@ class PhaseKind:
 
 
 class GradientPhase(PhaseKind):
-    """Training: a loss, an optimizer over the parameters of the phase, and a schedule.
+    """Training with gradients: what phases with one loss and with several objectives share.
 
     task_losses  the losses of an update by name: one without a name, or those of the objectives
+    task_loss    the first of them, or the only one
+    loss         the same with its checks, as the loop calls it; `embed` of a coupled loss
+    trained      the parameters of the phase, on any rank
+    prefixes     what selects them, None for all
+    is_additive  the loss is the sum over its samples
     """
 
     coupled: CoupledSource | None = None
-    task_losses: Mapping[str, Callable[[nn.Module, Any], Any]]
+    loss: CheckedLoss
 
     def __init__(
         self,
@@ -125,38 +130,34 @@ class GradientPhase(PhaseKind):
         parts: Parts,
         order: Order,
         position: Position,
-        retry_policy: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None,
         *,
-        before_step: BeforeStep = no_hooks,
+        before_step: BeforeStep,
+        task_losses: Mapping[str, Callable[[nn.Module, Any], Any]],
+        trained: Mapping[str, nn.Parameter],
+        prefixes: Sequence[str] | None,
     ) -> None:
         self.parts, self.position, self.before_step = parts, position, before_step
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
-        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
-        records_attention = parts.plan.choices["compile"].name == "off"
-        self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
-        self.task_losses = {"": loss}
-        self.loss = CheckedLoss(loss, parts.source, records_attention=records_attention)
-        checked_loss = self.loss
-        gradients = GradientSource()
+        self.task_losses, self.task_loss = task_losses, next(iter(task_losses.values()))
         self.is_additive = parts.task.loss_is_additive
-        if is_coupled(parts.task, phase.name):
-            self.is_additive = False
-            self.loss = CheckedLoss(
-                parts.task.embed, parts.source, records_attention=records_attention, check=validate_embedding
-            )
-            seed = parts.plan.settings.seed
-            gradients = self.coupled = CoupledSource(
-                self.loss, parts.task.couple, parts.source, seed, lambda: position.update
-            )
-        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
-        self.trained = _select_parameters(parts.bare, phase)
-        self.prefixes = phase.trains
-        self._train_only(self.trained)
-        parts.parallel.begin(list(self.owned.values()))
+        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
+        self.records_attention = parts.plan.choices["compile"].name == "off"
         self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
-        self.training = self._make_training(
-            phase, checked_loss, self.owned, position, parts.precision, total=self.total, gradients=gradients
-        )
+        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained, self.prefixes = trained, prefixes
+        self._train_only(trained)
+        parts.parallel.begin(list(self.owned.values()))
+
+    @property
+    def training(self) -> Training:
+        """The training of the loss, or of the current objective."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> UpdateInputs:
+        """The inputs of the training loop."""
+        raise NotImplementedError
 
     def _make_training(
         self,
@@ -212,11 +213,6 @@ class GradientPhase(PhaseKind):
         ]
 
     @property
-    def inputs(self) -> UpdateInputs:
-        """The inputs of the training loop."""
-        return self.training
-
-    @property
     def location(self) -> str:
         method = self.coupled.couple if self.coupled else self.task_loss
         return locate_definition(method, self.parts.source)
@@ -227,11 +223,6 @@ class GradientPhase(PhaseKind):
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         return train_updates(self.inputs, batches, self.total)
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        schedule = self.training.schedule
-        if schedule.metric in metrics:
-            schedule.observe(metrics[schedule.metric], self.position.update)
 
     def close(self) -> Mapping[str, float]:
         """Raise NumericError if every update was skipped."""
@@ -244,29 +235,6 @@ class GradientPhase(PhaseKind):
             )
         return {}
 
-    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        tensors, numbers = export_state(self.training.optimizer)
-        gathered = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
-        numbers["numbers"] = {
-            name: value
-            for rank_numbers in gathered
-            for name, value in rank_numbers.items()
-            if not self.trained.keys().isdisjoint(module_prefixes([name]))
-        }
-        optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
-        return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
-
-    def load(self, start: LoadedCheckpoint) -> None:
-        not_owned = {name for name in self.trained if name not in self.owned}
-
-        def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in saved.items() if not_owned.isdisjoint(module_prefixes([key]))}
-
-        saved = start.state["optimizer"]
-        saved = {**saved, "numbers": select_owned(saved["numbers"])}
-        import_state(self.training.optimizer, select_owned(start.stored("optimizer")), saved)
-        self.training.schedule.load(start.state["schedule"])
-
     def release(self) -> None:
         for optimizer in self.inputs.optimizers:
             optimizer.state.clear()
@@ -275,17 +243,6 @@ class GradientPhase(PhaseKind):
         for name, weight in self.parts.bare.named_parameters():
             weight.requires_grad_(self._required_grad.get(name, weight.requires_grad))
             weight.grad = None
-
-    def start_lines(self) -> list[str]:
-        if self.prefixes is None:
-            return []
-        sizes = [
-            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
-            for prefix in self.prefixes
-        ]
-        count = sum(weight.numel() for weight in self.trained.values())
-        total = sum(weight.numel() for weight in self.parts.bare.parameters())
-        return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
 
     def first_gradients(self) -> dict[str, bool]:
         self._remove_grad_hooks()
@@ -314,7 +271,95 @@ class GradientPhase(PhaseKind):
             self._grad_hooks.pop().remove()
 
     def state_bytes(self) -> tuple[int, int]:
-        return expected_state_bytes(self.training.optimizer), state_bytes(self.training.optimizer)
+        optimizers = self.inputs.optimizers
+        return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
+
+
+class LossPhase(GradientPhase):
+    """Training of one loss, with one optimizer and one schedule."""
+
+    def __init__(
+        self,
+        phase: PhasePlan,
+        parts: Parts,
+        order: Order,
+        position: Position,
+        retry_policy: RetryPolicy | None = None,
+        *,
+        before_step: BeforeStep = no_hooks,
+    ) -> None:
+        super().__init__(
+            phase,
+            parts,
+            order,
+            position,
+            retry_policy,
+            before_step=before_step,
+            task_losses={"": parts.task.losses.get(phase.name, parts.task.loss)},
+            trained=_select_parameters(parts.bare, phase),
+            prefixes=phase.trains,
+        )
+        checked = self.loss = CheckedLoss(self.task_loss, parts.source, records_attention=self.records_attention)
+        gradients = GradientSource()
+        if is_coupled(parts.task, phase.name):
+            self.is_additive = False
+            self.loss = CheckedLoss(
+                parts.task.embed, parts.source, records_attention=self.records_attention, check=validate_embedding
+            )
+            seed = parts.plan.settings.seed
+            gradients = self.coupled = CoupledSource(
+                self.loss, parts.task.couple, parts.source, seed, lambda: position.update
+            )
+        self._training = self._make_training(
+            phase, checked, self.owned, position, parts.precision, total=self.total, gradients=gradients
+        )
+
+    @property
+    def training(self) -> Training:
+        return self._training
+
+    @property
+    def inputs(self) -> UpdateInputs:
+        return self._training
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        schedule = self.training.schedule
+        if schedule.metric in metrics:
+            schedule.observe(metrics[schedule.metric], self.position.update)
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        tensors, numbers = export_state(self.training.optimizer)
+        gathered = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        numbers["numbers"] = {
+            name: value
+            for rank_numbers in gathered
+            for name, value in rank_numbers.items()
+            if not self.trained.keys().isdisjoint(module_prefixes([name]))
+        }
+        optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
+        return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+
+    def load(self, start: LoadedCheckpoint) -> None:
+        not_owned = {name for name in self.trained if name not in self.owned}
+
+        def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in saved.items() if not_owned.isdisjoint(module_prefixes([key]))}
+
+        saved = start.state["optimizer"]
+        saved = {**saved, "numbers": select_owned(saved["numbers"])}
+        import_state(self.training.optimizer, select_owned(start.stored("optimizer")), saved)
+        self.training.schedule.load(start.state["schedule"])
+
+    def start_lines(self) -> list[str]:
+        if self.prefixes is None:
+            return []
+        sizes = [
+            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
+            for prefix in self.prefixes
+        ]
+        count = sum(weight.numel() for weight in self.trained.values())
+        total = sum(weight.numel() for weight in self.parts.bare.parameters())
+        return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
 
 
 class StatisticsPhase(PhaseKind):

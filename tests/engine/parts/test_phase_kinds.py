@@ -24,6 +24,7 @@ from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.engine.parts.phase_kinds import (
     GradientPhase,
+    LossPhase,
     PhaseKind,
     StatisticsPhase,
     check_parameters,
@@ -77,7 +78,7 @@ def training(
     """Return a phase of training at this update, and its parts."""
     parts = parts_of(task or Points(), *settings, **others)
     phase = replace(parts.plan.phases[0], trains=trains)
-    return GradientPhase(phase, parts, order(), Position("train", update)), parts
+    return LossPhase(phase, parts, order(), Position("train", update)), parts
 
 
 def micro(batch: Any, *, last: bool = True, **others: Any) -> MicroBatch:
@@ -279,7 +280,7 @@ def test_the_strategy_is_told_which_parameters_a_phase_trains_and_when_it_ends()
 def test_a_phase_without_settings_of_its_length_is_an_epoch() -> None:
     parts = parts_of(Points())
     phase = replace(parts.plan.phases[0], updates=None, epochs=None)
-    kind = GradientPhase(phase, parts, order(3), Position("train"))
+    kind = LossPhase(phase, parts, order(3), Position("train"))
     assert kind.total == 3
     assert kind.attention == {}
     assert type(kind.training.update_wrapper) is UpdateWrapper
