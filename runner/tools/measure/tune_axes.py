@@ -33,11 +33,6 @@ class Offer:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
-def format_reason(error: AccelRunError) -> str:
-    """Format an error on one line."""
-    return " ".join(str(error).split())
-
-
 @dataclass(frozen=True)
 class TuneTarget:
     """The training run that is tuned, and the machine.

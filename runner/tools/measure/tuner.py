@@ -18,11 +18,11 @@ from runner.base.errors import AccelRunError
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure.compare import SHORT_BUDGET, CompareLimits, LogFunction
-from runner.tools.measure.comparison_result import BASELINE_NAME, NO_TIME_LEFT, TrialOutcome, Variant
+from runner.tools.measure.comparison_result import BASELINE_NAME, NO_TIME_LEFT, TrialOutcome, Variant, format_reason
 from runner.tools.measure.hardware_profile import Profile
 from runner.tools.measure.measurement_context import measure_evidence, open_context
 from runner.tools.measure.selection import Candidate, Confirmation, Measure, TriedCandidate, judge_candidate, select
-from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget, format_reason
+from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget
 
 
 @dataclass(frozen=True)
