@@ -86,6 +86,34 @@ def test_an_attribute_of_the_task_is_state_too(kept: str, body: str, server: For
     assert 'self.model.register_buffer("kept"' in result.err
 
 
+TEACHER = "nn.Linear(3, 1)"
+
+
+def test_a_moving_average_outside_of_the_model_stops_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """A mean teacher that the task keeps would start again when a run resumes."""
+    body = "[kept.data.lerp_(new.data[:1], 0.1) for kept, new in zip(self.kept.parameters(), model[0].parameters())]"
+    result = trained(TEACHER, body, server, tmp_path, task=OF_TASK)
+    assert result.code == 70, result
+    assert "task.kept.bias" in result.err
+    assert "self.model.kept" in result.err
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_parameters_outside_of_the_model_that_receive_gradients_are_named(
+    is_used: bool, server: ForkServer, tmp_path: Path
+) -> None:
+    body = "x = x * self.kept(x).mean()" if is_used else "x = x * self.kept(x).mean().detach()"
+    result = trained(
+        TEACHER,
+        body,
+        server,
+        tmp_path,
+        task=OF_TASK.replace("class Mine(Task):", "class Mine(Task):\n    loss_is_additive = False"),
+    )
+    assert result.code == 0, result
+    assert ("task.kept.weight" in result.out) == is_used
+
+
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
 def test_an_attribute_that_no_later_pass_uses_is_ignored(

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch, copy_batch
@@ -19,6 +20,7 @@ from runner.engine.checks.task_calls import repeatable_pass, without_effects
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
 from runner.engine.update.loop import StepInfo
+from runner.tensors.bitwise import is_dense
 
 Place = tuple[str | None, str]  # (module name, or None for the task; attribute name)
 
@@ -47,6 +49,7 @@ class AttributeCheck(Hook):
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
         self._changed: list[Place] = []
+        self._moved: list[str] = []  # parameters of modules outside of the model
 
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
@@ -60,6 +63,11 @@ class AttributeCheck(Hook):
     def after_update(self, step: StepInfo) -> None:
         if self._is_first and self._work is not None:
             self._check_changed(self._work, "a forward pass")
+            untrained = [name for name, weight in self._outside_parameters() if weight.grad is not None]
+            if untrained:
+                self.phase.run.observers.screen.warn(
+                    f"gradients reach parameters outside of the model, which are not trained: {abbreviate(untrained)}"
+                )
         self._is_first = False
 
     @contextmanager
@@ -75,7 +83,11 @@ class AttributeCheck(Hook):
     @contextmanager
     def _record_changes(self) -> Iterator[None]:
         self._before = _record_attributes(self._holders())
+        norms = self._outside_norms()
         yield
+        self._moved = [
+            name for name, norm in self._outside_norms().items() if repr(norms.get(name, norm)) != repr(norm)
+        ]
         now = _record_attributes(self._holders())
         self._changed = [
             place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
@@ -84,6 +96,14 @@ class AttributeCheck(Hook):
     def _check_changed(self, work: GradientPhase, what: str) -> None:
         """Raise TaskFault, on every rank, if the loss depends on a changed attribute."""
         parts, changed = self.phase.parts, self._changed
+        moved = sorted({str(name) for names in parts.world.gather(self._moved) for name in names})
+        if moved:
+            owner = moved[0].split(".")[1]
+            raise TaskFault(
+                f"{what} changes parameters outside of the model, which no checkpoint contains: {abbreviate(moved)}",
+                where=str(parts.source),
+                fix=f"make it a part of the model, in __init__: self.model.{owner} = {owner}.requires_grad_(False)",
+            )
         used = self._find_used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
         states = sorted(
@@ -135,6 +155,26 @@ class AttributeCheck(Hook):
             finally:
                 _set_attributes(holders, now)
         return []
+
+    def _outside_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of modules that the task keeps outside of the model."""
+        task = self.phase.parts.task
+        inside = {*map(id, self.phase.parts.bare.parameters()), *map(id, task.model.parameters())}
+        for key, value in vars(task).items():
+            if isinstance(value, nn.Module):
+                for name, weight in value.named_parameters(f"task.{key}"):
+                    if id(weight) not in inside:
+                        yield name, weight
+
+    def _outside_norms(self) -> dict[str, float]:
+        """Return the norm of each of these parameters: writes through `.data` do not change its version."""
+        weights = {
+            name: weight.detach()
+            for name, weight in self._outside_parameters()
+            if weight.is_floating_point() and weight.element_size() > 1 and is_dense(weight)
+        }
+        norms = torch._foreach_norm([*weights.values()]) if weights else ()
+        return {name: norm.item() for name, norm in zip(weights, norms, strict=True)}
 
     def _holders(self) -> dict[str | None, dict[str, Any]]:
         """Return the attributes of each module by name, and those of the task as None."""
