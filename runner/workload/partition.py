@@ -6,6 +6,7 @@ Pure arithmetic without torch, so that it also works for machines that are not p
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,7 +16,6 @@ from runner.base.text import format_table
 
 Balance = Literal["memory", "time"]
 Schedule = Literal["1f1b", "gpipe"]
-Work = tuple[str, int, int, float, float]  # "F" or "B", stage, micro-batch, start and end in seconds
 
 
 @dataclass(frozen=True)
@@ -193,39 +193,26 @@ def orders(schedule: Schedule, num_stages: int, num_microbatches: int) -> list[l
     return rows
 
 
-def timeline(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
-) -> list[list[Work]]:
-    """Return the schedule of each stage.
-
-    The stages take `forward` and `backward` seconds per micro-batch; communication takes no time.
-    """
-    num_stages = len(forward)
-    queues = orders(schedule, num_stages, num_microbatches)
-    ends: dict[tuple[str, int, int], float] = {}
-    rows: list[list[Work]] = [[] for _ in queues]
-    while any(len(row) < len(queue) for row, queue in zip(rows, queues, strict=True)):
-        progressed = False
-        for row, queue in zip(rows, queues, strict=True):
-            while len(row) < len(queue):
-                kind, stage, number = work = queue[len(row)]
-                dependency = _dependency(kind, stage, number, num_stages)
-                if dependency is not None and dependency not in ends:
-                    break
-                start = max(row[-1][-1] if row else 0.0, ends[dependency] if dependency is not None else 0.0)
-                ends[work] = start + (forward if kind == "F" else backward)[stage]
-                row.append((*work, start, ends[work]))
-                progressed = True
-        assert progressed, "the schedules of the stages are in a deadlock"
-    return rows
-
-
 def simulated_seconds(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> float:
-    """Return the seconds of an update according to `timeline`."""
-    rows = timeline(schedule, forward, backward, num_microbatches)
-    return max((row[-1][-1] for row in rows if row), default=0.0)
+    """Return the seconds of an update whose stages take `forward` and `backward` seconds per micro-batch.
+
+    Communication takes no time.
+    """
+    num_stages = len(forward)
+    queues = [deque(row) for row in orders(schedule, num_stages, num_microbatches)]
+    ends: dict[tuple[str, int, int] | None, float] = {None: 0.0}  # of the operations; None: nothing to wait for
+    free = [0.0] * num_stages  # when each stage has completed its operations so far
+    while any(queues):
+        num_done = len(ends)
+        for stage, queue in enumerate(queues):
+            while queue and (dependency := _dependency(*queue[0], num_stages)) in ends:
+                work = queue.popleft()
+                free[stage] = max(free[stage], ends[dependency]) + (forward if work[0] == "F" else backward)[stage]
+                ends[work] = free[stage]
+        assert len(ends) > num_done, "the schedules of the stages are in a deadlock"
+    return max(free, default=0.0)
 
 
 def _dependency(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
