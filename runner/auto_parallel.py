@@ -6,7 +6,7 @@ Both run in one process. `accel-run train parallelism=...` uses one process per 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -331,13 +331,8 @@ def _costs(
 ) -> list[LayerCost]:
     if example is None:
         return estimate_costs(model, layers)
-    place = next(_parameters_or_empty(model)).device
+    place = next(model.parameters(), torch.empty(0)).device
     return measure_costs(model, layers, map_tensors(lambda tensor: tensor.to(place), tuple(example)), scale=scale)
-
-
-def _parameters_or_empty(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield torch.empty(0)
 
 
 def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_parameter: float) -> int:

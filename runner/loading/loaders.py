@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -108,7 +108,7 @@ class WorkerLoader(Loader):
                 WorkerFetcher(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=identity,  # torch's default would convert tuples to lists
-                sampler=_Keys(chain(first, keys)),
+                sampler=chain(first, keys),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
@@ -252,22 +252,6 @@ class WorkerFetcher:
 
 def _unpickle(content: bytes) -> WorkerFetcher:
     return WorkerFetcher(ForkingPickler.loads(content))
-
-
-class _Keys(Sequence[MicroBatchKey]):
-    """The keys as an endless sampler, which DataLoader requires."""
-
-    def __init__(self, keys: Keys) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[MicroBatchKey]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        raise TypeError("the keys have no end")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError("the keys are read in order")
 
 
 def _share(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ times take the same decision without communication.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import median
@@ -340,21 +340,17 @@ def fit_line(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
 
 def median_timings(block: Sequence[UpdateTimes], rank: int) -> list[CountTiming]:
     """Return the median and the spread of the rank's seconds for each number of samples."""
-    points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
-    middle = {count: median(times) for count, times in points.items() if count > 0}
+    times_by_count: dict[int, list[float]] = {}
+    for seen in block:
+        times_by_count.setdefault(seen.samples[rank], []).append(seen.seconds[rank])
     timings = []
-    for count, center in middle.items():
-        times = points[count]
+    for count, times in times_by_count.items():
+        if not count:
+            continue
+        center = median(times)
         off = median(abs(time - center) for time in times) / center if center > 0 else 0.0
         timings.append(CountTiming(count, center, len(times), MAD_TO_SIGMA * off))
     return timings
-
-
-def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
-    counts: dict[int, list[float]] = {}
-    for samples, seconds in points:
-        counts.setdefault(samples, []).append(seconds)
-    return counts
 
 
 def _merge(timings: Sequence[CountTiming]) -> CountTiming:
