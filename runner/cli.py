@@ -6,7 +6,6 @@ Imports only what the command needs; `--help` imports nothing.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import sys
@@ -31,6 +30,7 @@ from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
 from runner.commands import COMMANDS, TRAINING
 from runner.host.address_space import prepare_for_limit
+from runner.host.gc_pause import paused_collection
 from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
 from runner.host.thread_start import limit_thread_starts
 from runner.version import __version__
@@ -44,15 +44,16 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     report = report or print_problems
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
-        # Long-running code enables it again (engine/hooks/first_update.py, trained/infer.py).
-        gc.disable()
         open_closed_streams()
         limit_thread_starts()
         prepare_for_limit()
     is_training = bool(arguments) and arguments[0] in TRAINING
     final_code: list[int] = []
-    with _exit_on_signals(final_code, for_good=argv is None), nonblocking_streams() if is_training else nullcontext():
+    with (
+        paused_collection() if argv is None else nullcontext(),  # long-running code ends the pause
+        _exit_on_signals(final_code, for_good=argv is None),
+        nonblocking_streams() if is_training else nullcontext(),
+    ):
         try:
             code = _dispatch(arguments)
         except RepeatedConfigError as error:

@@ -204,6 +204,7 @@ class TrainingRun:
     progress_mark  read by the watchdog
     forward_state  names of the state that forward passes change
     mirror         copies checkpoints to object storage
+    has_started    an update of this process is complete
     """
 
     plan: Plan
@@ -219,6 +220,7 @@ class TrainingRun:
     progress_mark: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
     mirror: NoMirror = field(default_factory=NoMirror)
+    has_started: bool = False
 
     @property
     def num_updates(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from runner.engine.hooks import HOOKS
 from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.weights import load_initial_weights
+from runner.host.gc_pause import end_pause
 from runner.plan.planner import plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
@@ -96,7 +96,7 @@ def open_source(
     """
     checkpoint = check_state(load(source.checkpoint)) if source.run and source.checkpoint else None
     parts = assemble(plan, stack, world, loaded=checkpoint.names("model") if checkpoint else frozenset())
-    gc.enable()  # disabled during imports and construction, see cli.py
+    end_pause()
     if source.run is None or source.checkpoint is None or checkpoint is None:
         return _open_weights(source, plan, parts, console, stack)
     load_weights(parts, checkpoint)
@@ -131,8 +131,6 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        if not gc.isenabled():
-            stack.callback(gc.disable)
         trained = open_trained(replace(request, overrides=overrides), Console(level="warning"), stack, checkpoint)
     return trained.parts.bare.eval()
 

@@ -17,6 +17,7 @@ from runner.base.task import Progress
 from runner.config.request import Request
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
+from runner.host.gc_pause import paused_collection
 from runner.records.events import Console
 from runner.trained.trained_run import load_trained_model, open_trained
 from tests.forkserver import ForkServer
@@ -96,12 +97,10 @@ def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
 
 
 def test_opening_a_run_enables_garbage_collection(folder: Path) -> None:
-    gc.disable()  # as the command line does while it imports
-    try:
+    with paused_collection():  # as the command line does while it imports
+        assert not gc.isenabled()
         calls_of(request_of(folder, "run=mine"))
         assert gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder: Path, server: ForkServer) -> None:

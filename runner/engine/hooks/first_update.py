@@ -26,6 +26,7 @@ from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.parts.frozen_base import select_saved_state
 from runner.engine.parts.phase_kinds import GradientPhase
 from runner.engine.update.loop import StepInfo
+from runner.host.gc_pause import end_pause
 from runner.tensors.module_buffers import list_buffers
 
 MAX_METRIC_SAMPLES = 32  # an evaluation may be slow
@@ -99,7 +100,8 @@ class FirstUpdate(Hook):
             self._is_first = False
             self._refuse_added_buffers()
             self._warn_missing_gradients()
-        if self.phase.run.observers.screen.first_update_is_due:
+        if not self.phase.run.has_started:
+            self.phase.run.has_started = True
             self._finish_startup(step)
 
     def _refuse_added_buffers(self) -> None:
@@ -147,8 +149,8 @@ class FirstUpdate(Hook):
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()
         with phase.stopwatch.during("starting"):
-            gc.enable()  # disabled during imports and construction, see cli.py
             gc.freeze()  # existing objects live as long as the run
+            end_pause()
             run.observers.tracker.start()
             if run.provenance.tracker_id is not None:
                 run.observers.tracker.replay(run.directory.metrics)

@@ -26,7 +26,7 @@ class Metrics(Hook):
             write=self.write,
             readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
             stopwatch=phase.stopwatch,
-            is_starting=run.observers.screen.first_update_is_due,
+            is_starting=not run.has_started,
             locate=lambda: phase.work.location,
         )
 

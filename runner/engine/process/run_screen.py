@@ -37,7 +37,6 @@ class Screen:
         self.events = Events(directory.events if speaks else machine_events)
         self._alert_console = Console(level="warning") if machine and not speaks else self.console
         self.progress = ProgressDisplay()
-        self.first_update_is_due = True
         self.has_several_phases = False  # then the progress display shows the name of the phase
         self._is_due = self.progress.due
 
@@ -97,7 +96,6 @@ class Screen:
         self, update: int, seconds: float, attention: Attention, calls: Mapping[tuple[str, str], int]
     ) -> None:
         """Report the duration of the first update of this process and the attention kernels it used."""
-        self.first_update_is_due = False
         self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
         if calls:
             ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
