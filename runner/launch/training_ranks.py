@@ -21,9 +21,11 @@ from runner.base.rank_env import RankInfo, launcher_id
 from runner.config.configuration import Configuration
 from runner.config.request import Request
 from runner.durable.checkpoint import newest_name, newest_valid
+from runner.durable.directory import RunDirectory
 from runner.durable.record_files import read_record
 from runner.durable.weight_source import find_weights
 from runner.engine.checkpoints.oom_history import num_restarts
+from runner.engine.checkpoints.resumption import find_finished
 from runner.engine.parts.weights import check_names
 from runner.engine.process.attempt import record_failure
 from runner.engine.process.job import Job, SessionEnd
@@ -33,7 +35,7 @@ from runner.host.scratch import private_folder
 from runner.launch.local import Failure, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank
 from runner.plan.planner import make_plan, should_trace_memory
-from runner.records.events import Console
+from runner.records.events import Console, terminal_log_level
 
 # ---------------------------------------------------------------- ranks that are started here
 
@@ -50,6 +52,8 @@ def train_here(
     job = Job(
         request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, runs_inference
     )
+    if _is_finished(job):
+        return SessionEnd(Exit.DONE), job
     if job.plan.world_size > 1:
         return _train_on_ranks(job)
     if not faulthandler.is_enabled():
@@ -72,6 +76,19 @@ def train_here(
         if cuda_is_initialized():
             get_accelerator(torch.device("cuda")).empty_cache()
         job = _resume_with_smaller_micro_batches(job, start_time)
+
+
+def _is_finished(job: Job) -> bool:
+    """Return whether the run has no work left, and print how to train longer."""
+    directory = RunDirectory.join(job.folder)
+    finished = find_finished(job.plan, directory)
+    if finished is not None:
+        run = directory.argument(job.plan.settings.output_root)
+        Console(level=terminal_log_level()).info(
+            f"{job.name} is finished: {finished.state['phase_update']} updates of {finished.state['phase']} are done;"
+            f" to train longer: accel-run resume {run} updates=N resume_allow=[updates]"
+        )
+    return finished is not None
 
 
 def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
@@ -185,6 +202,8 @@ def train_as_member(
         if world.broadcast(member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
         job = Job(request, configuration, plan, inventory, world.broadcast(name), runs_inference=runs_inference)
+        if world.broadcast(world.is_first and _is_finished(job)):
+            return SessionEnd(Exit.DONE), job
         return run_rank(job, world), job
 
 

@@ -116,17 +116,43 @@ def test_a_damaged_checkpoint_is_skipped(server: ForkServer, straight: Straight,
     assert_equal_runs(straight(), damaged, 100)
 
 
+def folder_state(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Return path -> modification time and content of everything in a folder."""
+    paths = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+
+
 def test_a_finished_run_is_not_changed(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     shutil.copytree(straight(), tmp_path, dirs_exist_ok=True)
-    checkpoints = tmp_path / "outputs" / "mine" / "checkpoints"
+    run = tmp_path / "outputs" / "mine"
+    before = folder_state(run)
+    for args in (BASE, ["resume", "mine"], ["resume", "mine", "dataloader.num_workers=1"]):
+        again = server.run(args, tmp_path)
+        assert again.code == 0, again.err
+        assert "resume_allow=[updates]" in again.out
+        assert folder_state(run) == before  # the same files with the same content, no others
+    assert server.run([*BASE, "seed=1"], tmp_path).code == 88
 
-    def content() -> dict[Path, bytes]:
-        return {path: path.read_bytes() if path.is_file() else b"" for path in checkpoints.rglob("*")}
 
-    before = content()
-    again = server.run(BASE, tmp_path)
+def test_a_finished_run_of_two_ranks_is_not_changed(server: ForkServer, tmp_path: Path) -> None:
+    args = [*BASE, "updates=4", "parallelism=ddp", "parallelism.world_size=2"]
+    assert server.run(args, tmp_path).code == 0
+    before = folder_state(tmp_path / "outputs" / "mine")
+    again = server.run(args, tmp_path)
     assert again.code == 0, again.err
-    assert content() == before  # the same files, no others
+    assert folder_state(tmp_path / "outputs" / "mine") == before
+
+
+def test_both_predicts_with_a_finished_run(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(["new", "my_task.py"], tmp_path).code == 0
+    args = ["both", "run=mine", "device=cpu", "monitor=off", "updates=2", "--task", "my_task.py"]
+    assert server.run(args, tmp_path).code == 0
+    shutil.rmtree(tmp_path / "outputs" / "mine" / "predictions")
+    before = (tmp_path / "outputs" / "mine" / "run.json").read_bytes()
+    again = server.run(args, tmp_path)
+    assert again.code == 0, again.err
+    assert (tmp_path / "outputs" / "mine" / "run.json").read_bytes() == before
+    assert list((tmp_path / "outputs" / "mine" / "predictions").iterdir())
 
 
 def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import IncompatibleResume, InputMissing, Problem
+from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, Problem
 from runner.base.paths import PACKAGE, shipped_path
 from runner.config.schema import read_functions
 from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, recover, set_aside
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog, read_rows
+from runner.durable.record_files import read_record
 from runner.durable.rewind import copy_metrics
 from runner.durable.run_identity import manifest_uid
 from runner.durable.weight_source import find_start
@@ -193,8 +194,37 @@ def is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirector
     return bool(start.state["phase"] == first.name) and not (is_finished and _is_rerun(plan, start, directory))
 
 
+def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | None:
+    """Return the last checkpoint of a finished run if the plan has no work left for it; None if it may have some.
+
+    Nothing is written, so that the run keeps the record of the process that finished it. Errors are left to the start
+    of the run, and a mirror may hold newer checkpoints than the run.
+    """
+    is_new_work = plan.settings.resume == "fresh" or plan.choices["profiler"].options.get("only")
+    if is_new_work or plan.choices["checkpoint"].options.get("mirror") is not None:
+        return None
+    try:
+        if read_record(directory.path).process.state != "done":
+            return None
+        start = load_newest(directory.checkpoints, directory.owner)
+        if start is None or any(_classify(found.key) != "mechanics" for found in _differences(plan, check_state(start))):
+            return None
+    except AccelRunError:
+        return None
+    records, selected = start.state["records"], [phase.name for phase in plan.selected]
+    is_finished = all(name in records and records[name]["finished"] for name in selected)
+    return start if is_finished and start.state["phase"] in selected else None
+
+
 def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
-    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
+    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ."""
+    for difference in _differences(plan, start):
+        if difference.key not in _UNREPORTED:
+            report(f"differs from the checkpoint: {difference}")
+
+
+def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
+    """Return the allowed differences from the checkpoint. Raises IncompatibleResume for others.
 
     Of the phase settings only those of the resumed phase are compared: the others are finished or not started.
     """
@@ -204,9 +234,7 @@ def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], No
         {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
         for values in ({**ADDED_KEYS, **start.state["values"]}, json.loads(json.dumps(plan.values())))
     )
-    for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
-        if difference.key not in _UNREPORTED:
-            report(f"differs from the checkpoint: {difference}")
+    return compare(before, now, plan.settings.resume_allow, start.state["phase_update"])
 
 
 def find_resume_point(
