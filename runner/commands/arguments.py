@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from os.path import exists, expanduser
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def parse_arguments(
         flag, has_value, value = arg.partition("=")
         if flag in ("--task", "--config-dir"):
             if not has_value:
-                if not pending or "=" in pending[0] or pending[0].startswith("-"):
+                if not pending or _is_setting(pending[0], command_keys) or pending[0].startswith("-"):
                     raise ConfigError(Problem("needs a path", flag, f"use {flag} ./{_EXAMPLES[flag]}"))
                 value = pending.pop(0)
             paths[flag] = Path(value).expanduser()
@@ -69,7 +70,7 @@ def parse_arguments(
             overrides += [arg, pending.pop(0)]  # an option value in the style of other tools, not a run name
         elif (
             len(positionals) < positional
-            and "=" not in arg
+            and not _is_setting(arg, command_keys)
             and not arg.startswith(("-", "~"))
             and (not pending or pending[0] != "=")
         ):
@@ -83,6 +84,14 @@ def parse_arguments(
         is_sweep,
         tuple(positionals),
     )
+
+
+def _is_setting(arg: str, command_keys: Iterable[str]) -> bool:
+    """Return whether it has the form key=value; the name of an existing file or folder may contain `=`, too."""
+    key, has_value, _ = arg.partition("=")
+    if not has_value or not exists(expanduser(arg)):
+        return bool(has_value)
+    return key.lstrip("+") in (*GROUPS, *all_keys(), *command_keys)
 
 
 def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Request:

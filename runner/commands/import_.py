@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     """Convert the file and print a summary."""
     from runner.base.errors import ConfigError, InputMissing, Problem
 
-    arguments = parse_arguments(argv, positional=2)
+    arguments = parse_arguments(argv, positional=2, command_keys=["key"])
     refuse_unknown_options(arguments.request)
     overrides = arguments.request.overrides
     if not arguments.positional:

@@ -13,9 +13,13 @@ _PARSER = OverridesParser.create()
 
 
 def parse_override(argument: str) -> Override:
-    """Parse an override. Non-ASCII letters, as in a path, need no quotes, unlike in Hydra. Raises one of INVALID."""
+    """Parse an override. Non-ASCII letters and `=` need no quotes, unlike in Hydra: paths have them.
+
+    Raises one of INVALID, also for `key==value`.
+    """
     key, _, value = argument.partition("=")
-    if value.isascii() or set(value) & set("'\"[]{}(),$"):
+    is_plain = value.isascii() and "=" not in value
+    if is_plain or value.startswith("=") or set(value) & set("'\"[]{}(),$"):
         return _PARSER.parse_override(argument)
     override = _PARSER.parse_override(format_override(key, value))
     override.input_line = argument

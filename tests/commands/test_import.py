@@ -76,6 +76,14 @@ def test_the_printed_command_quotes_the_file(server: ForkServer, tmp_path: Path)
     assert "my model.safetensors" in explained.out
 
 
+def test_the_name_of_a_file_may_contain_equals_signs(server: ForkServer, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "epoch=3-step=10.ckpt")
+    for name in ("epoch=3-step=10.ckpt", "./epoch=3-step=10.ckpt"):
+        imported = server.run(["import", name], tmp_path)
+        assert imported.code == 0, imported.err
+        (tmp_path / "epoch=3-step=10.safetensors").unlink()
+
+
 def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"ema": {"model": STATE}}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     result = server.run(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)

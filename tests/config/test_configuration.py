@@ -241,6 +241,19 @@ def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: P
     assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder does not use it"
 
 
+@pytest.mark.parametrize("text", ["/data/year=2024", "epoch=3-step=10.safetensors", "a==b"])
+def test_an_equals_sign_in_a_text_needs_no_quotes(text: str) -> None:
+    assert compose(Request((f"data.path={text}", f"weights={text}"))).settings.data.path == text
+    assert compose(Request((f"weights={text}",))).settings.weights.source == text
+
+
+@pytest.mark.parametrize("argument", ["updates==10", "updates=5=10", "updates=a=1,b=2", "data.path=[a=b]"])
+def test_an_equals_sign_elsewhere_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(Request((argument,)))
+    assert [problem.where for problem in error.value.problems] == [argument]
+
+
 @pytest.mark.parametrize(
     "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
 )

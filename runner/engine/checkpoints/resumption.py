@@ -11,9 +11,9 @@ from typing import Any
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, Problem
 from runner.base.paths import PACKAGE, shipped_path
 from runner.config.schema import read_functions
-from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, recover, set_aside
+from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, newest_name, recover, set_aside
 from runner.durable.directory import RunDirectory
-from runner.durable.files import AppendLog, read_rows
+from runner.durable.files import AppendLog, file_size, read_rows
 from runner.durable.record_files import read_record
 from runner.durable.rewind import copy_metrics
 from runner.durable.run_identity import manifest_uid
@@ -197,8 +197,8 @@ def is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirector
 def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | None:
     """Return the last checkpoint of a finished run if the plan has no work left for it; None if it may have some.
 
-    Nothing is written, so that the run keeps the record of the process that finished it. Errors are left to the start
-    of the run, and a mirror may hold newer checkpoints than the run.
+    Nothing is written, so that the run keeps the record of the process that finished it. The start of the run handles
+    errors, damaged files, and a mirror, which may hold newer checkpoints.
     """
     is_new_work = plan.settings.resume == "fresh" or plan.choices["profiler"].options.get("only")
     if is_new_work or plan.choices["checkpoint"].options.get("mirror") is not None:
@@ -207,7 +207,11 @@ def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | Non
         if read_record(directory.path).process.state != "done":
             return None
         start = load_newest(directory.checkpoints, directory.owner)
-        if start is None or any(_classify(found.key) != "mechanics" for found in _differences(plan, check_state(start))):
+        if start is None or start.path.name != newest_name(directory.checkpoints):
+            return None
+        if file_size(directory.metrics) < int(start.manifest["metrics_bytes"]):
+            return None
+        if any(_classify(found.key) != "mechanics" for found in _differences(plan, check_state(start))):
             return None
     except AccelRunError:
         return None
