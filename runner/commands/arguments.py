@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from os.path import exists, expanduser
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,10 @@ def parse_arguments(
 def _is_setting(arg: str, command_keys: Iterable[str]) -> bool:
     """Return whether it has the form key=value; the name of an existing file or folder may contain `=`, too."""
     key, has_value, _ = arg.partition("=")
-    if not has_value or not exists(expanduser(arg)):
-        return bool(has_value)
-    return key.lstrip("+") in (*GROUPS, *all_keys(), *command_keys)
+    with suppress(OSError, RuntimeError):  # too long for a name; `~NAME` of no user
+        if has_value and Path(arg).expanduser().exists():
+            return key.lstrip("+") in (*GROUPS, *all_keys(), *command_keys)
+    return bool(has_value)
 
 
 def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Request:

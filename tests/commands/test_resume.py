@@ -129,7 +129,7 @@ def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> 
 def test_a_length_in_the_other_unit_replaces_the_old_one(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume epochs=3", begun, ON)
     assert refused.code == 88
-    assert "resume_allow=[epochs]" in refused.err
+    assert "resume_allow=[epochs,updates]" in refused.err
     assert "both are given" not in refused.err
 
 

@@ -70,30 +70,35 @@ def compare(
     if "task" in before and before["task"] != now.get("task"):  # all other differences follow from this one
         what = f"this run was trained with task {before['task']}, and the task is {now.get('task')} now"
         raise IncompatibleResume(what, where="task", fix="start a new run with another run=NAME, or use the run's task")
-    differences, problems = [], []
     allowed = tuple(allowed)
-    for key in [*now, *(key for key in before if key not in now)]:
-        if before.get(key) == now.get(key):
-            continue
-        difference = Difference(key, before.get(key), now.get(key))
-        what = f"was {difference.before} in the checkpoint and is {difference.now} now"
-        key_class = "by name" if _is_of_own_sum(key, before, now) else _classify(key)
-        is_allowed = _is_under(key, allowed) or _is_under(_strip_phase(key), allowed)
-        if key_class == "mechanics" or (key_class == "by name" and is_allowed):
-            differences.append(difference)
-        elif key_class == "by name":
-            fix = f"continue anyway with resume_allow=[{key}], or start a new run with another run=NAME"
-            if _strip_phase(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
-                fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
-            problems.append(Problem(what, key, fix))
-        else:
+    classes = {
+        key: "by name" if _is_of_own_sum(key, before, now) else _classify(key)
+        for key in dict.fromkeys((*now, *before))
+        if before.get(key) != now.get(key)
+    }
+    is_named = {key: _is_under(key, allowed) or _is_under(_strip_phase(key), allowed) for key in classes}
+    refused = [key for key, kind in classes.items() if kind == "fixed" or (kind == "by name" and not is_named[key])]
+    # The keys of a refused option are restored or allowed with it.
+    refused = [key for key in refused if not _is_under(key.rpartition(".")[0], refused)]
+    too_short = [key for key in refused if _strip_phase(key) == "updates" and (now.get(key) or trained) < trained]
+    to_allow = [key for key in refused if classes[key] == "by name" and key not in too_short]
+    problems = []
+    for key in refused:
+        what, fix = f"was {before.get(key)} in the checkpoint and is {now.get(key)} now", ""
+        if classes[key] == "fixed":
+            what = f"{what}; a run cannot be resumed with another value"
             fix = "restore the old value, or start a new run with another run=NAME"
-            problems.append(Problem(f"{what}; a run cannot be resumed with another value", key, fix))
+        elif key in too_short:
+            fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
+        elif key == to_allow[-1]:  # a single setting, ready to paste
+            names = ",".join((*allowed, *to_allow))
+            fix = f"continue anyway with resume_allow=[{names}], or start a new run with another run=NAME"
+        problems.append(Problem(what, key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
         error.problems = tuple(problems)
         raise error
-    return differences
+    return [Difference(key, before.get(key), now.get(key)) for key in classes]
 
 
 def _strip_phase(key: str) -> str:

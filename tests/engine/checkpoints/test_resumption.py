@@ -133,6 +133,30 @@ def test_all_refused_differences_are_reported_at_once() -> None:
     assert sorted(problem.where for problem in caught.value.problems) == ["precision", "seed"]
 
 
+def test_keys_of_another_option_that_may_not_change_are_not_listed() -> None:
+    now = BEFORE | {"optimizer": "sgd", "optimizer.lr": 1.0, "optimizer.momentum": 0.9, "precision": "bf16"}
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(BEFORE, now, ())
+    assert [problem.where for problem in caught.value.problems] == ["optimizer", "precision"]
+
+
+def test_keys_that_may_change_are_named_together() -> None:
+    now = BEFORE | {"optimizer.lr": 1.0, "precision": "bf16", "precision.init_scale": 2.0, "epochs": 2}
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(BEFORE, now, ["epochs"])
+    fixes = [problem.fix for problem in caught.value.problems]
+    assert "resume_allow=[epochs,optimizer.lr,precision]" in fixes.pop()
+    assert not any(fixes)
+    assert compare(BEFORE, now, ["epochs", "optimizer.lr", "precision"])
+
+
+def test_a_fixed_key_of_an_option_that_may_change_is_refused() -> None:
+    old = BEFORE | {"dataloader": "default", "dataloader.drop_last": True}
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(old, old | {"dataloader": "thread", "dataloader.drop_last": False}, ())
+    assert [problem.where for problem in caught.value.problems] == ["dataloader.drop_last"]
+
+
 def test_each_rank_continues_its_own_pair_of_normal_numbers(tmp_path: Path) -> None:
     """NumPy and Python draw normal numbers in pairs, and keep the second one beside the state of their generator."""
 
