@@ -60,6 +60,10 @@ class Choice:
     options: Mapping[str, Any]
     extension: str = ""
 
+    def uses(self, *options: str) -> bool:
+        """Return whether the function of one of these shipped options implements it, also if it has another name."""
+        return self.function in options
+
     @property
     def reference(self) -> str:
         """Return what `find_signature` accepts for this option with all its keys."""

@@ -93,7 +93,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     notes = []
     if run.observers.profiler.note:
         notes.append(run.observers.profiler.note)
-    if plan.choices["tracker"].name != "none":
+    if not plan.choices["tracker"].uses("none"):
         notes.append(run.observers.tracker.note)
     if run.num_skipped:
         updates = "1 update was" if run.num_skipped == 1 else f"{run.num_skipped} updates were"

@@ -99,7 +99,7 @@ def _fits(plan: Plan) -> bool:
 
 
 def _is_pipeline(plan: Plan) -> bool:
-    return plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
+    return plan.choices["parallelism"].uses("pipeline") and plan.world_size > 1
 
 
 def _trace_pipeline(

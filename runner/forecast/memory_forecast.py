@@ -57,12 +57,12 @@ class Forecast:
         self.shares = {phase.name: max(phase.batch.shares) for phase in full_plan.phases}
         choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
         plan = make_plan(dataclasses.replace(configuration, choices=choices, sources={}), inventory)
-        self.prefetches = plan.choices["prefetch"].function == "stream"
+        self.prefetches = plan.choices["prefetch"].uses("stream")
         self.is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if self.is_gpu else nullcontext
         self.plan = plan_for_host(plan)
         self.limit = _budget_limit(full_plan)
-        self.has_buckets = full_plan.choices["parallelism"].function == "ddp" and full_plan.world_size > 1
+        self.has_buckets = full_plan.choices["parallelism"].uses("ddp") and full_plan.world_size > 1
         self.phases = self.plan.selected
         self._stack = ExitStack()
         self._parts: Parts | None = None
@@ -242,7 +242,7 @@ def has_room(model: nn.Module) -> bool:
 
 def _budget_limit(plan: Plan) -> int:
     memory = plan.choices["memory"]
-    if memory.function != "budget" or memory.options["recompute"] != "auto":
+    if not memory.uses("budget") or memory.options["recompute"] != "auto":
         return 0
     known = [tensor_capacity(rank) for rank in plan.ranks if rank.capacity_bytes]
     return min(known, default=0)

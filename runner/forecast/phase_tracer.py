@@ -64,7 +64,7 @@ class PhaseTracer:
             work = make_phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "see StatisticsTracer"
             self.trained = [*work.owned.values()]
-            is_averaged = parts.plan.choices["averaging"].function != "none"
+            is_averaged = not parts.plan.choices["averaging"].uses("none")
             averages = [weight.detach().clone() for weight in self.trained if is_averaged]
             recorder.kind = "temporary"
             stack.callback(averages.clear)

@@ -82,20 +82,20 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
     if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
         yield ("micro_batch_size=auto",)
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
-    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+    if len(gpus) > 1 and plan.choices["parallelism"].uses("single", "ddp"):
         yield ("parallelism=fsdp",)
     used = [gpu for gpu in gpus if gpu.torch_name in {rank.device for rank in plan.ranks}]
-    if plan.choices["precision"].name in ("fp32", "tf32") and used:
+    if plan.choices["precision"].uses("fp32", "tf32") and used:
         if all(gpu.native_bf16 for gpu in used):
             yield ("precision=bf16",)
         elif all(gpu.formats.fp16 for gpu in used):
             yield ("precision=fp16",)
-    keeps = plan.choices["memory"].function in ("none", "selective")
+    keeps = plan.choices["memory"].uses("none", "selective")
     if keeps:
         yield CHECKPOINT
-    if plan.choices["optimizer"].function in ("adamw", "adam"):
+    if plan.choices["optimizer"].uses("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
-    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+    if len(gpus) > 1 and plan.choices["parallelism"].uses("single", "ddp"):
         yield ("parallelism=pipeline",)  # one trace per rank
     if keeps:
         yield BUDGET

@@ -51,7 +51,7 @@ class StagePrediction:
         choice = plan.choices["parallelism"]
         self.full_plan, self.options, self.count = plan, choice.options, plan.batch.stages
         self.phases = [phase for phase in plan.selected if phase.kind == "train"]
-        self.prefetches = plan.choices["prefetch"].function == "stream"
+        self.prefetches = plan.choices["prefetch"].uses("stream")
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
         host = plan_for_host(plan)

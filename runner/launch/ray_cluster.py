@@ -53,7 +53,7 @@ class RayCluster:
 
         Raises ConfigError, MissingPackage without Ray, SystemLimit if ranks cannot be started, and RankLost.
         """
-        if self.world_size > 1 and configuration.choices["parallelism"].function == "single":
+        if self.world_size > 1 and configuration.choices["parallelism"].uses("single"):
             what = f"parallelism=single uses one process, but the launcher starts {self.world_size} ranks"
             raise ConfigError(Problem(what, "parallelism", "use parallelism=ddp"))
         if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:

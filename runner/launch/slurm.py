@@ -83,7 +83,7 @@ class Slurm:
     def find_problems(self, configuration: Configuration) -> list[Problem]:
         """Return the reasons why the job could not work on any cluster."""
         problems = []
-        if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
+        if self.num_tasks > 1 and configuration.choices["parallelism"].uses("single"):
             fix = "use parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
             what = f"parallelism=single uses one process, but the job has {self.num_tasks} ranks"
             problems.append(Problem(what, "parallelism", fix))

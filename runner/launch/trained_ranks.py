@@ -62,7 +62,7 @@ def _report_once(error: ConfigError, *, is_first: bool) -> Exit:
 
 def _splits_into_shards(configuration: Configuration) -> bool:
     """Return whether the ranks split the predictions: `predict` supports shards, and no single shard is requested."""
-    return _shard(configuration) == (0, 1) and configuration.choices["parallelism"].name == "ddp"
+    return _shard(configuration) == (0, 1) and configuration.choices["parallelism"].uses("ddp")
 
 
 def _shard(configuration: Configuration) -> tuple[Any, Any]:

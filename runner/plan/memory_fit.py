@@ -272,7 +272,7 @@ class RankPart:
     def from_choice(choice: Choice, count: int, share: int = 0, passes: int = 1) -> RankPart:
         """Return the part of a rank with this choice of parallelism."""
         options, in_flight, stages = choice.options, 1.0, 0
-        if choice.function == "pipeline" and count > 1:
+        if choice.uses("pipeline") and count > 1:
             stages = num_stages(options, count)
             counts = max_in_flight(options["schedule"], stages, min(passes, MAX_TRACED_MICRO_BATCHES))
             in_flight = max(counts) / stages

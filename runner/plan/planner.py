@@ -109,7 +109,7 @@ def should_trace_memory(configuration: Configuration, inventory: Inventory) -> b
     functions = (parallelism.function, configuration.choices["backend"].function)
     is_auto = "auto" in functions or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     memory = configuration.choices["memory"]
-    if memory.function == "budget" and memory.options["recompute"] == "auto":
+    if memory.uses("budget") and memory.options["recompute"] == "auto":
         return True
     has_gpu = any(device.kind == "cuda" for device in inventory.usable)
     return is_auto and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
@@ -192,7 +192,7 @@ class _Planner(Decisions):
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
-        if self.choices["parallelism"].function != "auto":
+        if not self.choices["parallelism"].uses("auto"):
             return
         device = self.configuration.settings.device
         if ranks is None and device.startswith("cuda:"):
@@ -218,10 +218,10 @@ class _Planner(Decisions):
     def assign_devices(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
         """Assign a device to each rank; return the least capable GPU, which limits precision, or None for the CPU."""
         parallelism = self.choices["parallelism"]
-        if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
+        if ranks is not None and len(ranks) > 1 and parallelism.uses("single"):
             what = f"cannot be one of the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
-        if ranks is not None or parallelism.function == "single":
+        if ranks is not None or parallelism.uses("single"):
             self.ranks = self._limit_memory(ranks or [RankDevice.of(chosen, self.inventory)])
             num_gpus = len(_available_devices(chosen, self.inventory))
             if ranks is None and num_gpus > 1 and not self.configuration.is_set_by_user("parallelism"):
@@ -308,7 +308,7 @@ class _Planner(Decisions):
     def choose_recomputed_blocks(self, phases: Sequence[PhasePlan]) -> None:
         """Replace memory.recompute=auto by the blocks to recompute; all phases use those of the phase with the most."""
         memory = self.choices["memory"]
-        if memory.function != "budget" or memory.options["recompute"] != "auto" or self.needs is None:
+        if not memory.uses("budget") or memory.options["recompute"] != "auto" or self.needs is None:
             return
         blocks = [
             demand.recompute_at(phase.batch.micro_batch_size)
@@ -383,7 +383,7 @@ class _Planner(Decisions):
     def _equal_batches(self, total: int, micro: int | Literal["auto"], phase: str | None) -> Batch:
         """Return equal shares with at least one sample for each copy of the model, whatever an update would need."""
         choice, count = self.choices["parallelism"], len(self.ranks)
-        stages = num_stages(choice.options, count) if choice.function == "pipeline" and count > 1 else 1
+        stages = num_stages(choice.options, count) if choice.uses("pipeline") and count > 1 else 1
         copies = count // stages
         batch, _ = self._split_update(max(total, copies), micro, phase, rule="equal")
         if isinstance(batch, Batch):

@@ -55,7 +55,7 @@ def _optimizer(planner: Decisions, gpu: Device | None) -> None:
         functions = planner.choices["parallelism"].function, optimizer.function
         planner.set("optimizer", "kernel", *optimizer_kernel(gpu, *functions))
     kernel = planner.choices["optimizer"].options.get("kernel")
-    if _is_cuda(gpu) and planner.choices["precision"].function == "fp16" and kernel != "fused":
+    if _is_cuda(gpu) and planner.choices["precision"].uses("fp16") and kernel != "fused":
         # torch.amp.GradScaler.step reads found_inf on the host, unless the optimizer takes it as a tensor
         which = f"optimizer.kernel={kernel}" if kernel else f"optimizer={optimizer.name}"
         planner.notes.append(f"precision=fp16 with {which} waits for the GPU at every update; fused kernels do not")
@@ -128,7 +128,7 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
     elif name == "stream" and not _is_cuda(gpu):
         planner.choose("prefetch", "none", "no GPU")
         planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
-    if planner.choices["prefetch"].function == "stream" and not planner.choices["dataloader"].options["pin_memory"]:
+    if planner.choices["prefetch"].uses("stream") and not planner.choices["dataloader"].options["pin_memory"]:
         why = "copies from pageable memory block the program and do not overlap with anything"
         planner.notes.append(f"prefetch=stream with dataloader.pin_memory=false: {why}; use dataloader.pin_memory=true")
 
@@ -145,7 +145,7 @@ def _attention(planner: Decisions, gpu: Device | None) -> None:
 
 
 def _backend(planner: Decisions, gpu: Device | None) -> None:
-    if planner.choices["backend"].function == "auto":
+    if planner.choices["backend"].uses("auto"):
         planner.choose("backend", *_choose_backend(planner, gpu))
 
 
@@ -164,11 +164,11 @@ def _choose_backend(planner: Decisions, gpu: Device | None) -> tuple[str, str]:
 
 
 def _compile(planner: Decisions, gpu: Device | None) -> None:
-    if planner.choices["compile"].function != "off" and not gpu:
+    if not planner.choices["compile"].uses("off") and not gpu:
         slow = "compile on a CPU has been slower than eager mode in every measurement so far"
         planner.notes.append(f"{slow}; measure before using it")
     if planner.choices["compile"].options.get("split_mib") == "auto":
-        overlaps = planner.choices["parallelism"].function == "ddp" and len(planner.ranks) > 1
+        overlaps = planner.choices["parallelism"].uses("ddp") and len(planner.ranks) > 1
         why = (
             "auto: the all-reduce of one part overlaps with the backward pass of the next"
             if overlaps
@@ -192,12 +192,12 @@ def why_no_fsdp(torch_version: str) -> str:
 
 def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
-    if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
+    if choice.uses("pipeline") and not compiled.uses("off", "regional"):
         what = "compiles the whole model, but a pipeline rank holds only some of its layers"
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
-    if choice.function == "pipeline":
+    if choice.uses("pipeline"):
         _check_copy_size(planner, "stages")
-    if choice.function != "fsdp":
+    if not choice.uses("fsdp"):
         return
     if len(planner.ranks) > 1 and (why_not := why_no_fsdp(planner.inventory.torch_version)):
         fix = 'pip install "torch>=2.13", or use parallelism=ddp or parallelism=pipeline'
@@ -221,11 +221,11 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     _gradient_shards(planner)
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
-    if planner.choices["optimizer"].function in ("adafactor", "muon"):
+    if planner.choices["optimizer"].uses("adafactor", "muon"):
         what = "needs complete matrices, but parallelism=fsdp shards them"
         where = f"optimizer={planner.choices['optimizer'].name}"
         planner.problems.append(Problem(what, where, "use parallelism=ddp, or optimizer=adamw"))
-    if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
+    if planner.choices["optimizer"].uses("sgd") and planner.choices["optimizer"].options["kernel"] == "fused":
         what = "torch has no fused SGD for sharded parameters"
         planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
 
@@ -312,7 +312,7 @@ def _gradient_shards(planner: Decisions) -> None:
 
 def _sharpness(planner: Decisions, gpu: Device | None) -> None:
     choice, parallelism = planner.choices["sharpness"], planner.choices["parallelism"]
-    if choice.function != "none" and parallelism.function in ("fsdp", "pipeline"):
+    if not choice.uses("none") and parallelism.uses("fsdp", "pipeline"):
         what = f"needs whole parameters on each rank, but parallelism={parallelism.name} divides them"
         fix = "use parallelism=ddp or parallelism=single"
         planner.problems.append(Problem(what, f"sharpness={choice.name}", fix))
@@ -320,7 +320,7 @@ def _sharpness(planner: Decisions, gpu: Device | None) -> None:
 
 def _adapter(planner: Decisions, gpu: Device | None) -> None:
     choice, parallelism = planner.choices["adapter"], planner.choices["parallelism"]
-    if choice.function != "none" and parallelism.function == "pipeline":
+    if not choice.uses("none") and parallelism.uses("pipeline"):
         what = "cannot be added to a model that parallelism=pipeline divides into layers"
         planner.problems.append(Problem(what, f"adapter={choice.name}", "use parallelism=ddp or parallelism=fsdp"))
 

@@ -134,7 +134,7 @@ def _format_micro_batches(plan: Plan, phase: PhasePlan, demand: Demand, memories
 
 def is_settable(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
     """Return whether the user may set this size: on one rank, only auto selects sizes that do not divide the batch."""
-    is_alone = plan.choices["parallelism"].function == "single"
+    is_alone = plan.choices["parallelism"].uses("single")
     return not is_alone or batch.global_batch_size % micro_batch_size == 0
 
 
@@ -183,7 +183,7 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
             " Parameters and gradients of fsdp are upper bounds: gathered parameters and reduced gradients do not peak"
             " at the same time."
         )
-    if plan.choices["compile"].name != "off":
+    if not plan.choices["compile"].uses("off"):
         name = plan.choices["compile"].name
         assumptions.append(
             f"Traced without compile={name}, which usually needs less memory and launches fewer kernels."
@@ -191,7 +191,7 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
     if not AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")).is_modelled:
         why.append("PyTorch's native allocator is modelled, without some settings of memory.allocator")
-    is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
+    is_pipeline = plan.choices["parallelism"].uses("pipeline") and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
         why.append("each rank of this pipeline is assumed to hold an equal part of the model, without send buffers")
     return assumptions + [f"NOT EXACT: {reason}" for reason in dict.fromkeys(why) if reason]

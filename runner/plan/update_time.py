@@ -335,13 +335,13 @@ class _Update:
 
     @property
     def memory_factor(self) -> float:
-        return 1.0 if self.plan.choices["compile"].name == "off" else FUSED_BYTES
+        return 1.0 if self.plan.choices["compile"].uses("off") else FUSED_BYTES
 
     @property
     def shard_size(self) -> int:
         """Return the number of ranks that hold a copy of the model together."""
         choice, count = self.plan.choices["parallelism"], len(self.devices)
-        if choice.function != "fsdp":
+        if not choice.uses("fsdp"):
             return 1
         size = choice.options.get("shard_size")
         return size if isinstance(size, int) else count
@@ -432,7 +432,7 @@ class _Update:
         # The host times are those of eager operators; compiled code launches fewer kernels.
         if self.plan.ranks[rank].is_gpu and self.memory_factor == 1.0:
             launches = work.launches + step.launches
-            launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].function == "selective" else LAUNCH_S
+            launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].uses("selective") else LAUNCH_S
             waiting = UPDATE_HOST_S + launches * launch_s - sum(part.seconds or 0.0 for part in parts)
             if waiting > 0:
                 how = (
@@ -448,7 +448,7 @@ class _Update:
             return Part(COMMUNICATION, None, "no hardware profile states the link of each device")
         seconds = [self.pass_time(self.demand.at(size).work, device) for size in sizes]
         link = f"{ring.count} ranks at {LINK_EFFICIENCY:.0%} of {_format_si(ring.bytes_per_s / LINK_EFFICIENCY)}B/s"
-        if choice.function == "fsdp":
+        if choice.uses("fsdp"):
             mean = sum(seconds) / max(1, len(seconds))
             group = make_ring(self.devices[: self.shard_size])
             across = make_ring_across(self.devices, self.shard_size)

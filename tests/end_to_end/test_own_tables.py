@@ -191,6 +191,54 @@ def test_a_wrong_sum_of_gradients_ends_the_first_update(server: ForkServer, tmp_
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
 
 
+TASK_WITH_SHARDS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner import Prediction, Task
+
+SETTINGS = {"updates": 1}
+
+
+def own_sum(gradients):
+    \"\"\"The exact sum.\"\"\"
+    dist.all_reduce(gradients)
+
+
+PARALLELISMS = {"mine": ("ddp", own_sum)}
+
+
+def build():
+    return Line()
+
+
+class Line(Task):
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.linspace(-1, 1, 64).view(-1, 1))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    def predict(self, model, generator, *, shard: int = 0, num_shards: int = 1):
+        yield Prediction({f"{shard}-of-{num_shards}.txt": ""})
+"""
+
+
+def test_ranks_with_an_own_sum_of_gradients_split_the_predictions(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "line.py").write_text(TASK_WITH_SHARDS)
+    train = "train --task line.py device=cpu monitor=off run=mine parallelism=mine parallelism.world_size=2"
+    for args in (train, "inference mine"):
+        result = server.run(args, tmp_path)
+        assert result.code == 0, result.err
+    files = sorted(path.name for path in (tmp_path / "outputs" / "mine" / "predictions").rglob("*-of-*"))
+    assert files == ["0-of-2.txt", "1-of-2.txt"]
+
+
 def test_a_sum_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path / "run", f"parallelism=returns {TWO} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE

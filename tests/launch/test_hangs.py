@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from runner.axes import precision
+from runner.config.configuration import Choice
 from runner.distributed.world import World
 from runner.engine.process import watchdog
 from runner.engine.process.watchdog import CHECKPOINT, MIN_TIMEOUT_S, START, UPDATE
@@ -125,8 +126,8 @@ def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
     options = {"update_s": 2.0, "first_update_s": 30.0, "data_s": 2.0, "checkpoint_s": 4.0}
     plan: Any = SimpleNamespace(
         choices={
-            "watchdog": SimpleNamespace(function="default", options=options),
-            "compile": SimpleNamespace(name="off"),
+            "watchdog": Choice("default", "default", options),
+            "compile": Choice("off", "off", {}),
         }
     )
     board = HeartbeatTable(tmp_path, 1)
@@ -138,7 +139,7 @@ def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
 
 def test_a_rank_without_a_watchdog_reports_its_updates_and_its_end(tmp_path: Path) -> None:
     """The launcher needs both even without hang detection."""
-    plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
+    plan: Any = SimpleNamespace(choices={"watchdog": Choice("off", "off", {})})
     hangs = HangDetector(tmp_path, {0: 1, 1: 2})
     world = World(torch.device("cpu"), rank=0, world_size=2, heartbeat_folder=tmp_path)
     with watchdog.run_watchdog(plan, world, watchdog.HangTraces(lambda _: None)) as progress_mark:

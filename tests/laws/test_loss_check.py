@@ -22,6 +22,7 @@ from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Task
+from runner.config.configuration import Choice
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable.checkpoint import load, newest_valid
@@ -53,7 +54,7 @@ def micro_of(batch: Any, size: int = SIZE) -> MicroBatch:
 def parts_of(model: nn.Module, precision: Any = fp32) -> Any:
     return SimpleNamespace(
         world=WORLD, bare=model, model=model, parallel=Parallel(WORLD), precision=precision(WORLD, model),
-        source=Path(__file__), task=Task(), plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}),
+        source=Path(__file__), task=Task(), plan=SimpleNamespace(choices={"compile": Choice("off", "off", {})}),
     )  # fmt: skip
 
 

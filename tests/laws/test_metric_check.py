@@ -18,6 +18,7 @@ from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
 from runner.base.task import Gather, Task
+from runner.config.configuration import Choice
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.engine.checks.additivity_check import check_metrics_are_sums
@@ -47,7 +48,7 @@ def checked(
     parts: Any = SimpleNamespace(
         world=world, bare=model, model=model, parallel=Parallel(world), precision=fp32(world, model), task=task,
         source=Path(__file__), prefetch=Prefetch(world.device),
-        plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}, settings=SimpleNamespace(seed=0)),
+        plan=SimpleNamespace(choices={"compile": Choice("off", "off", {})}, settings=SimpleNamespace(seed=0)),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(SIZE, WIDTH, generator=generator), torch.randint(0, CLASSES, (SIZE,), generator=generator)

@@ -144,7 +144,7 @@ class FirstUpdate(Hook):
         if phase.loader.decision:
             run.observers.screen.info(phase.loader.decision)
         compiled = run.plan.choices["compile"]
-        if compiled.function != "off" and nothing_was_compiled():
+        if not compiled.uses("off") and nothing_was_compiled():
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()

@@ -27,7 +27,7 @@ class OptimizerAverage(Hook):
 
     def begin(self) -> None:
         averaging = self.phase.run.plan.choices[Averaging.name]
-        if self._averaging_optimizers() and averaging.function != "none":
+        if self._averaging_optimizers() and not averaging.uses("none"):
             what = "the optimizer already keeps an average, which evaluations use"
             raise ConfigError(Problem(what, f"averaging={averaging.name}", "use averaging=none"))
 

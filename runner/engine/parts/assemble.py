@@ -108,7 +108,7 @@ def assemble(
 def _check_compile_caches(plan: Plan) -> None:
     """Check the caches of Inductor and Triton; called before anything imports Inductor, which reads them then."""
     choice = plan.choices["compile"]
-    if choice.function != "off" and choice.options.get("backend", "inductor") == "inductor":
+    if not choice.uses("off") and choice.options.get("backend", "inductor") == "inductor":
         check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
         if plan.device.startswith("cuda"):
             check_compile_cache("TRITON_CACHE_DIR")
@@ -159,7 +159,7 @@ def _adapt_model(
     if begin_forward and not _has_coupled_phase(plan, task):
         precision.before_forward(begin_forward)
     notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
-    notes += find_odd_sizes(bare, world.device) if choices["precision"].function in ("bf16", "fp16") else []
+    notes += find_odd_sizes(bare, world.device) if choices["precision"].uses("bf16", "fp16") else []
     return precision, blocks, notes
 
 
@@ -209,7 +209,7 @@ def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[
         raise _wrong_result(choice, f"returned {type(make).__name__}")
     if make is None:
         return None
-    if memory.function != "none":  # the backward pass would recompute activations outside of the context
+    if not memory.uses("none"):  # the backward pass would recompute activations outside of the context
         what = f"does not work with precision={choice.name}, whose context is not entered in recomputations"
         raise ConfigError(Problem(what, f"memory={memory.name}", "use memory=none, or another precision"))
 

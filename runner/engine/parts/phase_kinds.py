@@ -142,7 +142,7 @@ class GradientPhase(PhaseKind):
         self.task_losses, self.task_loss = task_losses, next(iter(task_losses.values()))
         self.is_additive = parts.task.loss_is_additive
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
-        self.records_attention = parts.plan.choices["compile"].name == "off"
+        self.records_attention = parts.plan.choices["compile"].uses("off")
         self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained, self.prefixes = trained, prefixes

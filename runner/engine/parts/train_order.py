@@ -84,7 +84,7 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     data, num_shards = plan.settings.data, samples.source.num_shards
     shards_per_update = data.shards_per_update or num_shards
     problems = []
-    if plan.choices["sampler"].name != "shuffle":
+    if not plan.choices["sampler"].uses("shuffle"):
         what = "a stream is read in its own order"
         problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a dataset"))
     if num_shards % shards_per_update:

@@ -128,7 +128,7 @@ def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[Progr
     if limits is None:
         yield progress_mark
         return
-    compiles = plan.choices["compile"].name != "off"
+    compiles = not plan.choices["compile"].uses("off")
     publish: Callable[[Heartbeat], None] = (
         _ExitOnHang(world, progress_mark, limits.checkpoint_s, traces) if table is None else table.publish
     )

@@ -120,13 +120,13 @@ def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> l
             lines.append(f"end other processes on this GPU: {', '.join(map(str, found.others))}")
         if found is not None and found.is_fragmented and not choices["memory"].options.get("allocator"):
             lines.append("memory.allocator=expandable_segments:True (free memory is fragmented)")
-        if choices["precision"].function in ("fp32", "tf32") and "cuda" in plan.device:
+        if choices["precision"].uses("fp32", "tf32") and "cuda" in plan.device:
             lines.append("precision=auto (half of the memory for activations)")
-        if choices["memory"].name == "none":
+        if choices["memory"].uses("none"):
             lines.append("memory=checkpoint (activations are recomputed in the backward pass, about a third slower)")
-        if choices["optimizer"].name in ("adamw", "adam"):
+        if choices["optimizer"].uses("adamw", "adam"):
             lines.append("optimizer=adamw8bit (a quarter of the optimizer state)")
-        if choices["parallelism"].name != "fsdp":
+        if not choices["parallelism"].uses("fsdp"):
             lines.append("parallelism=fsdp (with several GPUs: each keeps a part of weights, gradients and state)")
     else:
         if found is not None and found.shortage.place == "reading":
@@ -136,7 +136,7 @@ def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> l
             lines.append(f"{loader}dataloader.num_workers=0 (each worker holds batches)")
         if choices["dataloader"].options.get("cache") not in (None, "none"):
             lines.append("dataloader.cache=none")
-        if choices["memory"].name == "none" and plan.device == "cpu":
+        if choices["memory"].uses("none") and plan.device == "cpu":
             lines.append("memory=checkpoint (activations are recomputed in the backward pass)")
     lines.append(
         "accel-run plan, with the arguments of this run, lists settings that fit, with predicted memory and time"

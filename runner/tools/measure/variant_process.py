@@ -488,7 +488,7 @@ class TrainingVariant:
 
     def _prefetched_updates(self) -> int:
         """Return the number of updates for which data can be prefetched."""
-        batches = self.phase.loader.max_prefetched + (self.run.plan.choices["prefetch"].name != "none")
+        batches = self.phase.loader.max_prefetched + (not self.run.plan.choices["prefetch"].uses("none"))
         return -(-batches // self.phase.planned.batch.accumulation_steps)
 
     def _periods(self) -> dict[str, int | None]:

@@ -14,6 +14,7 @@ import torch
 
 from runner.base.oom_errors import OomCause
 from runner.base.text import format_bytes
+from runner.config.configuration import Choice
 from runner.engine.update import oom_report
 from runner.engine.update.oom_report import MemoryAccount, MemoryHolder, format_report, measure_memory, suggest_settings
 
@@ -61,9 +62,7 @@ def plan_of(device: str, num_workers: int, **choices: Any) -> Any:
     names: dict[str, Any] = {"precision": "bf16", "memory": "checkpoint", "optimizer": "sgd", "parallelism": "fsdp",
                              "dataloader": "default"} | choices  # fmt: skip
     pairs = {group: (name, {}) if isinstance(name, str) else name for group, name in names.items()}
-    made = {
-        group: SimpleNamespace(name=name, function=name, options=options) for group, (name, options) in pairs.items()
-    }
+    made = {group: Choice(f"my {name}", name, options) for group, (name, options) in pairs.items()}
     return SimpleNamespace(device=device, num_workers=num_workers, choices=made)
 
 
