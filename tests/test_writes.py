@@ -35,7 +35,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/monitor/gpu_stats.py", "_replace", ".unlink"): "what of it could not be written",
     ("runner/monitor/gpu_stats.py", "plot_stats", ".mkdir"): "a folder for pictures beside it",
     ("runner/trained/export_model.py", "export", "tempfile.TemporaryDirectory"): "writers of other libraries follow links, so that they write where nobody else does; swept after a crash",
-    ("runner/trained/export_model.py", "_write_safetensors", "safetensors.torch.save_model"): "into the folder of the line above",
+    ("runner/trained/export_model.py", "_save_and_load", "safetensors.torch.save_model"): "into the folder of the line above",
     ("runner/launch/slurm.py", "_submit_job", ".unlink"): "scripts that submitit wrote for a job that was refused",
     ("runner/launch/slurm.py", "_submit_job", ".rmdir"): "the empty folder of a run that never was",
     ("runner/durable/mirror_store.py", "_open", ".open"): "a file in object storage, to read it",

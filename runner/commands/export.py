@@ -13,6 +13,8 @@ batch and for one sample.
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
 
+program and onnx need example() of the task. Without it, only the weights are compared, bit for bit.
+
 {CHECKPOINT_HELP}
 
 examples

@@ -15,7 +15,7 @@ HELP = """usage: accel-run new my_task.py
 Writes a complete task of under 40 lines to one file: edit the model, the data and the loss.
 Then run: accel-run train --task ./my_task.py
 
-All features work without changes: precision, accumulation, checkpoints and resume, workers, sweeps, inference.
+All features work without changes: precision, accumulation, checkpoints and resume, workers, sweeps, inference, export.
 """
 
 TEMPLATE = '''\
@@ -53,7 +53,11 @@ class {task}(Task):
 
     def predict(self, model, generator, *, samples: int = 3):  # each is a setting: inference.samples=5
         points = torch.rand(samples, 2, generator=generator, device=generator.device) * 2 - 1
-        yield Prediction({{"inside.txt": str(model(points).argmax(1).tolist())}}, f"{{points.tolist()}}", items=samples)
+        inside = str(model(points).argmax(1).tolist())
+        yield Prediction({{"inside.txt": inside}}, inside, items=samples)
+
+    def example(self):  # for export: the arguments of one call of the model, with two samples
+        return (torch.zeros(2, 2),)
 '''
 
 

@@ -91,14 +91,12 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     with ExitStack() as stack:
         trained = open_source(source, plan_this_process(source.configuration)[0], console, stack)
         task = trained.parts.task
-        if type(task).example is Task.example:
-            what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
-            fix = "example(self) returns the arguments of one call of the model, for a batch of two"
-            raise ConfigError(Problem(what, fix=fix))
-        with task_errors(trained.parts.source, "example"):
-            example = task.example()
+        example = None
+        if type(task).example is not Task.example:
+            with task_errors(trained.parts.source, "example"):
+                example = task.example()
         model = trained.parts.bare.cpu()
-        if trained.plan.choices["adapter"].function != "none":
+        if not trained.plan.choices["adapter"].uses("none"):
             merge(model)
         folder = trained.directory.subfolder("export")
         # Third-party writers follow symbolic links, so they write into a private folder.
@@ -117,13 +115,23 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
 def _write_formats(
     formats: Sequence[str], model: nn.Module, example: Any, draft: Path, folder: Path
 ) -> tuple[dict[str, Parity], list[Problem]]:
-    """Write the files in `draft`, move them to `folder`; return format -> comparison, and the formats that failed."""
+    """Write the files in `draft`, move them to `folder`; return format -> comparison, and the formats that failed.
+
+    example  arguments of one call of the model; None: the task has none, so only its weights can be written
+    """
     parities: dict[str, Parity] = {}
     failures: list[Problem] = []
     for name in formats:
         file = draft / f"model.{FORMATS[name].suffix}"
+        if example is None and name != "safetensors":
+            fix = "define example(self): it returns the arguments of one call of the model, for a batch of two"
+            failures.append(Problem("needs example(), which the task does not define", f"format={name}", fix))
+            continue
         try:
-            parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
+            if example is None:
+                parities[name] = _write_weights(model, file)
+            else:
+                parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
             rename(file, folder / file.name)
         except MissingPackage as error:
             failures.append(error.problems[0])
@@ -220,12 +228,25 @@ def _flatten(output: Any) -> Outputs:
 
 def _write_safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write only the weights; they are verified in a copy of the model."""
+    copied = _save_and_load(model, file)
+    return lambda args: _flatten(copied(*args))
+
+
+def _write_weights(model: nn.Module, file: Path) -> Parity:
+    """Write only the weights, and compare them bit for bit: without an example the model cannot be called."""
+    loaded = _save_and_load(model, file).state_dict()
+    is_same = all(bitwise_equal(value, loaded[name]) for name, value in model.state_dict().items())
+    return Parity(file.name, file.stat().st_size, (), 0.0 if is_same else math.inf)
+
+
+def _save_and_load(model: nn.Module, file: Path) -> nn.Module:
+    """Write the weights, and return a copy of the model that has all of them from the file."""
     save_model(model, str(file))
     copied = copy.deepcopy(model)
     for value in copied.state_dict().values():
         value.zero_()
     load_model(copied, str(file))
-    return lambda args: _flatten(copied(*args))
+    return copied
 
 
 def _write_program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
@@ -282,7 +303,7 @@ FORMATS: Mapping[str, ExportFormat] = {
 
 def find_streamable(source: ModelSource) -> LoadedCheckpoint | None:
     """Return the checkpoint if it is in parts and holds the weights of the model itself, without an adapter."""
-    if source.checkpoint is None or source.configuration.choices["adapter"].function != "none":
+    if source.checkpoint is None or not source.configuration.choices["adapter"].uses("none"):
         return None
     checkpoint = load(source.checkpoint)
     return checkpoint if checkpoint.manifest["format_version"] == FORMAT_OF_PARTS else None

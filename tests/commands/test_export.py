@@ -152,7 +152,7 @@ def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder
 def test_failed_exports_are_reported(server: ForkServer, folder: Path) -> None:
     wrong = server.run(["export", "first", "format=onx"], folder)
     assert (wrong.code, " onnx?" in wrong.err) == (78, True)
-    without = server.run(["export", "first", "task.example=false"], folder)
+    without = server.run(["export", "first", "format=program", "task.example=false"], folder)
     assert without.code == 78
     assert "example()" in without.err
     bound = server.run(["export", "first", "format=program", "task.batch_bound=true"], folder)

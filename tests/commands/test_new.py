@@ -129,9 +129,18 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
     assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
     result = server.run(["inference", "inference.samples=5"], folder)
     assert result.code == 0, result.err
+    assert (folder / "outputs" / "mine" / "predictions" / "inside.txt").read_text() in result.out
     inside = json.loads((folder / "outputs" / "mine" / "predictions" / "inside.txt").read_text())
     assert len(inside) == 5
     assert set(inside) <= {0, 1}
+
+
+@pytest.mark.slow
+def test_its_model_is_exported(server: ForkServer, folder: Path) -> None:
+    assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
+    result = server.run("export mine format=safetensors,program", folder)
+    assert result.code == 0, result.err
+    assert result.out.count("largest difference") == 2
 
 
 @pytest.mark.slow

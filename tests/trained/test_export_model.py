@@ -189,15 +189,30 @@ def test_an_error_of_the_runner_ends_the_export(run: Path, monkeypatch: pytest.M
     assert caught.value is error
 
 
-def test_unknown_formats_and_tasks_without_an_example_are_refused(run: Path) -> None:
+def test_weights_need_no_example(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exported("safetensors", options=("task.has_example=false",)) == Exit.DONE
+    weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
+    stored = load_file(run / "export" / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+    parity = json.loads((run / "export" / "parity.json").read_text())["safetensors"]
+    assert (parity["batch_sizes"], parity["largest_difference"]) == ([], 0.0)
+    capsys.readouterr()
+    assert exported(options=("task.has_example=false",)) == Exit.DONE
+    output = capsys.readouterr()
+    assert "format=program" in output.out + output.err
+    assert sorted(path.name for path in (run / "export").iterdir()) == ["model.safetensors", "parity.json"]
+
+
+def test_unknown_formats_and_formats_without_their_example_are_refused(run: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         exported("safetensors", "onx", "zzz")
     assert len(caught.value.problems) == 2
     assert "onnx?" in caught.value.problems[0].fix
     with pytest.raises(ConfigError) as caught:
-        exported("safetensors", options=("task.has_example=false",))
+        exported("program", options=("task.has_example=false",))
     assert "example()" in caught.value.problems[0].what
-    assert not (run / "export").exists()
+    assert not list((run / "export").glob("*"))
 
 
 def test_weights_and_a_program_give_the_outputs_of_the_model(run: Path) -> None:
