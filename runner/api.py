@@ -40,8 +40,9 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     switches of torch do not affect this one. KeyboardInterrupt lets it save and stop; it is raised again afterwards.
 
     Args:
-        arguments: arguments of the command: "task=gpt", "--task", "my_task.py", "updates=200".
-        settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. Strings are taken literally.
+        arguments: arguments of the command: "task=gpt", "updates=200".
+        settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. Strings are taken literally. `task` is
+            a name or the path of a task file: task="gpt", task="./my_task.py".
 
     Raises:
         AccelRunError: with the message and the exit code of the command.
@@ -62,7 +63,7 @@ def evaluate(*arguments: str | os.PathLike[str], **settings: Any) -> dict[str, f
 
     Args:
         arguments: arguments of the command: a run ("last" by default) and settings, such as "first", "split=test".
-        settings: further settings: split="test", checkpoint="best".
+        settings: further settings: split="test", checkpoint="best", task="./my_task.py" for a run from elsewhere.
 
     A metric without items is NaN. Raises as `train` does.
     """
@@ -75,9 +76,9 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Return an existing run: the last one, or one by name or directory.
 
     Args:
-        arguments: as for `accel-run status`: "first", "outputs/first", "output_root=DIR"; "--task", FILE for a run from
-            elsewhere, whose directory alone never decides which code is executed.
-        settings: further settings.
+        arguments: as for `accel-run status`: "first", "outputs/first", "output_root=DIR".
+        settings: further settings; task=FILE for a run from elsewhere, whose directory alone never decides which code
+            is executed.
 
     Warns with RuntimeWarning if the run ended before its first update, and if newer runs without an update are skipped.
 
@@ -179,9 +180,13 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
             raise ConfigError(
                 Problem(what, repr(argument)[:40], 'pass settings by name: train("task=gpt", updates=200)')
             )
+    given = dict(settings)
+    task = given.get("task")
+    is_file = isinstance(task, os.PathLike) or (isinstance(task, str) and task.endswith(".py"))
     return [
         *map(os.fspath, arguments),
-        *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in settings.items()),
+        *(["--task", os.fspath(given.pop("task"))] if is_file else []),
+        *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in given.items()),
     ]
 
 

@@ -266,6 +266,17 @@ def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> No
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_task_is_given_by_the_path_of_its_file(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(TASK, tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    run = train(*WORDS[3:], "updates=1", task=kind("mine.py"), run="a")
+    assert run.state == "finished"
+    elsewhere = run.path.rename(tmp_path / "elsewhere")
+    assert "val/loss" in evaluate(str(elsewhere), task=kind("mine.py"))
+    assert open_run(str(elsewhere), task=kind("mine.py")).model() is not None
+
+
 def test_the_package_exports_the_functions() -> None:
     assert {"train", "evaluate", "open_run"} <= set(runner.__all__)
 
