@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from runner.commands.arguments import SETTINGS_HELP, parse_arguments
 
 HELP = f"""usage: accel-run both [key=value ...]
@@ -19,4 +21,5 @@ def run(argv: list[str]) -> int:
     """Train and predict; return the exit code of the first step that fails."""
     from runner.launch.start import train
 
-    return int(train(parse_arguments(argv).request, then_infer=True))
+    request = replace(parse_arguments(argv).request, command=("both", *argv))
+    return int(train(request, then_infer=True))

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
         print(f"profile: {' '.join(ignored)}: no effect in a profile", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
-    return int(train(request))
+    return int(train(dataclasses.replace(request, command=("profile", *argv))))
 
 
 def profiled_request(request: Request) -> Request:

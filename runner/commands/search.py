@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, parse_arguments, parse_budget, parse_command_keys
@@ -44,7 +45,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(Problem(what, f"trials={trials}", f"use trials={COMMAND_KEYS['trials']}"))
     from runner.sweeps.study import search
 
-    request = parse_arguments(rest, command_keys=COMMAND_KEYS).request
+    request = replace(parse_arguments(rest, command_keys=COMMAND_KEYS).request, command=("search", *argv))
     return search(
         request, options, num_trials=int(trials), budget_s=parse_budget(budget_s, "3600") if budget_s else math.inf
     )

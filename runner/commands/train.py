@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, parse_arguments, parse_command_keys
 from runner.commands.sweep_arguments import SWEEP_KEYS, TOGETHER_HELP, parse_sweep_options
@@ -32,8 +34,9 @@ def run(argv: list[str]) -> int:
         options = parse_sweep_options(keys)
         from runner.sweeps.sweep import sweep
 
-        return sweep(parse_arguments(rest, multirun=True, command_keys=SWEEP_KEYS).request, options)
-    request = parse_arguments(argv).request
+        request = parse_arguments(rest, multirun=True, command_keys=SWEEP_KEYS).request
+        return sweep(replace(request, command=("train", *argv)), options)
+    request = replace(parse_arguments(argv).request, command=("train", *argv))
     sweep_overrides = [arg for arg in request.overrides if arg.partition("=")[0] in SWEEP_KEYS]
     if sweep_overrides:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,19 @@ class Request:
     """Arguments of a command line, before they are parsed.
 
     command_keys  keys and flags of the command besides settings: a typo may be meant as one of them
+    command       the command with all its arguments, to record it; empty: a training with this request
     """
 
     overrides: tuple[str, ...] = ()
     task_file: Path | None = None
     config_dir: Path | None = None
     command_keys: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    @property
+    def command_line(self) -> str:
+        """Return the command of a shell that started this, or would start it."""
+        return shlex.join(["accel-run", *(self.command or self.train_arguments())])
 
     def train_arguments(self, new_overrides: Iterable[str] = ()) -> list[str]:
         """Return the command-line arguments of `accel-run` that train with this request and the new overrides."""

@@ -6,7 +6,6 @@ import itertools
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -140,7 +139,7 @@ def open_sweep(
             task_file=str(fixed.task_file) if fixed.task_file else None,
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             launcher=configuration.choices["launcher"].name,
-            command=shlex.join(["accel-run", *sys.argv[1:]]),
+            command=fixed.command_line,
             fixed=tuple(override for override in fixed.overrides if not _is_location(override)),
             goal=Goal(options.metric or early.metric, options.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes},

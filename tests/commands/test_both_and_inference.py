@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -60,7 +61,9 @@ def test_both_trains_and_predicts_with_the_run_that_it_trained(server: ForkServe
     assert result.code == 0, result.err
     (run,) = (tmp_path / "outputs").iterdir()
     assert run.name.startswith("task_with_everything-")
-    assert json.loads((run / "run.json").read_text())["state"] == "done"
+    record = json.loads((run / "run.json").read_text())
+    assert record["state"] == "done"
+    assert shlex.split(record["command"]) == ["accel-run", "both", *ON_CPU, "inference.samples=1"]
     assert list(predictions(run)) == ["answer-0.npy"]
     assert summary(run)["checkpoint_update"] == 30
 

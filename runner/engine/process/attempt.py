@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
 import sys
 import time
@@ -53,8 +52,6 @@ class RunAttempt:
     def for_job(cls, job: Job, directory: RunDirectory) -> RunAttempt:
         """Create an attempt at a job; values that persist are copied from the previous record of the run."""
         previous, plan, request = read_record(directory.path), job.plan, job.request
-        # For `resume run=NAME`, record the settings of the run instead of the arguments.
-        arguments = request.train_arguments() if sys.argv[1:2] == ["resume"] else sys.argv[1:]
         record = RunRecord(
             name=job.name,
             names=tuple(sorted({directory.name, *directory.owner.names})),  # the folder may have been renamed
@@ -64,7 +61,7 @@ class RunAttempt:
                 config_dir=plan.config_dir,
                 folder=str(Path.cwd()),
                 overrides=tuple(request.overrides),
-                command=shlex.join(["accel-run", *arguments]),
+                command=request.command_line,
             ),
             process=ProcessRecord(
                 state="running",

@@ -330,8 +330,8 @@ def test_a_run_from_scratch_has_another_identity(run: RunDirectory) -> None:
 # ---------------------------------------------------------------- the files of a start
 
 
-def job_of(*overrides: str) -> Job:
-    request = Request(overrides)
+def job_of(*overrides: str, command: tuple[str, ...] = ()) -> Job:
+    request = Request(overrides, command=command)
     configuration, inventory = compose(request), Inventory((), Cpu("a processor", 4, 8, 0))
     return Job(request, configuration, make_plan(configuration, inventory), inventory, "mine")
 
@@ -341,13 +341,14 @@ def test_an_attempt_records_its_command_and_process_and_keeps_what_persists(
 ) -> None:
     evidence = Evidence(items_per_s=3.0)
     started(run, names=("old",), tracker_id="t1", changes=({"update": 3},), evidence=evidence)
-    monkeypatch.setattr(sys, "argv", ["accel-run", "train", "device=cpu", "seed=3", "run=a b"])
+    monkeypatch.setattr(sys, "argv", ["another program", "x=1"])
     monkeypatch.setattr(time, "time", lambda: 100.0)
-    attempt = RunAttempt.for_job(job_of("device=cpu", "seed=3"), run)
+    command = ("train", "device=cpu", "seed=3", "run=a b")
+    attempt = RunAttempt.for_job(job_of("device=cpu", "seed=3", command=command), run)
     record = attempt.record
     assert (record.name, record.names) == ("mine", ("mine", "old"))
     assert (record.tracker_id, record.changes, record.evidence) == ("t1", ({"update": 3},), evidence)
-    assert shlex.split(record.origin.command or "") == sys.argv
+    assert shlex.split(record.origin.command or "") == ["accel-run", *command]
     assert (record.origin.overrides, record.origin.folder) == (("device=cpu", "seed=3"), str(Path.cwd()))
     assert record.origin.task is not None
     process = record.process
@@ -358,10 +359,7 @@ def test_an_attempt_records_its_command_and_process_and_keeps_what_persists(
     assert (attempt.began, attempt.reached) == (100.0, 0)
 
 
-def test_a_resumed_run_records_the_command_that_trains_with_its_settings(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["accel-run", "resume", "mine"])
+def test_a_resumed_run_records_the_command_that_trains_with_its_settings(run: RunDirectory) -> None:
     attempt = RunAttempt.for_job(job_of("device=cpu", "seed=3"), run)
     assert shlex.split(attempt.record.origin.command or "") == ["accel-run", "train", "device=cpu", "seed=3"]
 
