@@ -106,7 +106,7 @@ def build(
 class AnomalyTask(Task):
     """Base class of both heads: data, statistics, metrics, maps."""
 
-    splits: Mapping[str, Cubes]
+    cubes: Mapping[str, Cubes]
     model: Detector
     statistics: Literal["float32", "float64"]
 
@@ -115,11 +115,11 @@ class AnomalyTask(Task):
     unit = ""  # unit of the score
 
     def __post_init__(self) -> None:
-        height, width, self.channels = self.splits["train"].shape
+        height, width, self.channels = self.cubes["train"].shape
         self.items_per_sample = float(height * width)
 
     def dataset(self, split: str) -> Cubes:
-        return self.splits[split]
+        return self.cubes[split]
 
     @property
     def fits(self) -> Mapping[str, PixelStatistics]:
@@ -132,7 +132,7 @@ class AnomalyTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
         """Return IoU, F1 and AUROC if there are masks, and the loss if it is defined."""
-        if not self.splits["val"].has_masks:
+        if not self.cubes["val"].has_masks:
             return {}
         logits, _ = model(batch["cube"])
         return detection(logits, batch["mask"])
@@ -140,7 +140,7 @@ class AnomalyTask(Task):
     @torch.no_grad()
     def baselines(self) -> Mapping[str, float]:
         """Return IoU, F1 and AUROC of RX alone, fitted to the training pixels, at mean + 2 sigma."""
-        val = self.splits["val"]
+        val = self.cubes["val"]
         if not bool(self.model.fitted) or not val.has_masks:
             return {}
         device = self.model.mean.device
@@ -155,7 +155,7 @@ class AnomalyTask(Task):
 
     def example(self) -> tuple[Tensor]:
         """Return cubes (2, H, W, C)."""
-        val = self.splits["val"]
+        val = self.cubes["val"]
         return (val.__getitems__([0, len(val) - 1])["cube"],)
 
     def predict(  # type: ignore[override]  # options of the contract as named parameters
@@ -173,7 +173,7 @@ class AnomalyTask(Task):
         batch_size  cubes in one call of the model
         rows        number of cubes in plots/maps.png
         """
-        test = self.splits["test"]
+        test = self.cubes["test"]
         maps: list[Map] = []
         count = min(samples, len(test))
         for index in range(count):
@@ -217,7 +217,7 @@ class Detection(AnomalyTask):
     def begin_phase(self, phase: str) -> None:
         """Raise InputMissing if the training data has no masks."""
         super().begin_phase(phase)
-        if phase == "train" and not self.splits["train"].has_masks:
+        if phase == "train" and not self.cubes["train"].has_masks:
             what = "head=rx learns from masks, but the training cubes have none"
             raise InputMissing(what, where="data.path", fix=f"use epochs=0 for RX alone, or task.head=svdd; {FORMATS}")
 
@@ -243,7 +243,7 @@ class Detection(AnomalyTask):
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
         """Also return the loss, and the fraction of the variance that the components explain."""
         metrics = {**super().evaluate(model, batch), "explained_variance": self.explained(batch["cube"])}
-        return {"loss": self.loss(model, batch), **metrics} if self.splits["val"].has_masks else metrics
+        return {"loss": self.loss(model, batch), **metrics} if self.cubes["val"].has_masks else metrics
 
     def explained(self, cubes: Tensor) -> Sum:
         assert isinstance(self.model, TrainableRX)
