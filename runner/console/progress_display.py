@@ -44,7 +44,8 @@ class ProgressDisplay:
         """Show the state after `update` if it is due; values that are None are omitted.
 
         values   by metric name; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB;
-                 it_per_s replaces the displayed pace; the ETA uses the pace of the last 30 s
+                 it_per_s replaces the displayed pace; the ETA uses the pace of the last 30 s,
+                 and is unknown before the second update of a process
         monitor  one line about the machine, shown below
         """
 
@@ -67,13 +68,16 @@ def make_progress(stream: TextIO | None, item: str = "item") -> ProgressDisplay:
 
 
 class Pace:
-    """Updates per second over the last 30 s."""
+    """Updates per second over the last 30 s, without the first update of a process, which includes its start."""
 
     def __init__(self, update: int, now: float) -> None:
+        self._first_update = update + 1
         self._marks = deque([(now, update)])
 
     def mark(self, update: int, now: float) -> float | None:
         """Record `update` and return the pace; None while it is unknown."""
+        if update == self._first_update:
+            self._marks.clear()
         self._marks.append((now, update))
         while len(self._marks) > 2 and now - self._marks[0][0] > PACE_WINDOW_S:
             self._marks.popleft()
@@ -107,7 +111,7 @@ class ProgressLines(ProgressDisplay):
         fields: dict[str, float | None] = {"update": update, "total": self._total, PACE: pace}
         fields.update(values)
         fields["eta_s"] = round((self._total - update) / pace) if pace else None
-        pairs = [f"{name}={_format_field(value)}" for name, value in fields.items() if value is not None]
+        pairs = [f"{name}={_format_field(name, value)}" for name, value in fields.items() if value is not None]
         self.note(" ".join([*pairs, f'monitor="{monitor}"'] if monitor else pairs))
 
     def note(self, text: str) -> None:
@@ -240,7 +244,9 @@ def _total_width(percent: str, figures: list[tuple[str, int]]) -> int:
     return len(percent) + sum(2 + len(text) for text, _ in figures)
 
 
-def _format_field(value: object) -> str:
+def _format_field(name: str, value: object) -> str:
+    if name == "data_wait":
+        return f"{value:.0%}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

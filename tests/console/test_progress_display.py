@@ -84,6 +84,18 @@ def test_a_resumed_run_counts_its_first_lines_from_the_resume() -> None:
     assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
 
 
+def test_no_line_extrapolates_the_start_of_a_process() -> None:
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock)
+    lines.start(110, 100)
+    for update, seconds in ((101, 60.0), (110, 9.0)):
+        clock.now += seconds
+        lines.update(update, {"data_wait": 0.1465})
+    first, second = (dict(word.split("=") for word in line.split()) for line in stream.getvalue().splitlines())
+    assert first == {"update": "101", "total": "110", "data_wait": "15%"}
+    assert second == first | {"update": "110", "it_per_s": "1", "eta_s": "0"}
+
+
 def test_a_line_shows_nan_and_omits_unknown_values() -> None:
     stream = io.StringIO()
     lines = ProgressLines(stream, Clock())
@@ -110,7 +122,7 @@ def test_lines_reach_the_pipe_at_once() -> None:
         lines = make_progress(stream)
         lines.start(1)
         lines.update(1, {})
-        assert reader.read(100).startswith(b"update=1 total=1 ")
+        assert reader.read(100) == b"update=1 total=1\n"
 
 
 def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., None]) -> None:

@@ -133,7 +133,8 @@ class SavePolicy:
     def __str__(self) -> str:
         if self.is_auto:
             return (
-                f"automatic (overhead below {MAX_OVERHEAD:.0%}, at most {MAX_AT_RISK_S / 60:.0f} min of work at risk)"
+                f"automatic (overhead of periodic saves below {MAX_OVERHEAD:.0%}, at most"
+                f" {MAX_AT_RISK_S / 60:.0f} min of work at risk)"
             )
         if self.seconds is not None:
             return f"every {self.seconds / 60:g} min"

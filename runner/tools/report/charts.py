@@ -30,7 +30,7 @@ from runner.tools.report.chart_parts import (
 )
 from runner.tools.report.machine_charts import gpus, machine, memory
 from runner.tools.report.rank_charts import ranks
-from runner.tools.report.run_data import Curve, RunData, make_printable
+from runner.tools.report.run_data import Curve, RunData, make_printable, updates_per_row
 from runner.tools.report.svg import GRID, MUTED, make_chart, page_style
 
 
@@ -79,8 +79,10 @@ def loss(run: RunData) -> Drawing | str:
     format_axes(axes, run, "loss")
     axes.legend(loc="upper right", fontsize=9)
     bad = sum(not math.isfinite(value) for value in raw.y)
-    note = f"{bad:,} rows without a finite loss are gaps" if bad else ""
-    return Drawing(figure, "; ".join(descriptions), note)
+    notes = [f"{bad:,} rows without a finite loss are gaps"] if bad else []
+    if any(count > 1 for count in updates_per_row(raw.x)):  # so that it may be above the validation loss
+        notes.append("training: mean of the updates since the row before, drawn at the last of them")
+    return Drawing(figure, "; ".join(descriptions), "; ".join(notes))
 
 
 def metrics(run: RunData) -> Drawing | str:

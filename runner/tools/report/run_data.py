@@ -160,7 +160,7 @@ class RunData:
         for part in (*PARTS, *BETWEEN):
             curve = self.curves[f"perf/{part}_ms"]
             if len(curve):
-                rows = zip(curve.y, _updates_per_row(curve.x), strict=True)
+                rows = zip(curve.y, updates_per_row(curve.x), strict=True)
                 parts_s[part] = 1e-3 * sum(ms * updates for ms, updates in rows if ms >= 0)
         return parts_s
 
@@ -335,7 +335,7 @@ def _folder_bytes(folder: Path) -> int:
         return 0
 
 
-def _updates_per_row(updates: Sequence[float]) -> Iterator[float]:
+def updates_per_row(updates: Sequence[float]) -> Iterator[float]:
     """Yield the number of updates of each row: those since the previous row."""
     before = 0.0
     for update in updates:

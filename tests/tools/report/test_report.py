@@ -24,7 +24,7 @@ from runner.base.text import NOT_MEASURED, format_rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.tools.report.chart_parts import Drawing, bin_curve, smooth
-from runner.tools.report.charts import gradient_norm
+from runner.tools.report.charts import gradient_norm, loss
 from runner.tools.report.page import Page as PageContent
 from runner.tools.report.page import render_html
 from runner.tools.report.run_data import Curve, flatten, read_run_data
@@ -231,6 +231,16 @@ def test_earlier_measurements_are_shown_if_the_last_process_ran_no_update(
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
     (path / "error.json").write_text(json.dumps({"cause": "killed", "reached": reached}))
     assert ("of 99.0 s)" in report(tmp_path, "mine").words) == is_shown
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_the_page_says_that_a_row_is_a_mean_of_updates(every: int, tmp_path: Path) -> None:
+    path = make_run(tmp_path, "mine")
+    content = [{"update": number * every, "phase": "train", "train/loss": 1.0} for number in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    drawing = loss(read_run_data(RunDirectory.find(tmp_path, "mine")))
+    assert isinstance(drawing, Drawing)
+    assert bool(drawing.note) == (every > 1)
 
 
 @pytest.mark.slow
