@@ -123,15 +123,19 @@ def test_an_attribute_that_no_later_pass_uses_is_ignored(
     assert result.code == 0, result.err
 
 
-def test_a_buffer_that_grows_stops_the_run(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_buffer_that_grows_stops_the_run(first: int, server: ForkServer, tmp_path: Path) -> None:
     """Its checkpoints could not be loaded, because a new model has another shape."""
-    built = TASK.replace("        BODY", "        self.bank = torch.cat([self.bank, self.bank])").replace(
+    grow = f"self.bank = torch.cat([self.bank, self.bank]) if self.scale > {first} else self.bank"
+    built = TASK.replace("        BODY", f"        {grow}").replace(
         "        super().__init__()\n",
         "        super().__init__()\n        self.register_buffer('bank', torch.zeros(1))\n",
     )
-    result = trained("None", "", server, tmp_path, task=built)
+    result = trained("None", "", server, tmp_path, "checkpoint.every=2", task=built)
     assert result.code == 70, result
-    assert 'self.register_buffer("bank"' in result.err
+    assert "1.bank" in result.err
+    saved = [path.name for path in (tmp_path / "outputs" / "mine" / "checkpoints").glob("update-*")]
+    assert saved == (["update-0000000002"] if first else [])
 
 
 STATES = {

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import StorageError
+from runner.base.errors import StorageError, TaskFault
+from runner.base.text import abbreviate
 from runner.config.option_table import call_option
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
@@ -35,6 +36,7 @@ from runner.engine.process.watchdog import CHECKPOINT, UPDATE
 from runner.engine.update import non_finite
 from runner.engine.update.loop import StepInfo
 from runner.tensors.global_rng import random_state
+from runner.tensors.module_buffers import list_buffers
 from runner.version import __version__
 
 
@@ -53,6 +55,7 @@ class Checkpointing(Hook):
         self.is_unsaved = False
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
+        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers that checkpoints contain, as a new model has them
         start = phase.start
         self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
@@ -81,6 +84,8 @@ class Checkpointing(Hook):
     def begin(self) -> None:
         work = self.phase.work
         self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.trained_names else []
+        buffers = [(ref.name, ref.tensor) for ref in list_buffers(self.phase.parts.bare) if ref.is_saved]
+        self._shapes = {name: tensor.shape for name, tensor in buffers if tensor is not None}
 
     @cached_property
     def _frozen_digest(self) -> str | None:
@@ -364,8 +369,18 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite: the loss does not depend on all of them."""
+        """Raise NumericError if learned values are not finite: the loss does not depend on all of them.
+
+        Raises TaskFault if a buffer has another shape than that of a new model, which could not load the checkpoint.
+        """
         model = snapshot.tensors["model"]
+        changed = [name for name, shape in self._shapes.items() if name in model and model[name].shape != shape]
+        if changed:
+            raise TaskFault(
+                f"the shape of buffers has changed, so the checkpoint could not be loaded: {abbreviate(changed)}",
+                where=str(self.phase.parts.source),
+                fix="register each in __init__ with its final shape, or with persistent=False",
+            )
         weights = [
             (name, model[name]) for name in self.phase.work.trained_names if name in model or snapshot.part is None
         ]
