@@ -181,7 +181,9 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
     if arg.startswith("-") or "=" in arg:
         fix = "a command comes first, such as accel-run train"
-    elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6):
+    elif arg in ("sweep", "multirun"):
+        fix = "accel-run train -m trains every combination of values, accel-run search searches for the best one"
+    elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.7):
         fix = f"did you mean accel-run {close[0]}?"
     else:
         fix = f"commands: {', '.join(names)}"

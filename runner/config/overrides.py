@@ -92,6 +92,8 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
             what, fix = "unknown option; settings have the form key=value", suggest(key, value)
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
+            if key == "json":
+                what, fix = "unknown option here", "accel-run runs --json and accel-run evaluate --json print JSON"
             problems.append(Problem(what, argument, fix))
         elif pending and (
             pending[0] == "=" or (argument.endswith(("=", ":")) and not re.search("^[-~]|=", pending[0]))

@@ -60,8 +60,8 @@ accel-run: --jsn model.pt: unknown option; settings have the form key=value
            accel-run plan shows every key
 """,
     "search --json optimizer.lr=log(1e-4,1e-2)": """\
-accel-run: --json: unknown option; settings have the form key=value
-           accel-run plan shows every key
+accel-run: --json: unknown option here
+           accel-run runs --json and accel-run evaluate --json print JSON
 """,
     "report --wach": """\
 accel-run: --wach: unknown option
@@ -461,6 +461,13 @@ def test_a_typo_gets_a_suggestion(args: str, answers: dict[str, tuple[int, str, 
     code, out, err, torch_is_loaded = answers[args]
     assert err == with_all_options(SLIPS[args])
     assert (code, out, torch_is_loaded) == (78, "", False)
+
+
+def test_a_command_of_another_name_gets_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "-m", "seed=0,1"]) == 78
+    assert "accel-run train -m" in capsys.readouterr().err
+    assert main(["clean"]) == 78
+    assert "accel-run plan?" not in capsys.readouterr().err, "it has only letters in common"
 
 
 def test_a_missing_task_file_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
