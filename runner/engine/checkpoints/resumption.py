@@ -225,6 +225,12 @@ def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | Non
     return start if is_finished and start.state["phase"] in selected else None
 
 
+def _add_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint with the keys that it lacks if an earlier version wrote it."""
+    of_options = {"averaging.start": 0.0} if values.get("averaging") == "swa" else {}
+    return {**ADDED_KEYS, **of_options, **values}
+
+
 def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
     """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ."""
     for difference in _differences(plan, start):
@@ -241,7 +247,7 @@ def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
     resumed = current if current in [phase.name for phase in plan.selected] else None
     before, now = (
         {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
-        for values in ({**ADDED_KEYS, **start.state["values"]}, json.loads(json.dumps(plan.values())))
+        for values in (_add_keys(start.state["values"]), json.loads(json.dumps(plan.values())))
     )
     return compare(before, now, plan.settings.resume_allow, start.state["phase_update"])
 

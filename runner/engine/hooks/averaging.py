@@ -24,7 +24,7 @@ Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, 
 
 
 class Averaging(Hook):
-    """Averages the trained weights of a phase, starting from the weights after the first update.
+    """Averages the trained weights of a phase, from those after the first update, or after a share of the updates.
 
     The average is on the device, has the dtype of the weights, and is sharded like them. Buffers are not averaged. An
     update skipped because of an overflow counts as one that changed nothing.
@@ -40,7 +40,8 @@ class Averaging(Hook):
         self._averages: dict[str, Tensor] = {}
 
     def after_update(self, step: StepInfo) -> None:
-        if self._rule is None:
+        start = self._choice.options.get("start", 0.0) * self.phase.total
+        if self._rule is None or (not self._num_averaged and step.update <= start):
             return
         weights = self._weights()
         if not self._num_averaged:
@@ -120,9 +121,10 @@ def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
     return rule
 
 
-def swa(*, evaluate: bool = True) -> Rule:
+def swa(*, start: Factor = 0.0, evaluate: bool = True) -> Rule:
     """Stochastic weight averaging: the mean of the weights after each update of the phase.
 
+    start     fraction of the updates of the phase that are not averaged
     evaluate  evaluation, inference and export use the average; false: it is only stored in checkpoints
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """

@@ -76,6 +76,32 @@ def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, .
     assert_close(saved(tmp_path, "model"), seen[-1], 0.0)
 
 
+def test_an_average_that_starts_later_has_the_last_updates_only(tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, "averaging=swa", "averaging.start=0.5")) as phase:
+        seen = [weights_of(phase) for _ in phase.updates()]
+        phase.close()
+    assert_close(saved(tmp_path), by_hand(seen[UPDATES // 2 :], "swa"))
+
+
+def test_a_run_stopped_before_its_average_starts_resumes_and_predicts(tmp_path: Path) -> None:
+    args = ("averaging=swa", "averaging.start=0.5")
+    with open_phase(request_of(tmp_path / "stopped", *args)) as phase:
+        for update in phase.updates():
+            if update == 2:
+                break
+        phase.hook(RankSync).exchange.close()
+        phase.hook(Checkpointing).save()
+    with ExitStack() as stack:
+        given = Request(("run=mine", f"output_root={tmp_path / 'stopped'}"), TASK)
+        parts = open_trained(given, Console(), stack).parts
+        opened = weights_of(SimpleNamespace(run=SimpleNamespace(parts=parts)))
+    assert_close(opened, saved(tmp_path / "stopped", "model", 2), 0.0)
+    trained(tmp_path / "stopped", *args)
+    trained(tmp_path / "straight", *args)
+    for stem in ("averaging", "model"):
+        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+
+
 def test_averaging_does_not_change_training(tmp_path: Path) -> None:
     trained(tmp_path / "with", *EMA, "evaluate.every=2")
     trained(tmp_path / "without", "evaluate.every=2")
@@ -149,10 +175,12 @@ def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> No
     assert_close(saved(tmp_path), by_hand(seen, "ema"))
 
 
-def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
-    with open_phase(request_of(tmp_path)) as phase:
+@pytest.mark.parametrize("option", ["none", "swa"])
+def test_an_older_checkpoint_lacks_keys_added_since(option: str, tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, f"averaging={option}")) as phase:
         plan = phase.run.plan
-    values = {key: value for key, value in plan.values().items() if key not in ADDED_KEYS}
+    absent = {*ADDED_KEYS, "averaging.start"} - ({"averaging"} if option == "swa" else set())
+    values = {key: value for key, value in plan.values().items() if key not in absent}
     start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
     messages: list[str] = []
     check_resume(plan, start, messages.append)
