@@ -33,7 +33,7 @@ class StackFrame:
 
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()
-        place = f"{_shorten_path(self.file)}:{self.line} in {self.function}"
+        place = f"{shorten_path(self.file)}:{self.line} in {self.function}"
         return f"{place}: {text}" if text else place
 
 
@@ -139,7 +139,8 @@ def _is_user_code(file: str) -> bool:
     return is_shipped_task or not (file.startswith(_LIBRARIES) or file.startswith("<"))
 
 
-def _shorten_path(file: str) -> str:
+def shorten_path(file: str) -> str:
+    """Return the path of a source file relative to accel-run, a library or the working directory, if it is there."""
     for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]

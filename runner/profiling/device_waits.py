@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from runner.base.accelerator import warn_on_synchronization
+from runner.host.stacks import shorten_path
 
 IsTaskFile = Callable[[str], bool]  # path of a file -> whether it belongs to the task
 
@@ -99,17 +100,11 @@ def _task_line(is_task_file: IsTaskFile) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if is_task_file(file):
-            return f"{_shorten_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{shorten_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
             return ""
         frame = frame.f_back
     return ""
-
-
-def _shorten_path(file: str) -> str:
-    """Return a file path relative to the working directory, or the file with its parent folder."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
 
 
 _TORCH = str(Path(torch.__file__).parent)
