@@ -18,7 +18,6 @@ _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samp
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
 _RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
 _TASK_SETTING = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
-TASK_PHASES = "the task's phases, which accel-run plan lists"  # replaced by their names once the task is read
 _RENDEZVOUS_SETTING = "ranks on one machine find each other; several machines: docs/scale.md"
 
 # Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
@@ -151,7 +150,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "--config-dir DIR, the folder of your configuration files": "config config_file config_path cfg_file c"
     " config_name cn cp",
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
-    f"phases=[NAME], where NAME is one of {TASK_PHASES}": "phase",
+    "phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists": "phase",
     "ACCEL_RUN_LOG_LEVEL=debug accel-run train": "verbose verbosity",
     "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent disable_tqdm",
     "accel-run train": "do_train",

@@ -43,7 +43,6 @@ from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
 from runner.config.schema import find_nearest, settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
-from runner.config.suggestions import name_phases
 from runner.config.task_file import read_task
 from runner.config.value_checks import check_values, find_contradictions
 
@@ -208,8 +207,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
     problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:
-        names = [phase.name for phase in task.phases] or ["train"]
-        raise ConfigError([name_phases(problem, names) for problem in problems])
+        raise ConfigError(problems)
     return _build_configuration(
         setting_values(merged),
         choices,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
 
-from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import TASK_PHASES, suggestion_for_key
+from runner.base.errors import to_one_line
+from runner.config.aliases import suggestion_for_key
 from runner.config.options import GROUPS, all_keys, canonical_option, list_options
 from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
 from runner.config.settings import MAIN_KEYS
@@ -72,8 +70,3 @@ def _is_accepted(key: str, text: str) -> bool:
 
 
 _SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
-
-
-def name_phases(problem: Problem, names: Sequence[str]) -> Problem:
-    """Return the problem with the names of the task's phases in its suggestion."""
-    return replace(problem, fix=problem.fix.replace(TASK_PHASES, ", ".join(names)))

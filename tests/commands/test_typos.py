@@ -129,15 +129,15 @@ accel-run: my.yaml: is not a setting; settings have the form key=value
 """,
     "train task=dynamo --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
-           use phases=[NAME], where NAME is one of pretrain, lora, router, joint
+           use phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists
 """,
     "train phase=2 task=hyperspectral": """\
 accel-run: phase=2: unknown key
-           use phases=[NAME], where NAME is one of fit, train
+           use phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists
 """,
     "train task=nmt --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
-           use phases=[NAME], where NAME is one of train
+           use phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists
 """,
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key

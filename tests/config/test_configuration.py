@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped_path
-from runner.config.aliases import FOREIGN_KEYS, PRECISION_NAMES, TASK_PHASES
+from runner.config.aliases import FOREIGN_KEYS, PRECISION_NAMES
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
 from runner.config.options import AXES, GROUPS, find_signature, list_options
@@ -664,7 +664,7 @@ def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         result = refused(*(f"{key}=1" for key in keys))
-        suggestions = [translate_key(key, "1", ()).replace(TASK_PHASES, "train") for key in keys]
+        suggestions = [translate_key(key, "1", ()) for key in keys]
         expected = [(f"{key}=1", text) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
 
