@@ -63,6 +63,18 @@ def test_a_non_finite_gradient_makes_the_norm_non_finite(max_norm: float | None)
     assert math.isnan(float(correct_and_clip(result, None, max_norm)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("correction", [0.5, torch.tensor(0.5, dtype=torch.float64)])
+def test_complex_gradients_have_a_real_norm(correction: Any, max_norm: float | None) -> None:
+    result = [torch.tensor([3 + 4j]), torch.tensor([12.0])]
+    norm = correct_and_clip(result, correction, max_norm)
+    assert norm is not None
+    assert norm.item() == 6.5
+    scale = 0.5 if max_norm is None else 1 / 13
+    assert torch.allclose(result[0], torch.tensor([3 + 4j]) * scale)
+    assert torch.allclose(result[1], torch.tensor([12.0]) * scale)
+
+
 def test_cleared_gradients_are_released() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
