@@ -31,10 +31,10 @@ class Feed:
 
     def peek(self) -> MicroBatch:
         """Return the next batch without consuming it."""
-        self.progress_mark.now = (DATA, self.position.update + 1)
+        self.progress_mark.advance(DATA, self.position.update + 1)
         first = next(self.batches)
         self.batches = _prepend([first], self.batches)
-        self.progress_mark.now = (UPDATE, self.position.update + 1)
+        self.progress_mark.advance(UPDATE, self.position.update + 1)
         return first
 
     def close(self) -> None:
@@ -42,10 +42,10 @@ class Feed:
         self.batches = iter(())
 
     def __next__(self) -> MicroBatch:
-        self.progress_mark.now = (DATA, self.position.update + 1)
+        self.progress_mark.advance(DATA, self.position.update + 1)
         batch = next(self.batches)
         self.progress_mark.completed_kinds.add(DATA)
-        self.progress_mark.now = (UPDATE, self.position.update + 1)
+        self.progress_mark.advance(UPDATE, self.position.update + 1)
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)
         if batch.marks:

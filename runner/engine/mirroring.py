@@ -47,7 +47,7 @@ def download_checkpoints(
     is_downloading = True
     while is_downloading:
         thread.join(_PROGRESS_INTERVAL_S)
-        progress_mark.now = (START, 0)
+        progress_mark.advance(START, 0)
         is_downloading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for it
     if not errors:
         return mirror
@@ -96,7 +96,7 @@ def finish_mirroring(run: TrainingRun, *, should_wait: bool) -> None:
         seconds = max(0.0, min(seconds, requested_at + policy.grace_s - time.monotonic() - _EXIT_RESERVE_S))
 
     def report_progress() -> None:
-        run.progress_mark.now = (END, run.progress_mark.now[1])
+        run.progress_mark.advance(END, run.progress_mark.now[1])
 
     line = run.mirror.finish(seconds, report_progress)
     if line:

@@ -35,7 +35,7 @@ from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.objective_phase import make_phase_kind
 from runner.engine.parts.phase_kinds import BeforeStep, no_hooks
 from runner.engine.parts.train_order import make_order
-from runner.engine.process.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
+from runner.engine.process.watchdog import FINISH, UPDATE
 from runner.engine.run import TrainingRun
 from runner.engine.update.balance import make_shares
 from runner.engine.update.loop import Position, StepInfo
@@ -162,7 +162,7 @@ class Phase(PhaseView):
     def explain_error(self, error: BaseException) -> AccelRunError | None:
         done = self.position.update
         where = f"update {done + 1} of phase {self.name}" if done < self.total else f"the end of phase {self.name}"
-        if self.progress_mark.now[0] in (EVALUATION, SUMMARY):
+        if self.is_evaluating:
             where = f"the evaluation after update {done} of phase {self.name}"
         return explain(error, self.parts.source, where, self.planned.batch.micro_batch_size)
 
@@ -246,10 +246,9 @@ class Phase(PhaseView):
     def finish_work(self) -> None:
         if not self.is_over or self.closed:
             return
-        self.progress_mark.now = (FINISH, self.position.update)
-        metrics = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
+        with self.progress_mark.doing(FINISH, self.position.update):
+            metrics = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
         self.closed = True
-        self.progress_mark.now = (UPDATE, self.position.update)
         if metrics:
             self.record.metrics |= metrics
             self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **metrics})

@@ -138,7 +138,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
                     attempt.measured(choose_evidence(before, partial))
             raise
         finally:
-            progress_mark.now = (END, progress_mark.now[1])
+            progress_mark.advance(END, progress_mark.now[1])
             # From here on, a second stop signal does not kill the run, but a third one does: the exit code is known.
             progress_mark.is_ending.value = True
             run.stop.begin_shutdown()

@@ -127,7 +127,7 @@ def _predict_all(
     names: set[str] = set()
 
     def on_next() -> None:
-        progress_mark.now = (PREDICTION, num + 1)
+        progress_mark.advance(PREDICTION, num + 1)
 
     began = time.perf_counter()
     with time_calls(parts.model, parts.world.device) as calls, PredictionWriter(directory, console.info) as writer:

@@ -60,11 +60,11 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             if num_batches:
                 progress_mark.completed_kinds.add(EVALUATION)
             num_batches += 1
-            progress_mark.now = (EVALUATION, trained.update)
+            progress_mark.advance(EVALUATION, trained.update)
             return stop.requested is not None
 
         def begin_summary() -> None:
-            progress_mark.now = (SUMMARY, trained.update)
+            progress_mark.advance(SUMMARY, trained.update)
 
         began = time.perf_counter()
         result = evaluate(

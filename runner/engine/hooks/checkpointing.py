@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.parts.frozen_base import DIGEST, frozen_digest, select_saved_state
-from runner.engine.process.watchdog import CHECKPOINT, UPDATE
+from runner.engine.process.watchdog import CHECKPOINT
 from runner.engine.update import non_finite
 from runner.engine.update.loop import StepInfo
 from runner.tensors.global_rng import random_state
@@ -140,23 +140,21 @@ class Checkpointing(Hook):
         if too_late:
             self.is_unsaved = True
             self._report_newest(too_late)
-        phase.progress_mark.now = (CHECKPOINT, phase.position.update)
+        phase.progress_mark.advance(CHECKPOINT, phase.position.update)  # until the phase is closed
         with phase.stopwatch.during("saving"):
             observers.metrics.sync()
             if self.saver.newest_number() != phase.number and not too_late:
                 raise self.saver.writer.failures[-1]
 
     def close(self, error: BaseException | None) -> None:
-        progress_mark = self.phase.progress_mark
         try:
             if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
                 # A failing run keeps its best checkpoint; errors here must not hide the cause.
                 with suppress(Exception):
                     self._write_held_best()
         finally:
-            operation, progress_mark.now = progress_mark.now, (CHECKPOINT, self.phase.position.update)
-            self.saver.writer.close()
-            progress_mark.now = operation  # for the report of the error, which follows
+            with self._marked():
+                self.saver.writer.close()
 
     @property
     def newest_number(self) -> int | None:
@@ -187,14 +185,13 @@ class Checkpointing(Hook):
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.add_best(value, self.phase.number)
         elif self._can_hold() and broadcast(self.saver.has_no_budget()):
-            with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude():
-                self._prepare_copy()
+            with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude(), self._marked():
+                self.phase.hook(BadSamples).flush()
                 if self.phase.parts.world.is_first:
                     self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept_checkpoints)
                 else:  # a collective: all ranks gather the state
                     self.saver.buffer.clear()
                     self.snapshot()
-                self.phase.progress_mark.now = (UPDATE, self.phase.position.update)
         else:
             self.save(value)
 
@@ -215,13 +212,13 @@ class Checkpointing(Hook):
         too_late = self._deadline_problem()
         if too_late:
             return too_late
-        with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude():
+        with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude(), self._marked():
             self._save_now(value, overwrite=overwrite)
         return None
 
     def _save_now(self, value: float | None, *, overwrite: bool) -> None:
         phase = self.phase
-        self._prepare_copy()
+        self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
         self._check_directory()
         self.saver.save(
             phase.number,
@@ -233,11 +230,10 @@ class Checkpointing(Hook):
         )
         phase.run.tally.num_saves += 1
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
-        phase.progress_mark.now = (UPDATE, phase.position.update)
 
-    def _prepare_copy(self) -> None:
-        self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
-        self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
+    def _marked(self) -> AbstractContextManager[None]:
+        """Report to the watchdog that a checkpoint is written."""
+        return self.phase.progress_mark.doing(CHECKPOINT, self.phase.position.update)
 
     def _write_held_best(self) -> None:
         """Write the best checkpoint that is held in memory, unless the time left suffices for the last save only."""
@@ -251,10 +247,10 @@ class Checkpointing(Hook):
             warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
             self.saver.held = None
             return
-        self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
-        self._check_directory()
-        with self.phase.stopwatch.during("saving"):
-            self.saver.write_held()
+        with self._marked():
+            self._check_directory()
+            with self.phase.stopwatch.during("saving"):
+                self.saver.write_held()
 
     def _has_next_update(self) -> bool:
         """Return whether another update follows; the last one is always saved."""

@@ -49,17 +49,18 @@ class DataChanges(Hook):
         check_sampler(old.get("train", {}).get("sampler", content), content)
         if not phase.parts.world.is_first:
             return
-        phase.progress_mark.now = (DATA, phase.position.update + 1)
-        self._data, varying = fingerprint_data(fetchers, phase.loader)
+        with phase.progress_mark.doing(DATA, phase.position.update + 1):
+            self._data, varying = fingerprint_data(fetchers, phase.loader)
+            self._data["train"]["sampler"] = content
+            changed = changed_samples(old, self._data, fetchers, phase.loader)
         if varying:
             self.phase.run.observers.screen.warn(
                 f"samples of split {' and '.join(varying)} differ between two reads with equally seeded generators, so"
                 " they depend on the number of workers and are not repeated after a resume. Draw from the global"
                 " generators of torch, NumPy or Python, or from runner.sample_rng(seed, epoch, index)"
             )
-        self._data["train"]["sampler"] = content
         edited, provenance.edited = provenance.edited, []
-        self._report(edited, changed_samples(old, self._data, fetchers, phase.loader))
+        self._report(edited, changed)
 
     def _report(self, edited: list[str], samples: list[str]) -> None:
         if not edited and not samples:

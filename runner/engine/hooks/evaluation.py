@@ -14,7 +14,7 @@ from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.process.watchdog import EVALUATION, SUMMARY, UPDATE
+from runner.engine.process.watchdog import EVALUATION, SUMMARY
 from runner.engine.update.loop import StepInfo
 from runner.loading.loaders import Loader
 
@@ -90,10 +90,11 @@ class Evaluation(Hook):
     def _run_evaluation(self, held_out: Loader) -> None:
         phase, run, parts = self.phase, self.phase.run, self.phase.parts
         update, oom = phase.position.update, phase.hook(OutOfMemory)
-        phase.progress_mark.now = (EVALUATION, update)
-        phase.hook(Metrics).meter.flush()
-        parts.parallel.check_buffers()
+        phase.is_evaluating = True
         with ExitStack() as stack:
+            stack.enter_context(phase.progress_mark.doing(EVALUATION, update))
+            phase.hook(Metrics).meter.flush()
+            parts.parallel.check_buffers()
             for hook in phase.hooks:
                 stack.enter_context(hook.during_evaluation())
             measured = evaluate(
@@ -106,7 +107,7 @@ class Evaluation(Hook):
             )
         oom.report_evaluation_reductions()
         phase.progress_mark.completed_kinds.add(SUMMARY)
-        phase.progress_mark.now = (UPDATE, update)
+        phase.is_evaluating = False  # not after an error: its report needs to know where it occurred
         if measured is None:  # stopped: the resumed run repeats this evaluation
             phase.stop()
             return
@@ -132,11 +133,11 @@ class Evaluation(Hook):
         if self._num_batches:
             self.phase.progress_mark.completed_kinds.add(EVALUATION)
         self._num_batches += 1
-        self.phase.progress_mark.now = (EVALUATION, self.phase.position.update)
+        self.phase.progress_mark.advance(EVALUATION, self.phase.position.update)
         return self.phase.run.stop.requested is not None
 
     def _mark_summary(self) -> None:
-        self.phase.progress_mark.now = (SUMMARY, self.phase.position.update)
+        self.phase.progress_mark.advance(SUMMARY, self.phase.position.update)
 
 
 def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:

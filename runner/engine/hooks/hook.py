@@ -59,6 +59,7 @@ class PhaseView:
         feed: micro-batches as they are read; `batches`: the iterator of the updates, which a hook may wrap in `begin`.
         record: the record of the phase in run.json.
         closed: the result of the phase has been stored in the model.
+        is_evaluating: an evaluation runs, or has ended the phase with an error.
         must_stop: the phase ends after the current update, on all ranks.
         update_s: seconds of the last update; None for the first one of the process.
     """
@@ -79,7 +80,7 @@ class PhaseView:
     record: PhaseRecord
     stopwatch: Stopwatch
     progress_mark: ProgressMark
-    closed = must_stop = False
+    closed = must_stop = is_evaluating = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
 

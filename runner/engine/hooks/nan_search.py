@@ -36,8 +36,8 @@ class NanSearch(Hook):
             return None
         self.phase.loader.close()  # its worker threads must not read concurrently
         update = self.phase.position.update + (0 if error.late else 1)
-        self.phase.progress_mark.now = (SEARCH, update)  # all samples are read again by this process
-        return _locate_error(error, _UpdateSearch(self.phase, update, is_late=error.late), self.phase)
+        with self.phase.progress_mark.doing(SEARCH, update):  # all samples are read again by this process
+            return _locate_error(error, _UpdateSearch(self.phase, update, is_late=error.late), self.phase)
 
 
 class _Origin(NamedTuple):

@@ -11,7 +11,6 @@ from runner.engine.checkpoints import oom_history
 from runner.engine.checkpoints.oom_history import ReducedMicroBatch
 from runner.engine.evaluation.evaluate import BatchSizes
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.process.watchdog import EVALUATION, SUMMARY
 from runner.engine.update.oom_report import MemoryAccount, format_report, measure_memory, suggest_settings
 
 
@@ -71,8 +70,8 @@ class OutOfMemory(Hook):
         if cause.place in ("optimizer", BETWEEN):
             samples = 0
         else:
-            samples = self.sizes.current if self._is_evaluating else self._size()
-        shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not self._is_evaluating else ""
+            samples = self.sizes.current if self.phase.is_evaluating else self._size()
+        shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not self.phase.is_evaluating else ""
         rank = self.run.plan.ranks[self.world.rank]
         self.memory = MemoryAccount(cause, samples, shape_text, None, None, None)
         with suppress(Exception):  # there may be no memory for the report
@@ -193,10 +192,6 @@ class OutOfMemory(Hook):
         self._record_once(cause, error)
         return self._complete_error(cause, translated, "")
 
-    @property
-    def _is_evaluating(self) -> bool:
-        return self.phase.progress_mark.now[0] in (EVALUATION, SUMMARY)
-
     def _is_retried(self) -> bool:
         """Return whether this rank has run out of memory in the current update."""
         now = (self.phase.name, self.phase.position.update, self.world.rank)
@@ -214,7 +209,7 @@ class OutOfMemory(Hook):
         self, cause: OomCause, error: AccelRunError, obstacle: str, *, is_final: bool = False
     ) -> AccelRunError:
         phase = self.phase
-        size = self.sizes.current if self._is_evaluating else self._size()
+        size = self.sizes.current if self.phase.is_evaluating else self._size()
         reduced = None if is_final else halve(size)
         (problem,) = error.problems
         pass_size = size if cause.place != BETWEEN else 0
@@ -227,7 +222,7 @@ class OutOfMemory(Hook):
         if cause.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
             pass
         elif reduced is not None:
-            use: oom_history.Use = "evaluation" if self._is_evaluating else "training"
+            use: oom_history.Use = "evaluation" if self.phase.is_evaluating else "training"
             rank = None if self.run.parts.parallel.is_lockstep else self.world.rank
             requested, world_size = self._requested_size(use), self.world.world_size
             row = ReducedMicroBatch(

@@ -63,8 +63,8 @@ class StreamPosition(Hook):
             phase, world = self.phase, self.phase.parts.world
             check_fields: list[Any] | None = None
             if world.is_first:
-                phase.progress_mark.now = (DATA, phase.position.update + 1)  # the watchdog's limit for reading data
-                check_fields = [*check_stream(fetcher, phase.loader)]
+                with phase.progress_mark.doing(DATA, phase.position.update + 1):
+                    check_fields = [*check_stream(fetcher, phase.loader)]
             check = StreamCheck(*world.broadcast(check_fields))
             raise_if_invalid(check, fetcher.dataset.source.num_shards)
             self._needs_replay = bool(check.restore_error)

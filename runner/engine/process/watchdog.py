@@ -1,8 +1,8 @@
 """Detect hangs in a thread, report them with the stacks of all threads, and end the process.
 
-The training thread reports its current operation by setting one attribute (`ProgressMark.now`), and never calls this
-module. The watchdog thread checks the attribute periodically and counts its checks instead of the clock: a stopped
-process, a suspended machine or a debugger cause one long pause between two checks, which counts as one check.
+The training thread reports its current operation to a `ProgressMark`, and never waits for this module. The watchdog
+thread checks the mark periodically and counts its checks instead of the clock: a stopped process, a suspended machine
+or a debugger cause one long pause between two checks, which counts as one check.
 
 A single process ends itself. A rank of our launcher only publishes heartbeats (runner.host.heartbeat): the launcher
 receives those of all ranks, so it can tell the blocking rank from those that wait for it.
@@ -52,7 +52,7 @@ REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself hang
 
 
 class ProgressMark:
-    """Current activity of the run, read by the watchdog; the training thread only sets `now`.
+    """Current activity of the run, read by the watchdog; no other decision reads `now`.
 
     now              (kind, update): a new tuple for each operation, even if equal to the previous one
     completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
@@ -61,6 +61,8 @@ class ProgressMark:
     write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
     is_stopping      returns whether a stop was requested
     """
+
+    _now: tuple[str, int]
 
     def __init__(self) -> None:
         self.num_updates = ctypes.c_uint64()
@@ -74,10 +76,29 @@ class ProgressMark:
         """True if this process has completed no update and is not writing or evaluating."""
         return not self.num_updates.value and not self.is_ending.value and self.now[0] in BEFORE_UPDATE
 
+    @property
+    def now(self) -> tuple[str, int]:
+        """The current operation."""
+        return self._now
+
+    def advance(self, kind: str, update: int) -> None:
+        """Start the next operation of the loop; it replaces the current one."""
+        self._now = (kind, update)
+
+    @contextmanager
+    def doing(self, kind: str, update: int) -> Iterator[None]:
+        """Interrupt the current operation by another one; it continues afterwards, also after an error."""
+        interrupted = self._now
+        self._now = (kind, update)
+        try:
+            yield
+        finally:
+            self._now = (interrupted[0], interrupted[1])  # a new tuple: the time before the interruption is over
+
     def begin(self, phase: str) -> None:
         """Start a phase and discard the times learned in the previous one."""
         # `now` first, because the operation that ends here belongs to the previous phase.
-        self.now: tuple[str, int] = (START, 0)
+        self._now = (START, 0)
         self.phase, self.completed_kinds = phase, set[str]()
 
 

@@ -17,7 +17,6 @@ from runner.distributed.world import World
 from runner.durable.directory import RunDirectory
 from runner.engine.checkpoints.oom_history import FILE, ReducedMicroBatch, read_reductions, write_reductions
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.process.watchdog import EVALUATION, UPDATE
 from tests.opened import opened
 
 GIB = 2**30
@@ -252,7 +251,7 @@ def test_an_error_with_too_few_samples_is_reported_as_the_memory_that_required_t
 def test_an_evaluation_is_repeated_in_halves(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Place(monkeypatch)
     with opening() as seen:
-        seen.phase.progress_mark.now = (EVALUATION, 0)
+        seen.phase.is_evaluating = True
         assert seen.hook.sizes.on_error(TORCH_ERROR, 4) == 2
         assert seen.hook.memory.samples == 4
         seen.hook.sizes.current = 2
@@ -282,13 +281,13 @@ def test_an_evaluation_that_ends_a_run_resumes_with_half_of_its_size(
 ) -> None:
     Place(monkeypatch)
     with opening() as seen:
-        seen.phase.progress_mark.now = (EVALUATION, 0)
+        seen.phase.is_evaluating = True
         seen.hook.sizes.current = 3
         error = seen.hook.on_error(TORCH_ERROR)
         assert seen.recorded == [replace(ROW, use="evaluation", in_place=False)]
         assert isinstance(error, AccelRunError)
         assert error.place["micro_batch_size"] == 3
-        seen.phase.progress_mark.now = (UPDATE, 0)
+        seen.phase.is_evaluating = False
 
 
 def test_without_retries_an_evaluation_has_none(opening: Any) -> None:

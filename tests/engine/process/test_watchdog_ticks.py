@@ -27,6 +27,7 @@ from runner.engine.process.watchdog import (
     EVALUATION,
     MIN_TIMEOUT_S,
     START,
+    SUMMARY,
     TICK_S,
     UPDATE,
     WATCHDOGS,
@@ -53,7 +54,7 @@ def keep(mark: ProgressMark) -> None:
 
 
 def begins(kind: str, update: int = 1) -> Step:
-    return lambda mark: setattr(mark, "now", (kind, update))
+    return lambda mark: mark.advance(kind, update)
 
 
 class Ended(BaseException):
@@ -177,7 +178,7 @@ def test_derived_limits_grow_with_the_durations_and_start_again_with_a_phase(clo
 
         def later(mark: ProgressMark) -> None:
             mark.completed_kinds.add(UPDATE)
-            mark.now = (UPDATE, 1)
+            mark.advance(UPDATE, 1)
 
         (beat,) = clock.pass_ticks(mark, later)
         assert (beat.limit_s, beat.is_first) == (MIN_TIMEOUT_S, False)
@@ -187,7 +188,7 @@ def test_a_phase_that_completes_operations_between_two_checks_has_no_first_one(c
     def begin(mark: ProgressMark) -> None:
         mark.begin("second")
         mark.completed_kinds.add(UPDATE)
-        mark.now = (UPDATE, 3)
+        mark.advance(UPDATE, 3)
 
     with watched(tmp_path) as mark:
         (beat,) = clock.pass_ticks(mark, begin)
@@ -437,3 +438,22 @@ def test_a_derived_limit_has_a_minimum_and_a_set_one_is_exact() -> None:
     assert limits(UPDATE, is_first=True, longest_s=600.0) == (100.0, 100.0)
     assert limits(START) == (100.0, 100.0)
     assert limits(CHECKPOINT, is_first=True) == limits(END) == (7.0, 7.0)
+
+
+def test_an_interrupted_operation_continues_as_a_new_one_even_after_an_error() -> None:
+    mark = ProgressMark()
+    mark.advance(UPDATE, 2)
+    before = mark.now
+    with pytest.raises(KeyError), mark.doing(EVALUATION, 2), mark.doing(CHECKPOINT, 1):
+        assert mark.now == (CHECKPOINT, 1)
+        raise KeyError
+    assert mark.now == before
+    assert mark.now is not before, "its time starts again"
+
+
+def test_an_interruption_ends_operations_that_advanced_within_it() -> None:
+    mark = ProgressMark()
+    mark.advance(UPDATE, 2)
+    with mark.doing(EVALUATION, 2):
+        mark.advance(SUMMARY, 2)
+    assert mark.now == (UPDATE, 2)
