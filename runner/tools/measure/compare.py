@@ -77,6 +77,14 @@ class CompareLimits:
     seed: int = 0
 
 
+class ComparisonInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a comparison, with the measurements so far."""
+
+    def __init__(self, result: ComparisonResult) -> None:
+        super().__init__()
+        self.result = result
+
+
 class Comparison:
     """Measures variants of one request; leaving the `with` block ends every process.
 
@@ -106,7 +114,8 @@ class Comparison:
         """Measure the variants, interleaved; the first is the baseline.
 
         The overrides of a variant are added to those of the request. The error that ends a variant becomes its
-        `why_not`. Raises AccelRunError if the baseline cannot be measured.
+        `why_not`. Raises AccelRunError if the baseline cannot be measured, ComparisonInterrupted on Ctrl-C after the
+        first block.
         """
         began = self.clock()
         self.limits, self.deadline = limits, began + limits.budget_s
@@ -121,6 +130,10 @@ class Comparison:
                     self._run_rounds(result, is_last=True)
                     break
             self._collect_reports(result)
+        except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C ends it at once
+                self._collect_reports(result)
+            raise ComparisonInterrupted(result) from None
         finally:
             for process in self.processes.values():
                 process.end()
@@ -430,6 +443,8 @@ class Comparison:
             process.deadline = math.inf
             process.resume()
             report = process.call({"do": "report"}, REPLY_TIMEOUT_S)
+            if "losses" not in report:  # this was the reply to an interrupted block
+                report = process.receive_reply(REPLY_TIMEOUT_S)
             trial.report = merge_reports(trial.report, report)
 
 

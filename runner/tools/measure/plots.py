@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,29 @@ from runner.base.errors import InputMissing
 from runner.base.picture import COLORS, encode_png, new_figure
 from runner.base.text import abbreviate
 from runner.durable import files
-from runner.tools.measure.results import PICTURES, LadderRow, Results
+from runner.tools.measure.results import PICTURES, LadderRow, Results, session_baseline
 from runner.tools.measure.statistics import CONFIDENCE, Ratio
 from runner.tools.measure.technique import BASELINE
 
 Rows = Mapping[str, LadderRow]
 
 
-def draw_plots(results: Results) -> list[Path]:
+def draw_plots(results: Results, plotted: Results | None = None) -> list[Path]:
     """Write the plots of the results into their folder; return the paths.
 
     An earlier plot that can no longer be drawn is removed. Raises InputMissing if there are no results.
+
+    plotted  names of the plots, if they differ from those of the results
     """
+    plotted = plotted or results
     images = {name: encode_png(figure) for name, figure in make_figures(results).items()}
     for name in PICTURES:
-        path = results.file(name)
+        path = plotted.file(name)
         if name in images:
             files.atomic_write(path, images[name])
         elif files.exists(path):
             files.remove(path)
-    return [results.file(name) for name in PICTURES if name in images]
+    return [plotted.file(name) for name in PICTURES if name in images]
 
 
 def make_figures(results: Results) -> dict[str, Any]:
@@ -45,7 +49,11 @@ def make_figures(results: Results) -> dict[str, Any]:
     if not rows:
         fix = "run them first: accel-run benchmark"
         raise InputMissing("there are no results to plot", where=str(results.csv), fix=fix)
-    figures = {"steps.png": _draw_steps(rows), "heatmap.png": _draw_heatmap(rows), "speedup.png": _draw_speedup(rows)}
+    figures = {
+        "steps.png": _draw_by_session(rows, _steps_height, _draw_steps),
+        "heatmap.png": _draw_by_session(rows, _heatmap_height, _draw_heatmap),
+        "speedup.png": _draw_speedup(rows),
+    }
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
@@ -91,23 +99,47 @@ def _describe_outliers(rows: Rows) -> str:
     return f"off scale (compilation, or the machine was busy): {abbreviate(texts)}" if texts else ""
 
 
-def describe_dates(rows: Rows) -> str:
-    """Return a note if columns were measured at different times."""
-    several = len({row.date for row in rows.values()}) > 1
-    return "measured at different times: compare the speeds relative to the baseline, not the times" if several else ""
+def compute_ratios(rows: Rows) -> dict[str, Ratio]:
+    """Return variant -> speedup relative to the baseline of its session.
 
-
-def get_ratios(rows: Rows) -> dict[str, Ratio]:
-    """Return variant -> measured speedup relative to its baseline."""
-    ratios = {name: row.outcome.ratio for name, row in rows.items() if name != BASELINE}
-    return {name: ratio for name, ratio in ratios.items() if ratio is not None and 0 < ratio.middle < math.inf}
+    Without a measured ratio, it is the ratio of the median step times.
+    """
+    baselines = {row.session: row for name, row in rows.items() if name in (BASELINE, session_baseline(row.session))}
+    ratios: dict[str, Ratio] = {}
+    for name, row in rows.items():
+        base = baselines.get(row.session)
+        if row is base:
+            continue
+        if row.outcome.ratio is not None and 0 < row.outcome.ratio.middle < math.inf:
+            ratios[name] = row.outcome.ratio
+        elif base is not None:
+            ratios[name] = Ratio(statistics.median(base.updates_ms) / statistics.median(row.updates_ms))
+    return ratios
 
 
 # ---------------------------------------------------------------- plots
 
 
-def _draw_steps(rows: Rows) -> Any:
-    figure = new_figure(11.0, max(5.0, 1.6 + 0.19 * sum(_format_label(name, rows).count("\n") + 1 for name in rows)))
+def _draw_by_session(rows: Rows, height_of: Callable[[Rows], float], draw_in: Callable[[Any, Rows, str], None]) -> Any:
+    """Return a figure with separate axes for each session, because their times must not be compared."""
+    ordered = sorted(rows, key=lambda name: rows[name].session)
+    parts = {
+        session: {name: rows[name] for name in names}
+        for session, names in groupby(ordered, lambda name: rows[name].session)
+    }
+    heights = [height_of(part) for part in parts.values()]
+    figure = new_figure(11.0, sum(heights))
+    inner = [figure] if len(parts) == 1 else figure.subfigures(len(parts), 1, height_ratios=heights)
+    for (session, part), place in zip(parts.items(), inner, strict=True):
+        draw_in(place, part, f", session {session}" if len(parts) > 1 else "")
+    return figure
+
+
+def _steps_height(rows: Rows) -> float:
+    return max(5.0, 1.6 + 0.19 * sum(_format_label(name, rows).count("\n") + 1 for name in rows))
+
+
+def _draw_steps(figure: Any, rows: Rows, session: str) -> None:
     limit, axes, lines = _limit_ms(rows), figure.subplots(), {}
     for number, (name, row) in enumerate(rows.items()):
         column = row.updates_ms
@@ -128,19 +160,20 @@ def _draw_steps(rows: Rows) -> Any:
     axes.grid(visible=True, color="0.88", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     _use_integer_ticks(axes)
-    notes = (describe_origin(rows), describe_dates(rows), _describe_outliers(rows))
-    _set_title(figure, axes, "Time of each step", notes, 0.7)
+    _set_title(figure, axes, f"Time of each step{session}", (describe_origin(rows), _describe_outliers(rows)), 0.7)
     order = sorted(rows, key=lambda name: -statistics.median(rows[name].updates_ms))
     figure.legend(
         [lines[name] for name in order], [_format_label(name, rows) for name in order], loc="outside right upper",
         frameon=False, fontsize=8, title="median of steps", title_fontsize=8, alignment="left",
     )  # fmt: skip
-    return figure
 
 
-def _draw_heatmap(rows: Rows) -> Any:
+def _heatmap_height(rows: Rows) -> float:
+    return 2.2 + 0.34 * len(rows)
+
+
+def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
     """Draw one row per variant and one cell per group of consecutive steps; darker is slower."""
-    figure = new_figure(11.0, 2.2 + 0.34 * len(rows))
     num = max(len(row.updates_ms) for row in rows.values())
     size = math.ceil(num / _MAX_GROUPS)
     starts = range(0, num, size)
@@ -175,17 +208,15 @@ def _draw_heatmap(rows: Rows) -> Any:
         _use_plain_numbers(bar.ax.yaxis)
     notes = (
         describe_origin(rows),
-        describe_dates(rows),
         _describe_outliers(rows) if is_cut else "",
         "hatched: not measured" if is_ragged else "",
     )
-    _set_title(figure, axes, "Where steps were slow", notes)
-    return figure
+    _set_title(figure, axes, f"Where steps were slow{session}", notes)
 
 
 def _draw_speedup(rows: Rows) -> Any | None:
     """Draw one bar per variant with its confidence interval, fastest first; None if no variant has a ratio."""
-    ratios = get_ratios(rows)
+    ratios = compute_ratios(rows)
     if not ratios:
         return None
     bars = dict(sorted({**ratios, BASELINE: _BASELINE_RATIO}.items(), key=lambda item: -item[1].middle))
@@ -215,9 +246,11 @@ def _draw_speedup(rows: Rows) -> Any | None:
     axes.grid(visible=True, axis="x", color="0.88", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
+    sessions = len({row.session for row in rows.values()})
     has_interval = any(_has_interval(ratio) for ratio in bars.values())
     notes = (
         describe_origin(rows),
+        f"{sessions} sessions: each technique against the baseline of the same session" if sessions > 1 else "",
         f"error bar and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
     )
     _set_title(figure, axes, "Times as fast as the baseline", notes)
@@ -270,7 +303,7 @@ def _format_ms(value: float) -> str:
 def _format_ratio(ratio: Ratio) -> str:
     if ratio is _BASELINE_RATIO:
         return f"{ratio.middle:.2f}"
-    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _has_interval(ratio) else "(too few rounds)"
+    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _has_interval(ratio) else "(no interval)"
     return f"{ratio.middle:.2f} {interval}"
 
 

@@ -1,7 +1,7 @@
 """The results of the ladder: a JSON record per column, and the step times as a CSV table.
 
-A column that was measured later than others keeps its ratio to the baseline beside which it was measured. Times of
-different dates must not be compared, even on the same machine, because its load and clocks differ.
+Columns that were measured together form a session with its own baseline. Times of different sessions must not be
+compared, even on the same machine, because its load and clocks differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import csv
 import io
 import math
 import os
+import re
+import secrets
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -18,7 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse
 from runner.base.json_converter import INLINE, decode, encode
 from runner.base.json_values import as_dict, parse_object, to_json
 from runner.base.text import abbreviate
@@ -28,8 +32,9 @@ from runner.plan.inventory import take_inventory
 from runner.tools.doctor.storage import nearest_existing
 from runner.tools.measure.comparison_result import TrialOutcome, encode_outcome
 from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.technique import STEP, is_valid_name
+from runner.tools.measure.technique import BASELINE, STEP, is_valid_name
 
+_TABLE_FIX = "use a file that `accel-run benchmark` has written"
 PICTURES = ("steps.png", "heatmap.png", "speedup.png")
 
 
@@ -69,6 +74,7 @@ class LadderRow:
     usage: Usage = field(default=Usage(), metadata=INLINE)
     updates_ms: tuple[float, ...] = ()
     task: str = ""
+    session: int = 1
     date: str = ""
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,7 +95,7 @@ class Results:
     """The files `<prefix>results.json` and `<prefix>results.csv` in a folder, and the plots beside them.
 
     csv     column `step`, 1 to N, then a column per variant in milliseconds; shorter columns end with empty cells.
-            Written for other programs, and not read
+            Written for other programs; read only for plots of a CSV file without a JSON file, such as a published one
     Raises ConfigError if file names cannot begin with the prefix.
     """
 
@@ -104,6 +110,11 @@ class Results:
         """Return the path of a file in the folder, with the prefix."""
         return self.folder / f"{self.prefix}{name}"
 
+    @property
+    def exists(self) -> bool:
+        """Return whether there is a table, which may be empty."""
+        return files.exists(self.json) or files.exists(self.csv)
+
     def check(self) -> None:
         """Raise ConfigError if the folder is not writable. Call it before measuring."""
         existing = nearest_existing(self.folder)
@@ -112,10 +123,12 @@ class Results:
             raise ConfigError(Problem(what, f"folder={self.folder}", "choose another folder="))
 
     def rows(self) -> dict[str, LadderRow]:
-        """Return the columns in the order of the table.
+        """Return the columns in the order of the table; those of a CSV file alone have step times only.
 
         Raises InputMissing if there are no results, DataError if they are damaged, StorageError.
         """
+        if not files.exists(self.json) and files.exists(self.csv):
+            return self._read_csv()
         if not files.exists(self.json):
             raise InputMissing("there are no results yet", where=str(self.json), fix="run accel-run benchmark first")
         content = parse_object(files.read(self.json, at_most=_MAX_BYTES))
@@ -124,37 +137,81 @@ class Results:
             for name, record in as_dict((content or {}).get("techniques")).items()
         }
         is_valid = content is not None and isinstance(content.get("techniques"), dict)
-        if not is_valid or not all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items()):
+        if not is_valid or not all(_is_column(name) and _are_times(row.updates_ms) for name, row in rows.items()):
             fix = "remove the file, or empty the table: accel-run benchmark reset"
             raise DataError("is damaged, or was written by an earlier version", where=str(self.json), fix=fix)
         return rows
 
-    def put(self, rows: Mapping[str, LadderRow]) -> None:
-        """Write these columns, replacing earlier ones with the same names. Each file is replaced atomically.
+    def _read_csv(self) -> dict[str, LadderRow]:
+        """Return the columns of the CSV file, without those that are empty."""
+        text = files.read(self.csv, at_most=_MAX_BYTES).decode("utf-8", errors="replace")
+        first, *lines = list(csv.reader(io.StringIO(text))) or [[]]
+        columns: dict[str, list[float]] = {name: [] for name in first if name != STEP}
+        try:
+            for line in lines:
+                for name, cell in zip(first, line, strict=True):
+                    if name != STEP and cell:
+                        columns[name].append(float(cell))
+        except ValueError as error:
+            what = f"is not a table of times: {error}"
+            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX) from None
+        rows = {name: LadderRow(updates_ms=tuple(times)) for name, times in columns.items() if times}
+        if not all(_is_column(name) and _are_times(row.updates_ms) for name, row in rows.items()):
+            what = f"must have a column {STEP} and columns of times in milliseconds"
+            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX)
+        return rows
 
-        Raises DataError, without changes, if the results are damaged, and StorageError.
+    def put(self, rows: Mapping[str, LadderRow], *, session: int | None = None, is_main: bool = True) -> int:
+        """Write these columns, replacing earlier ones with the same names; return the number of their session.
+
+        A baseline is kept as long as any column of its session. If another session takes the name `baseline`, the
+        earlier one is renamed to `session_baseline`.
+
+        session  number of the session, from an earlier call; None: a new session
+        is_main  False: an existing baseline keeps the name `baseline`, and the baseline of this session is renamed
+        Each file is replaced atomically. Raises DataError, without changes, if the results are damaged, RunInUse if
+        another process does not finish its change, and StorageError.
         """
-        assert all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items())
+        assert all(_is_column(name) and _are_times(row.updates_ms) for name, row in rows.items())
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        before = self.rows() if files.exists(self.json) else {}
-        self._write(before | {name: replace(row, date=now, hardware=hardware()) for name, row in rows.items()})
+        with self._locked():
+            before = self.rows() if files.exists(self.json) else {}
+            session = session or max((row.session for row in before.values()), default=0) + 1
+            rows = {name: replace(row, session=session, date=now, hardware=hardware()) for name, row in rows.items()}
+            earlier = before.get(BASELINE)
+            if BASELINE in rows and earlier is not None and earlier.session != session:
+                if is_main:
+                    before = _rename_baseline(before, session_baseline(earlier.session))
+                else:
+                    rows = _rename_baseline(rows, session_baseline(session))
+            after = before | dict(rows)
+            used = {row.session for name, row in after.items() if name != session_baseline(row.session)}
+            self._write({name: row for name, row in after.items() if row.session in used})
+            return session
 
     def init(self) -> None:
         """Create an empty table. Raises ConfigError if there are results, DataError if they are damaged."""
-        rows = self.rows() if files.exists(self.json) else {}
-        if rows:
-            fix = "to delete them: accel-run benchmark reset; to keep them, choose another prefix="
-            raise ConfigError(Problem(f"has results already: {abbreviate(list(rows))}", str(self.csv), fix))
-        self._write({})
+        with self._locked():
+            rows = self.rows() if files.exists(self.json) else {}
+            if rows:
+                fix = "to delete them: accel-run benchmark reset; to keep them, choose another prefix="
+                raise ConfigError(Problem(f"has results already: {abbreviate(list(rows))}", str(self.csv), fix))
+            self._write({})
 
     def reset(self) -> None:
         """Empty the table and remove its plots."""
-        self._write({})
-        self._remove(PICTURES)
+        with self._locked():
+            self._write({})
+            self._remove(PICTURES)
 
     def clean(self) -> list[Path]:
         """Remove the table, its plots, and their temporary files after a crash; return the removed files."""
-        return self._remove(("results.csv", "results.json", *PICTURES)) if files.exists(self.folder) else []
+        if not files.exists(self.folder):
+            return []
+        with self._locked():
+            removed = self._remove(("results.csv", "results.json", *PICTURES))
+            files.remove(self._lock)
+        return removed
 
     def _remove(self, names: tuple[str, ...]) -> list[Path]:
         names = tuple(self.file(name).name for name in names)
@@ -176,9 +233,49 @@ class Results:
             name: row.as_json() | {"hardware": row.hardware, "updates_ms": list(row.updates_ms)}
             for name, row in rows.items()
         }
-        files.make_directory(self.folder)
         files.atomic_write(self.json, to_json({"hardware": hardware(), "techniques": records}, 1))
         files.atomic_write(self.csv, text.getvalue())
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f".{self.prefix}results.lock"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the files. Raises RunInUse if another process holds the lock for too long."""
+        files.make_directory(self.folder)
+        note = f"{os.getpid()} {secrets.token_hex(8)}"
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                lock = files.Lock(self._lock, note)
+            except files.LockHeld as held:
+                if time.monotonic() > deadline:
+                    what = f"process {held.note.partition(' ')[0]} is changing them and does not finish"
+                    raise RunInUse(what, where=str(self.csv), fix="end it, or choose another prefix=") from None
+                time.sleep(_RETRY_S)
+                continue
+            if lock.holds(self._lock):  # `clean` may have removed the file meanwhile
+                break
+            lock.release()
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def session_baseline(session: int) -> str:
+    """Return the name of a session's baseline while another session uses the name `baseline`."""
+    return f"{BASELINE} (session {session})"
+
+
+def _rename_baseline(rows: Mapping[str, LadderRow], name: str) -> dict[str, LadderRow]:
+    """Return the rows with the baseline under another name, at the same position."""
+    return {name if key == BASELINE else key: row for key, row in rows.items()}
+
+
+def _is_column(name: str) -> bool:
+    return is_valid_name(_SESSION.sub("", name))
 
 
 def _are_times(values: tuple[float, ...]) -> bool:
@@ -191,4 +288,7 @@ def hardware() -> dict[str, Any]:
     return collect_environment(take_inventory())
 
 
+_SESSION = re.compile(r" \(session \d+\)$")  # see session_baseline
+LOCK_TIMEOUT_S = 30.0  # a change takes less than a second
+_RETRY_S = 0.02
 _MAX_BYTES = 256 << 20  # a thousand columns of ten thousand steps

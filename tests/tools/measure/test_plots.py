@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.base.errors import InputMissing
+from runner.base.errors import DataError, InputMissing
 from runner.base.picture import encode_png
+from runner.cli import main
 from runner.tools.measure import results as module
 from runner.tools.measure.comparison_result import Numerics, TrialOutcome
-from runner.tools.measure.plots import COLOR_MAP, describe_dates, draw_plots, make_figures
+from runner.tools.measure.plots import COLOR_MAP, draw_plots, make_figures
 from runner.tools.measure.results import PICTURES, LadderRow, Results, Usage
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.technique import BASELINE
@@ -78,11 +79,10 @@ def crowd(tmp_path: Path) -> Results:
 
 
 @pytest.fixture
-def remeasured(results: Results) -> Results:
-    """A table in which one technique was measured earlier than the others."""
-    content = json.loads(results.json.read_text())
-    content["techniques"]["bf16"]["date"] = "2026-01-31 12:00 UTC"
-    results.json.write_text(json.dumps(content))
+def sessions(results: Results) -> Results:
+    """A table in which one technique was measured again in a later session with a new baseline."""
+    rows = {BASELINE: row([60.0] * 4, task="nmt"), "bf16": row([50.0] * 4, 1.2, 1.1, 1.3, task="nmt")}
+    results.put(rows, is_main=False)
     return results
 
 
@@ -143,13 +143,6 @@ def test_a_plot_names_the_task_of_its_data_or_none(results: Results, tmp_path: P
     bare.put({name: row(column) for name, column in COLUMNS.items()})
     for figure in make_figures(bare).values():
         assert "task" not in notes(figure.axes[0])
-
-
-def test_columns_of_different_times_are_named(results: Results, remeasured: Results) -> None:
-    note = describe_dates(remeasured.rows())
-    assert note
-    for name in ("steps.png", "heatmap.png"):
-        assert note in notes(make_figures(remeasured)[name].axes[0])
 
 
 @pytest.mark.slow
@@ -309,6 +302,18 @@ def test_colors_show_significance(results: Results, screen: Callable[..., None])
     screen("\n".join(legend_of(figure)))
 
 
+def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -> None:
+    bare = Results(tmp_path)
+    bare.put({name: row(column) for name, column in COLUMNS.items()})
+
+    (axes,) = make_figures(bare)["speedup.png"].axes
+
+    result = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
+    assert result == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
+    assert not whiskers(axes)
+    assert "2.00 (no interval)" in values(axes)
+
+
 def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
     results.put({"few": row([50.0], 2.0, 0.01, 400.0)})
 
@@ -360,7 +365,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("full_resolution")
 @pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("which", ["results", "crowd", "remeasured"])
+@pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
 def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
     of = make_figures(request.getfixturevalue(which))
     if name not in of:
@@ -402,3 +407,27 @@ def test_any_times_and_any_facts_can_be_drawn(
 
     for figure in make_figures(results).values():
         assert figure.axes
+
+
+@pytest.mark.slow
+def test_a_prefix_names_the_plots_of_results_without_one(tmp_path: Path) -> None:
+    Results(tmp_path).put({name: row(column) for name, column in COLUMNS.items()})
+    assert main(["benchmark", "plots", f"folder={tmp_path}", "prefix=mine-"]) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(f"mine-{name}" for name in PICTURES)
+
+
+def test_plots_of_a_published_csv_need_no_json(tmp_path: Path) -> None:
+    measured = Results(tmp_path)
+    measured.put({name: row(column) for name, column in COLUMNS.items()})
+    times = {name: found.updates_ms for name, found in measured.rows().items()}
+    measured.json.unlink()
+    assert {name: found.updates_ms for name, found in measured.rows().items()} == times
+    assert set(make_figures(measured)) == set(PICTURES)
+
+
+@pytest.mark.parametrize("text", ["step,baseline\n1,fast\n", "step,baseline\n1,-2\n", "step,a\n1,2,3\n"])
+def test_a_csv_without_times_is_refused(tmp_path: Path, text: str) -> None:
+    found = Results(tmp_path)
+    found.csv.write_text(text)
+    with pytest.raises(DataError):
+        found.rows()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base.errors import ConfigError, DataError, Exit, InputMissing, StorageError
+from runner.base.errors import ConfigError, DataError, Exit, InputMissing, RunInUse, StorageError
 from runner.commands.benchmark import run as benchmark
 from runner.durable import files
 from runner.durable.system import System
@@ -88,7 +89,7 @@ def test_every_value_of_a_row_is_read_back(results: Results) -> None:
     results.put({"up to bf16": row})
 
     result = results.rows()["up to bf16"]
-    assert result == LadderRow(**{**vars(row), "date": result.date, "hardware": HARDWARE})
+    assert result == LadderRow(**{**vars(row), "session": 2, "date": result.date, "hardware": HARDWARE})
 
 
 @pytest.mark.slow
@@ -259,7 +260,7 @@ def test_damaged_results_are_refused_and_nothing_is_changed(results: Results, co
 @pytest.mark.slow
 def test_any_json_is_read_or_refused(fresh: Any) -> None:
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-    keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members"])
+    keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members", "session"])
     values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4))
 
     @settings(max_examples=300)
@@ -325,3 +326,36 @@ def test_a_disk_that_fails_leaves_the_old_column_or_the_new(
     assert (results.rows()["bf16"].mode == "again") == (result != before)
     results.put(rows({"bf16": [3.0]}))
     assert columns(results)["baseline"] == COLUMNS["baseline"]
+
+
+def _put_many(folder: Path, name: str) -> None:
+    module.hardware = lambda: HARDWARE  # type: ignore[assignment]
+    for number in range(10):
+        Results(folder).put(rows({f"{name}{number}": [1.0 + number]}))
+
+
+@pytest.mark.slow
+def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_put_many, args=(tmp_path, name)) for name in "abcd"]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join()
+
+    assert [each.exitcode for each in writers] == [0] * 4
+    expected = {f"{name}{number}": [1.0 + number] for name in "abcd" for number in range(10)}
+    assert columns(Results(tmp_path)) == expected
+
+
+def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
+    try:
+        with pytest.raises(RunInUse, match="process 4711 is changing them"):
+            results.put(rows({"flash": [1.0]}))
+    finally:
+        lock.release()
+
+    results.put(rows({"flash": [1.0]}))
+    assert columns(results) == COLUMNS | {"flash": [1.0]}

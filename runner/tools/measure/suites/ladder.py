@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +16,9 @@ from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.json_values import replace_nonfinite
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
+from runner.durable.signals import install_handler, restore_handlers
 from runner.tools.measure import plots
+from runner.tools.measure.compare import MIN_ROUNDS, ComparisonInterrupted
 from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
 from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.results import LadderRow, Results, Usage
@@ -64,14 +69,25 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     ladder_request = parse_request(suite_request)
     task = ladder_request.configuration.choices["task"].name
     _check_task(task, results)
+    is_main = not suite_request.positional or bool({BASELINE, "all"} & set(suite_request.positional))
+    session: int | None = None
 
     def keep(rows: Mapping[str, LadderRow]) -> None:
-        results.put({name: dataclasses.replace(row, task=task) for name, row in rows.items() if row.updates_ms})
+        nonlocal session
+        measured = {name: dataclasses.replace(row, task=task) for name, row in rows.items() if row.updates_ms}
+        if measured:
+            session = results.put(measured, session=session, is_main=is_main)
 
-    ladder_only = dataclasses.replace(suite_request, request=ladder_request.request, positional=())
-    with open_suite_context(ladder_only) as context:
+    with open_suite_context(
+        dataclasses.replace(suite_request, request=ladder_request.request, positional=())
+    ) as context:
         ladder = Ladder(ladder_request, suite_request, context, keep)
-        ladder.measure()
+        try:
+            ladder.measure()
+        except KeyboardInterrupt:
+            if ladder.rows:
+                suite_request.log(f"stopped; the measurements so far are in {results.csv}")
+            raise
     plot_files = plots.draw_plots(results) if "all" in suite_request.positional else []
     return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *plot_files))
 
@@ -79,7 +95,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 class Ladder:
     """Measures each technique alone (the isolated stage), and then a stack of them (the cumulative stage).
 
-    keep  called with the rows so far at the end of each stage
+    keep  called with the new rows at the end of each stage, even if the stage was interrupted
     """
 
     def __init__(
@@ -102,25 +118,41 @@ class Ladder:
     def measure(self) -> None:
         """Run the requested stages."""
         members = self._remaining(self.request.members)
-        if self.request.members and not members:
-            why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
         self.context.comparison.prepare(Variant(BASELINE))
         if "isolated" in self.request.modes or not members:
-            self.measure_isolated(members)
-            self.keep(self.rows)
+            with self._keep_rows():
+                self.measure_isolated(members)
             members = self._remaining(members)
             if "cumulative" in self.request.modes:
                 members = self._drop_exclusive(members)
+        if self._is_impossible():
+            why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
+            raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
         if "cumulative" in self.request.modes and members:
             if self.rows and self.deadline - time.monotonic() < MIN_STAGE_S:
                 self.notes.append("stack: not measured: the time budget was used up; use a larger budget_s=")
                 return
-            self.measure_stack(members)
-            self.keep(self.rows)
+            with self._keep_rows():
+                self.measure_stack(self.drop_slow_starters(members))
+
+    def _is_impossible(self) -> bool:
+        """Return whether no technique can be measured here, not even with a larger budget."""
+        names = [technique.name for technique in self.request.members]
+        has_time = [name for name in names if not (name in self.rows and self.rows[name].outcome.is_untried)]
+        return bool(names) and has_time == names and set(names) <= self.skipped.keys()
 
     def _remaining(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         return tuple(technique for technique in members if technique.name not in self.skipped)
+
+    @contextmanager
+    def _keep_rows(self) -> Iterator[None]:
+        """Store the rows of a stage when it ends, even if it fails."""
+        before = set(self.rows)
+        try:
+            yield
+        finally:
+            if not self._is_impossible():
+                self.keep({name: row for name, row in self.rows.items() if name not in before})
 
     def measure_isolated(self, members: Sequence[Technique]) -> None:
         """Measure each technique alone against the baseline."""
@@ -166,6 +198,23 @@ class Ladder:
             self.notes.append(f"{rival.name} and {technique.name} exclude each other; {faster.name} was faster")
         return tuple(sorted(kept, key=list(members).index))
 
+    def drop_slow_starters(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        """Drop techniques that gain nothing alone and whose start-up would use most of the remaining time.
+
+        Each variant starts from scratch, so a technique that compiles for a minute does so in every stack.
+        """
+        left_s = self.deadline - time.monotonic()
+        for technique in members:
+            row = self.rows.get(technique.name)
+            if row is None or row.outcome.ratio is None or row.outcome.is_faster:
+                continue
+            starts_s = (row.start_s + row.compile_s) * len(members)
+            if starts_s > MAX_STARTS_SHARE * left_s and len(members) > 1:
+                what = f"{row.verdict} alone, and its starts in the stack would take {starts_s:.0f} s"
+                self.skipped[f"up to {technique.name}"] = f"{what}; use a larger budget_s="
+                members = tuple(member for member in members if member != technique)
+        return tuple(members)
+
     def _compare(self, stage: str, variants: Sequence[Variant], share: float) -> ComparisonResult:
         """Compare variants with the baseline, using this fraction of the remaining time."""
         min_rounds = min(ROUNDS[0], self.request.rounds)
@@ -179,8 +228,13 @@ class Ladder:
         )
         if self.context.plan.device.startswith("cpu"):  # float16 is ten times slower there, so it is measured last
             variants = sorted(variants, key=lambda variant: "precision=fp16" in variant.overrides)
-        variants = [Variant(BASELINE, self.request.base.overrides), *variants]
-        result = self.context.comparison.compare(variants, limits, self.suite_request.log)
+        try:
+            with _interruptible():
+                variants = [Variant(BASELINE, self.request.base.overrides), *variants]
+                result = self.context.comparison.compare(variants, limits, self.suite_request.log)
+        except ComparisonInterrupted as stopped:
+            self._keep_complete(stopped.result, stage)
+            raise
         self.notes += [f"{stage}: {note}" for note in result.notes]
         if BASELINE not in self.rows:
             if not result.baseline.blocks:
@@ -190,6 +244,14 @@ class Ladder:
                 )
             self._add_row(result, BASELINE, BASELINE, ())
         return result
+
+    def _keep_complete(self, result: ComparisonResult, stage: str) -> None:
+        """Add the complete rows of an interrupted stage; rows of a stack are omitted: they depend on previous ones."""
+        for trial in result.variants:
+            name, is_baseline = trial.name, trial is result.baseline
+            is_complete = len(trial.blocks) >= MIN_ROUNDS and name not in self.rows
+            if is_complete and (is_baseline or stage == "isolated"):
+                self._add_row(result, name, BASELINE if is_baseline else stage, () if is_baseline else (name,))
 
     def _add_row(
         self, result: ComparisonResult, name: str, mode: str, members: tuple[str, ...],
@@ -216,6 +278,19 @@ class Ladder:
             return "no technique is clearly faster than the baseline with the same numerical results"
         best = max(faster, key=lambda row: row.outcome.gain)
         return f"fastest: {' + '.join(best.members)}, {best.outcome.ratio} updates per second"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM, so that measurements are kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = install_handler((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)
+    try:
+        yield
+    finally:
+        restore_handlers(before)
 
 
 # ---------------------------------------------------------------- request
@@ -379,13 +454,17 @@ def _clean(results: Results) -> SuiteReport:
 
 
 def _plots(results: Results) -> SuiteReport:
-    return SuiteReport("", files=tuple(plots.draw_plots(results)))
+    """Plot the results with this prefix; if there are none, those without one, into files with the prefix."""
+    unprefixed = Results(results.folder)
+    measured = results if results.exists or not unprefixed.exists else unprefixed
+    return SuiteReport("", files=tuple(plots.draw_plots(measured, results)))
 
 
 ACTIONS: Mapping[str, Callable[[Results], SuiteReport]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
 ISOLATED_SHARE = 0.5  # fraction of the time for the isolated stage
+MAX_STARTS_SHARE = 0.6  # of the remaining time; a technique without a gain that needs more for start-ups is dropped
 MAX_START_SHARE = 0.3  # limit of one start-up, as a fraction of the time of its stage: leaves time for other variants
 MIN_START_S = 20.0
 MIN_STAGE_S = 10.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +21,11 @@ from runner.config.configuration import compose
 from runner.config.custom_tables import RESERVED_TECHNIQUES
 from runner.config.request import Request
 from runner.tools.measure import suite
-from runner.tools.measure.comparison_result import TrialOutcome, Variant
+from runner.tools.measure.compare import Comparison
+from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
 from runner.tools.measure.measurement_context import MeasurementContext
-from runner.tools.measure.results import LadderRow, Results
+from runner.tools.measure.results import LadderRow, Results, session_baseline
+from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, screen
 from runner.tools.measure.suites import ladder
 from runner.tools.measure.suites.ladder import run
@@ -193,7 +197,7 @@ def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> Non
 
     assert [row["variant"] for row in report.data["rows"]] == [BASELINE]
     columns = columns_of(tmp_path)
-    assert columns["bf16"] == [2.0]
+    assert (columns["bf16"], columns[session_baseline(1)]) == ([2.0], [1.0, 1.0])
     assert len(columns[BASELINE]) == 4
 
 
@@ -232,6 +236,62 @@ def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
     assert begun == [BASELINE, "nothing", "fused", "fp16", BASELINE, "fp16", "nothing", "fused"]
 
 
+@pytest.mark.slow
+def test_an_interrupted_benchmark_keeps_its_measurements(
+    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal arrives while blocks are measured; afterwards its handler is restored."""
+    monkeypatch.setattr(suite, "BLOCK_S", 0.05)
+    turn, made, handler = Comparison.run_block, [], signal.getsignal(signal.SIGTERM)
+
+    def stopped(comparison: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
+        turn(comparison, trials, measured, number)
+        made.append(number)
+        if len(made) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Comparison, "run_block", stopped)
+    wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", rounds="30")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+
+    assert set(columns_of(tmp_path)) == {BASELINE, "nothing", "quick"}
+    quick = Results(tmp_path).rows()["quick"]
+    assert quick.outcome.ratio is not None
+    assert quick.outcome.ratio.num == 3
+    assert (quick.usage.peak_gib or 0) > 0, "the interrupted block is not used in the report"
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, config_dir: Path) -> None:
+    asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on("cpu"), lambda _: None)
+    better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
+    for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
+        climbing.rows[name] = LadderRow("isolated", (name,), 1.0, TrialOutcome(ratio), start_s=0.5, compile_s=seconds)
+
+    assert [each.name for each in climbing.drop_slow_starters(asked.members)] == ["nothing", "quick"]
+    assert "302 s" in climbing.skipped["up to slow"]
+
+
+@pytest.mark.slow
+def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    times = {BASELINE: (1.0, 1.0), "bf16": (2.0,), "nothing": (3.0,)}
+    results.put({name: LadderRow(updates_ms=ms) for name, ms in times.items()})
+
+    run(wanted_in(tmp_path, config_dir, "nothing", steps="4", rounds="3"))
+
+    columns = columns_of(tmp_path)
+    assert (columns[BASELINE], columns["bf16"]) == ([1.0, 1.0], [2.0])
+    assert len(columns["nothing"]) == 4
+    assert columns["nothing"] != [3.0]
+    own, sessions = columns[session_baseline(2)], {name: row.session for name, row in results.rows().items()}
+    assert len(own) == 4, "together with its baseline"
+    assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
+
+
 # ---------------------------------------------------------------- requests
 
 
@@ -249,7 +309,7 @@ def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
         ((), {"techniques": "[]"}, "must name a technique"),
         (("all", "plots"), {}, "plots: must be the only argument, but there is also all"),
         (("reset", "nothing"), {}, "must be the only argument"),
-        (("of_sgd",), {}, "none can be measured here: of_sgd: needs optimizer=sgd"),
+        (("impossible",), {}, "nonsense"),
         (("nothing",), {"techniques": "[slow]"}, "which also name techniques"),
     ],
 )
