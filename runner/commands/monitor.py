@@ -159,7 +159,7 @@ def _show_run(root: Path, name: str, *, as_json: bool) -> int:
     from runner.durable.directory import RunDirectory
     from runner.durable.record_files import read_plan
     from runner.durable.run_request import report_skipped
-    from runner.monitor.samples import summarize_samples
+    from runner.monitor.sample_columns import summarize_samples
     from runner.monitor.samples_file import read_samples
 
     directory = RunDirectory.find(root, name)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from runner.base.picture import COLORS, encode_png, new_figure
 from runner.monitor.samples import MachineSamples
+from runner.monitor.thinning import ThinnedSamples, as_groups
 
 if TYPE_CHECKING:
     from runner.monitor.samples import Floats
@@ -68,8 +69,9 @@ def draw_figures(samples: MachineSamples, points: int = MAX_POINTS, *, per_gpu: 
     """
     if not len(samples):
         return {}
-    labels = {gpu: _label(gpu, samples) for gpu in _gpus(samples)}
-    canvas = _Canvas(samples, labels, next(time for limit, time in _TIME_UNITS if _seconds(samples) < limit), points)
+    groups = as_groups(samples)
+    labels = {gpu: _label(gpu, groups) for gpu in _gpus(groups)}
+    canvas = _Canvas(groups, labels, next(time for limit, time in _TIME_UNITS if _seconds(groups) < limit), points)
     drawn = {}
     for gpu, label in labels.items() if per_gpu or len(labels) == 1 else ():
         drawn[f"gpu{gpu}.png"] = _draw_figure(canvas.for_labels({gpu: label}), GPU_PANELS, (4, 1), (10.0, 7.8), label)
@@ -91,11 +93,19 @@ def thin_line(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, 
 
     after_gap  (N,) True if a gap precedes the value
     """
-    if not len(x):
-        return PlotLine(x, y, y, y)
-    size = max(1, math.ceil(len(x) / points))
-    edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(x)]
-    parts = [_average_groups(x[begin:end], y[begin:end], size) for begin, end in pairwise(edges)]
+    return _thin(PlotLine(x, y, y, y), np.ones(len(x)), after_gap, points)
+
+
+def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, points: int) -> PlotLine:
+    """Return a line of fewer points, as `thin_line` does.
+
+    counts  (N,) values that each point is the mean of
+    """
+    size = max(1, math.ceil(len(line.x) / points))
+    edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(line.x)]
+    if not edges[-1]:
+        return line
+    parts = [_average_groups(line, counts, slice(begin, end), size) for begin, end in pairwise(edges)]
     return PlotLine(*(np.concatenate(column)[:-1] for column in zip(*parts, strict=True)))
 
 
@@ -124,7 +134,7 @@ def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: flo
 class _Canvas:
     """State shared by the panels of a figure; `time` is the unit of x: its name and seconds."""
 
-    samples: MachineSamples
+    samples: ThinnedSamples
     labels: Mapping[int, str]
     time: tuple[str, float]
     points: int
@@ -134,8 +144,14 @@ class _Canvas:
         return _Canvas(self.samples, labels, self.time, self.points)
 
     @property
-    def x(self) -> Floats:
+    def begins(self) -> Floats:
+        """Of the groups, on the x axis."""
         moments: Floats = (self.samples.times_s - self.samples.times_s[0]) / self.time[1]
+        return moments
+
+    @property
+    def ends(self) -> Floats:
+        moments: Floats = (self.samples.ends_s - self.samples.times_s[0]) / self.time[1]
         return moments
 
 
@@ -144,23 +160,24 @@ def _draw_figure(
 ) -> Any:
     samples = canvas.samples
     figure = new_figure(*inches)
+    begins, ends, after = canvas.begins, canvas.ends, np.flatnonzero(samples.gaps()[1:]) + 1
+    phases = [span for span in _phases(canvas) if span[0]]
     for panel, axes in zip(panels, figure.subplots(*shape, sharex=True, squeeze=False).flat, strict=True):
         is_first_row = axes.get_subplotspec().is_first_row()
         axes.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
         axes.spines[["top", "right"]].set_visible(False)
-        phases = [span for span in _phases(canvas) if span[0]]
-        shades = shade_phases(axes, phases, float(canvas.x[-1]), with_names=is_first_row)
+        shades = shade_phases(axes, phases, float(ends[-1]), with_names=is_first_row)
         canvas.legend.update({f"phase {name}": shade for name, shade in shades.items()})
-        x, after = canvas.x, np.flatnonzero(canvas.samples.gaps()[1:]) + 1
         if len(after):
-            spans = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
+            spans = [(float(ends[index - 1]), float(begins[index] - ends[index - 1])) for index in after]
             shade = _shade_spans(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
             canvas.legend.setdefault("not monitored", shade)
         _draw_panel(axes, panel, canvas)
         if axes.get_subplotspec().is_last_row():
             axes.set_xlabel(f"time since the first sample ({canvas.time[0]})")
+    num = int(samples.counts.sum())
     started = datetime.fromtimestamp(samples.times_s[0]).astimezone()
-    length = f"{float(canvas.x[-1]):.3g} {canvas.time[0]}, {len(samples):,} sample{'s' * (len(samples) > 1)}"
+    length = f"{float(ends[-1]):.3g} {canvas.time[0]}, {num:,} sample{'s' * (num > 1)}"
     figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")
     figure.text(0.995, 0.995, f"{started:%Y-%m-%d %H:%M:%S}\n{length}", ha="right", va="top", fontsize=8, color="0.4")
     _add_legend(figure, canvas.legend)
@@ -190,10 +207,15 @@ def _draw_panel(axes: Any, panel: Panel, canvas: _Canvas) -> None:
     for gpu in canvas.labels if panel.is_gpu else [0]:
         prefix = f"gpu{gpu}/" if panel.is_gpu else ""
         color = _color(gpu) if panel.is_gpu else _HOST_COLOR
-        values = panel.values(canvas.samples, prefix)
-        if np.isfinite(values).any():
-            _draw_line(axes, values, canvas, color, canvas.labels[gpu] if has_labels else "")
-            lowest, highest = min(lowest, float(np.nanmin(values))), max(highest, float(np.nanmax(values)))
+        line = PlotLine(
+            (canvas.begins + canvas.ends) / 2,
+            panel.values(canvas.samples, prefix),
+            panel.values(canvas.samples.lowest(), prefix),
+            panel.values(canvas.samples.highest(), prefix),
+        )
+        if np.isfinite(line.mean).any():
+            _draw_line(axes, line, canvas, color, canvas.labels[gpu] if has_labels else "")
+            lowest, highest = min(lowest, float(np.nanmin(line.low))), max(highest, float(np.nanmax(line.high)))
     if panel.limit is not None and highest >= lowest:
         highest = max(highest, *_draw_limits(axes, panel.limit, canvas), 0.0)
     if highest < lowest:
@@ -201,20 +223,20 @@ def _draw_panel(axes: Any, panel: Panel, canvas: _Canvas) -> None:
         axes.set_yticks([])
     else:
         _scale_axes(axes, panel, lowest, highest)
-    end = float(canvas.x[-1])
+    end = float(canvas.ends[-1])
     margin = 0.015 * end or 0.5
     axes.set_xlim(-margin, end + margin)
 
 
-def _draw_line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) -> None:
+def _draw_line(axes: Any, groups: PlotLine, canvas: _Canvas, color: str, label: str) -> None:
     is_crowded = len(canvas.labels) > _MAX_BAND_GPUS
     points = canvas.points // 4 if is_crowded else canvas.points
-    line = thin_line(canvas.x, values, canvas.samples.gaps(), points)
+    line = _thin(groups, canvas.samples.counts, canvas.samples.gaps(), points)
     marked = 2.5 if len(line.x) <= _MAX_MARKED_POINTS else 1.5  # an isolated point would be invisible without a mark
     (artist,) = axes.plot(
         line.x, line.mean, "o-", color=color, linewidth=1.4, markersize=marked, zorder=3, label=label or None
     )
-    if len(values) > points and not is_crowded:
+    if len(groups.x) > points and not is_crowded:
         axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.22, linewidth=0, zorder=2)
         canvas.legend.setdefault("lowest to highest", axes.fill_between([], [], color="0.7", linewidth=0))
     if label:
@@ -224,7 +246,7 @@ def _draw_line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: st
 def _draw_limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[float]:
     """Draw the limit of each GPU, in its color unless several GPUs share it; return the limits."""
     metric, label, unit = limit
-    columns = {gpu: _column(canvas.samples, f"gpu{gpu}/{metric}") for gpu in canvas.labels}
+    columns = {gpu: _column(canvas.samples.highest(), f"gpu{gpu}/{metric}") for gpu in canvas.labels}
     values = {gpu: float(np.nanmax(column)) for gpu, column in columns.items() if np.isfinite(column).any()}
     for value in sorted(set(values.values())):
         gpus = [gpu for gpu in values if values[gpu] == value]
@@ -254,25 +276,28 @@ def _shade_spans(axes: Any, spans: list[tuple[float, float]], **style: Any) -> A
 
 def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
     """Yield (phase, begin, end); a phase ends where the next one begins, and at a gap."""
-    phases, gaps, x = canvas.samples.phases, canvas.samples.gaps(), canvas.x
+    phases, gaps, begins, ends = canvas.samples.phases, canvas.samples.gaps(), canvas.begins, canvas.ends
     begin = 0
     for index in range(1, len(phases) + 1):
         is_end = index == len(phases)
         if is_end or gaps[index] or phases[index] != phases[begin]:
-            last = index - 1 if is_end or gaps[index] else index
-            yield phases[begin], float(x[begin]), float(x[last])
+            until = ends[index - 1] if is_end or gaps[index] else begins[index]
+            yield phases[begin], float(begins[begin]), float(until)
             begin = index
 
 
-def _average_groups(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return time, mean, lowest and highest of each `size` samples, NaN if none is finite, and a final NaN."""
+def _average_groups(line: PlotLine, counts: Floats, part: slice, size: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return time, mean, lowest and highest of each `size` points, NaN if none is finite, and a final NaN."""
+    x, y = line.x[part], line.mean[part]
     starts = np.linspace(0, len(x), math.ceil(len(x) / size), endpoint=False).astype(np.int64)
     is_finite = np.isfinite(y)
-    num_known = np.add.reduceat(is_finite.astype(np.float64), starts)
+    known = np.where(is_finite, counts[part], 0.0)
+    num_known = np.add.reduceat(known, starts)
     is_known = num_known > 0
-    mean = np.where(is_known, np.add.reduceat(np.where(is_finite, y, 0.0), starts) / np.maximum(num_known, 1), math.nan)
-    low = np.where(is_known, np.minimum.reduceat(np.where(is_finite, y, math.inf), starts), math.nan)
-    high = np.where(is_known, np.maximum.reduceat(np.where(is_finite, y, -math.inf), starts), math.nan)
+    total = np.add.reduceat(np.where(is_finite, y, 0.0) * known, starts)
+    mean = np.where(is_known, total / np.maximum(num_known, 1), math.nan)
+    low = np.where(is_known, np.minimum.reduceat(np.where(is_finite, line.low[part], math.inf), starts), math.nan)
+    high = np.where(is_known, np.maximum.reduceat(np.where(is_finite, line.high[part], -math.inf), starts), math.nan)
     when = np.add.reduceat(x, starts) / np.diff(starts, append=len(x))
     return np.append(when, when[-1]), np.append(mean, math.nan), np.append(low, math.nan), np.append(high, math.nan)
 
@@ -291,8 +316,8 @@ def _color(gpu: int) -> str:
     return COLORS[gpu % len(COLORS)]
 
 
-def _seconds(samples: MachineSamples) -> float:
-    return float(samples.times_s[-1] - samples.times_s[0])
+def _seconds(samples: ThinnedSamples) -> float:
+    return float(samples.ends_s[-1] - samples.times_s[0])
 
 
 def _metric(name: str) -> Callable[[MachineSamples, str], Floats]:

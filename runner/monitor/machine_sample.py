@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 
 from runner.host.cgroup import CgroupLimit, cgroup_cpu_limit, cgroup_memory_limit
 from runner.host.resources import affinity
-from runner.monitor.nvml import GIB, MB, METRICS, Gpu, GpuProcess, Nvml
+from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Gpus:
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], process_tree: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
         self.users: Mapping[int, tuple[GpuUser, ...]] = {}
-        self._process_tree = process_tree
+        self._process_tree, self._users = process_tree, _UserCache()
         self._seldom_readings: list[dict[str, float | None]] = [{} for _ in gpus]
         self._next_seldom = 0.0
 
@@ -102,16 +102,16 @@ class Gpus:
         pids = {process.pid for processes in processes_by_gpu.values() for process in processes or ()}
         comparable = pids_are_of_host() or not pids.isdisjoint(self._process_tree.pids)
         self.users = {
-            index: tuple(self._describe_user(process, comparable=comparable) for process in processes)
+            index: tuple(
+                self._users.user(
+                    process.pid, _divide(process.used_bytes, GIB), self._process_tree, comparable=comparable
+                )
+                for process in processes
+            )
             for index, processes in processes_by_gpu.items()
             if processes is not None
         }
-
-    def _describe_user(self, process: GpuProcess, *, comparable: bool) -> GpuUser:
-        """Return the process with its owner; comparable: PIDs of the driver are those of /proc."""
-        name, user = _name_and_user(process.pid) if comparable else ("", "")
-        is_ours = self._process_tree.has(process.pid) if comparable else None
-        return GpuUser(process.pid, name, user, _divide(process.used_bytes, GIB), is_ours)
+        self._users.keep_only(pids)
 
     def _other_users(self, index: int) -> dict[str, float | None]:
         users = None if self.gpus[index] in self.nvml.lost else self.users.get(index)
@@ -263,6 +263,23 @@ class ProcessTree:
             "process/cpu_percent": sum(percent or 0.0 for percent in percents),
             "process/memory_gib": sum(info.rss for info in memory if info) / GIB,
         }
+
+
+class _UserCache:
+    """Caches names and users of processes."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[str, str]] = {}
+
+    def user(self, pid: int, memory_gib: float | None, process_tree: ProcessTree, *, comparable: bool) -> GpuUser:
+        if pid not in self._names:
+            self._names[pid] = _name_and_user(pid) if comparable else ("", "")
+        name, user = self._names[pid]
+        is_ours = process_tree.has(pid) if comparable else None
+        return GpuUser(pid, name, user, memory_gib, is_ours)
+
+    def keep_only(self, pids: set[int]) -> None:
+        self._names = {pid: names for pid, names in self._names.items() if pid in pids}
 
 
 def _name_and_user(pid: int) -> tuple[str, str]:

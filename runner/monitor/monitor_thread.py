@@ -20,13 +20,13 @@ from runner.monitor.alerts import Alert, AlertMonitor
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import Gpus, GpuUser, Host
 from runner.monitor.nvml import Gpu, Nvml, visible
-from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary, summarize_samples
+from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 
 OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
 STALE_S = 5.0  # or three intervals, if longer: older readings are stale, because a driver or a disk does not respond
 RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
-MAX_EARLIER_BYTES = 16 << 20  # of gpu.csv that the summary of a resumed run reads: 0.8 days of a GPU, 2 s of a core
+MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that the summary of a resumed run reads: 1.5 days of a GPU, 2 s of a core
 MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
 
@@ -202,6 +202,8 @@ class Monitor(NoMonitor):
         missing = f"the summary does not include the earlier samples in {self.path_csv}"
         if self.lost or self._num_earlier_bytes > MAX_EARLIER_BYTES:
             return replace(summary, notes=(*summary.notes, missing))
+        from runner.monitor.sample_columns import summarize_samples  # numpy
+
         try:
             whole = summarize_samples(read_samples(self.path_csv))
         except AccelRunError as error:
@@ -232,7 +234,7 @@ class Monitor(NoMonitor):
         chosen = self._choose_gpus(nvml)
         nvml.watch_events(chosen)
         gpus, alert_monitor = Gpus(nvml, chosen, host.process_tree), AlertMonitor(nvml, chosen)
-        file = SamplesFile(self.path_csv, self._record_loss)
+        file = SamplesFile(self.path_csv, self._note, self._record_loss)
         if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
             self._num_earlier_bytes = file.num_earlier_bytes
         before = due = time.monotonic()

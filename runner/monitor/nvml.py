@@ -59,6 +59,7 @@ class Metric:
     """
 
     name: str
+    unit: str
     query: Callable[[GpuReading], float]
     reading: str = ""
     scale: float = 1
@@ -481,22 +482,22 @@ _EVENTS: Mapping[int, Literal["xid", "ecc corrected", "ecc uncorrected"]] = {
 
 GIB, MB = 2**30, 1e6
 METRICS: tuple[Metric, ...] = (
-    Metric("util_percent", lambda gpu: gpu.rates.gpu, "util"),
-    Metric("memory_util_percent", lambda gpu: gpu.rates.memory, "memory_util"),
-    Metric("memory_used_bytes", lambda gpu: gpu.memory.used, "memory_gib", GIB),
-    Metric("memory_reserved_bytes", lambda gpu: gpu.memory.reserved, "memory_reserved_gib", GIB),
-    Metric("memory_free_bytes", lambda gpu: gpu.memory.free, "memory_free_gib", GIB),
-    Metric("memory_total_bytes", lambda gpu: gpu.memory.total, "memory_total_gib", GIB),
-    Metric("temperature_c", _temperature),
-    Metric("temperature_limit_c", _temperature_limit, seldom=True),
-    Metric("power_w", lambda gpu: gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1000),
-    Metric("power_limit_w", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, seldom=True),
-    Metric("energy_j", lambda gpu: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1000),
-    Metric("sm_clock_mhz", lambda gpu: _clock(gpu, "sm"), "clock_mhz"),
-    Metric("memory_clock_mhz", lambda gpu: _clock(gpu, "memory")),
-    Metric("throttle_reasons", _throttle_reasons),
-    Metric("pcie_generation", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), seldom=True),
-    Metric("pcie_width", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), seldom=True),
-    Metric("ecc_corrected", lambda gpu: _ecc(gpu, "corrected"), seldom=True),
-    Metric("ecc_uncorrected", lambda gpu: _ecc(gpu, "uncorrected"), seldom=True),
+    Metric("util_percent", "%", lambda gpu: gpu.rates.gpu, "util"),
+    Metric("memory_util_percent", "%", lambda gpu: gpu.rates.memory, "memory_util"),
+    Metric("memory_used_bytes", "B", lambda gpu: gpu.memory.used, "memory_gib", GIB),
+    Metric("memory_reserved_bytes", "B", lambda gpu: gpu.memory.reserved, "memory_reserved_gib", GIB),
+    Metric("memory_free_bytes", "B", lambda gpu: gpu.memory.free, "memory_free_gib", GIB),
+    Metric("memory_total_bytes", "B", lambda gpu: gpu.memory.total, "memory_total_gib", GIB),
+    Metric("temperature_c", "degC", _temperature),
+    Metric("temperature_limit_c", "degC", _temperature_limit, seldom=True),
+    Metric("power_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1000),
+    Metric("power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, seldom=True),
+    Metric("energy_j", "J", lambda gpu: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1000),
+    Metric("sm_clock_mhz", "MHz", lambda gpu: _clock(gpu, "sm"), "clock_mhz"),
+    Metric("memory_clock_mhz", "MHz", lambda gpu: _clock(gpu, "memory")),
+    Metric("throttle_reasons", "bits", _throttle_reasons),
+    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), seldom=True),
+    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), seldom=True),
+    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), seldom=True),
+    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), seldom=True),
 )

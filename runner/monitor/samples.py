@@ -5,10 +5,9 @@ A missing reading is an empty cell, NaN in an array, and absent from a mapping; 
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.monitor.nvml import decode_throttle_reasons
@@ -26,6 +25,15 @@ GAP_TOLERANCE_S = 0.05  # minimum delay, beyond half the span of a sample, that 
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column of gpu.csv: its metric, without `gpu0/` for those of a GPU, and unit."""
+
+    name: str
+    metric: str
+    unit: str
+
+
+@dataclass(frozen=True)
 class SampledGpu:
     """A monitored GPU."""
 
@@ -37,12 +45,13 @@ class SampledGpu:
 class MachineSamples:
     """Samples over time, oldest first.
 
-    times_s  (N,) seconds since 1970
-    spans_s  (N,) seconds that each sample represents: the time since the previous one
-    phases   (N) names; empty before the first phase
-    values   metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
-    devices  `gpu0` -> the GPU; empty on a machine without a GPU
-    notes    problems of the file
+    times_s     (N,) seconds since 1970
+    spans_s     (N,) seconds that each sample represents: the time since the previous one
+    phases      (N) names; empty before the first phase
+    values      metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
+    devices     `gpu0` -> the GPU; empty on a machine without a GPU
+    notes       problems of the file
+    previous_s  time of the sample before the first one; None: there is none
     """
 
     times_s: Floats
@@ -51,16 +60,22 @@ class MachineSamples:
     values: Mapping[str, Floats]
     devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    previous_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.phases)
 
     def gaps(self) -> NDArray[np.bool_]:
         """Return (N,) True where nothing was sampled right before a sample: no line may be drawn across."""
+        intervals = self.times_s - self._before_s()
+        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
+
+    def _before_s(self) -> Floats:
+        """Return (N,) the time of the sample before each one; that of the first one if there is none."""
         import numpy as np
 
-        intervals = np.diff(self.times_s, prepend=self.times_s[:1])
-        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
+        first = self.times_s[:1] if self.previous_s is None else np.array([self.previous_s])
+        return np.concatenate([first, self.times_s[:-1]])
 
 
 @dataclass(frozen=True)
@@ -105,24 +120,31 @@ class Summary:
 
 
 class SampleTally:
-    """Sums over samples, in constant memory."""
+    """Sums over samples, in constant memory.
+
+    counters  last value of each counter since the last gap
+    """
 
     def __init__(self) -> None:
-        self._counters: dict[str, float] = {}  # last value of each since the last gap
+        self.counters: dict[str, float] = {}
         self._parts: dict[str, PhaseSums] = {}
+
+    def of_phase(self, phase: str) -> PhaseSums:
+        """Return the sums of a phase, to which samples may be added."""
+        return self._parts.setdefault(phase, PhaseSums())
 
     def add(self, phase: str, span_s: float, readings: Readings, *, after_gap: bool = False) -> None:
         """Add a sample that represents `span_s` seconds; increases of counters across a gap are not counted."""
-        part = self._parts.setdefault(phase, PhaseSums())
+        part = self.of_phase(phase)
         part.seconds += span_s
         part.samples += 1
         if after_gap:
-            self._counters.clear()
+            self.counters.clear()
         for name, value in readings.items():
             device, _, metric = name.partition("/")
             if metric in COUNTERS:
-                previous = self._counters.get(name)
-                self._counters[name] = value
+                previous = self.counters.get(name)
+                self.counters[name] = value
                 # Unknown if there is no previous value, or if the counter was reset.
                 increase = value - previous if previous is not None and value >= previous else None
                 if metric != "energy_j" or increase is not None:
@@ -133,28 +155,22 @@ class SampleTally:
                     part.slowed_s[device, reason] += span_s
             else:
                 part.add_value(name, span_s, span_s * value, value, value)
+                energy = f"{device}/energy_j"
+                if metric == "power_w" and energy not in readings and energy not in self.counters:
+                    part.increases[energy] += value * span_s
 
-    def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
-        """Return the means, extremes and increases."""
+    def summary(
+        self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = (), names: Mapping[str, str] | None = None
+    ) -> Summary:
+        """Return the means, extremes and increases.
+
+        names  name of a device in the samples -> its name; others are kept
+        """
         whole = PhaseSums()
         for part in self._parts.values():
             whole.merge(part)
-        phases = {name: part.to_part() for name, part in self._parts.items()}
-        energy = Counter[str]()
-        for phase in phases.values():
-            energy.update(phase.energy_j)
-        return Summary(replace(whole.to_part(), energy_j=dict(energy)), phases, dict(devices), tuple(notes))
-
-
-def summarize_samples(samples: MachineSamples) -> Summary:
-    """Return the summary of all samples."""
-    tally = SampleTally()
-    columns = [column.data for column in samples.values.values()]  # of floats, which are faster than numbers of NumPy
-    gaps, spans_s = samples.gaps().tolist(), samples.spans_s.tolist()
-    for after_gap, span_s, phase, *values in zip(gaps, spans_s, samples.phases, *columns, strict=True):
-        readings = {name: value for name, value in zip(samples.values, values, strict=True) if not math.isnan(value)}
-        tally.add(phase, span_s, readings, after_gap=after_gap)
-    return tally.summary(samples.devices, samples.notes)
+        phases = {name: part.to_part(names or {}) for name, part in self._parts.items()}
+        return Summary(whole.to_part(names or {}), phases, dict(devices), tuple(notes))
 
 
 class PhaseSums:
@@ -188,15 +204,14 @@ class PhaseSums:
         for slowed, seconds in other.slowed_s.items():
             self.slowed_s[slowed] += seconds
 
-    def to_part(self) -> SummaryPart:
+    def to_part(self, names: Mapping[str, str]) -> SummaryPart:
         metrics = {
-            name: Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
+            rename_device(name, names): Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
             for name, (seconds, total, low, high) in self.values.items()
         }
-        energy = {
-            name.partition("/")[0]: total for name, (_, total, _, _) in self.values.items() if name.endswith("/power_w")
-        }
-        for name, increase in self.increases.items():
+        energy = {}
+        for counter, increase in self.increases.items():
+            name = rename_device(counter, names)
             device, _, metric = name.partition("/")
             if metric == "energy_j":
                 energy[device] = increase
@@ -205,8 +220,17 @@ class PhaseSums:
         slowed: dict[str, dict[str, float]] = {}
         for (device, reason), seconds in self.slowed_s.items():
             if self.known_s[device] > 0:
-                slowed.setdefault(device, {})[reason] = seconds / self.known_s[device]
+                slowed.setdefault(names.get(device, device), {})[reason] = seconds / self.known_s[device]
         return SummaryPart(self.seconds, self.samples, metrics, energy, slowed)
+
+
+def rename_device(name: str, names: Mapping[str, str]) -> str:
+    """Return the metric of a renamed device: id0/util -> gpu1/util.
+
+    names  old name -> new name; others are kept
+    """
+    device, slash, metric = name.partition("/")
+    return f"{names.get(device, device)}{slash}{metric}"
 
 
 def _round_floats(content: Any) -> Any:
@@ -220,36 +244,40 @@ def _round_floats(content: Any) -> Any:
 # ---------------------------------------------------------------- the file
 
 
-# Column of gpu.csv -> metric, without `gpu0/` for those of a GPU. Names have the unit.
-GPU_COLUMNS = {
-    "util_percent": "util",
-    "memory_used_gib": "memory_gib",
-    "memory_total_gib": "memory_total_gib",
-    "temperature_c": "temperature_c",
-    "power_w": "power_w",
-    "clock_mhz": "clock_mhz",
-    "memory_util_percent": "memory_util",
-    "memory_reserved_gib": "memory_reserved_gib",
-    "memory_free_gib": "memory_free_gib",
-    "temperature_limit_c": "temperature_limit_c",
-    "power_limit_w": "power_limit_w",
-    "energy_j": "energy_j",
-    "memory_clock_mhz": "memory_clock_mhz",
-    "throttle_reasons": "throttle_reasons",
-    "pcie_generation": "pcie_generation",
-    "pcie_width": "pcie_width",
-    "ecc_corrected": "ecc_corrected",
-    "ecc_uncorrected": "ecc_uncorrected",
-    "other_processes": "other_processes",
-    "other_memory_gib": "other_memory_gib",
-}
-MACHINE_COLUMNS = {
-    "cpu_percent": "cpu/percent",
-    "ram_percent": "ram/percent",
-    "process_cpu_percent": "process/cpu_percent",
-    "process_memory_gib": "process/memory_gib",
-    "disk_free_gib": "disk/free_gib",
-    "disk_read_mb_s": "disk/read_mb_s",
-    "disk_write_mb_s": "disk/write_mb_s",
-}
-COLUMNS = ("timestamp", "phase", "device", "uuid", "name", "span_s", *GPU_COLUMNS, *MACHINE_COLUMNS)
+# The first twelve columns exist since the first version; new ones are added at the end of the row.
+FIRST_COLUMNS = ("timestamp", "phase", "device", "uuid")
+GPU_COLUMNS = (
+    Column("util_percent", "util", "%"),
+    Column("memory_used_gib", "memory_gib", "GiB"),
+    Column("memory_total_gib", "memory_total_gib", "GiB"),
+    Column("temperature_c", "temperature_c", "degC"),
+    Column("power_w", "power_w", "W"),
+    Column("clock_mhz", "clock_mhz", "MHz"),
+    Column("memory_util_percent", "memory_util", "%"),
+    Column("memory_reserved_gib", "memory_reserved_gib", "GiB"),
+    Column("memory_free_gib", "memory_free_gib", "GiB"),
+    Column("temperature_limit_c", "temperature_limit_c", "degC"),
+    Column("power_limit_w", "power_limit_w", "W"),
+    Column("energy_j", "energy_j", "J"),
+    Column("memory_clock_mhz", "memory_clock_mhz", "MHz"),
+    Column("throttle_reasons", "throttle_reasons", "bits"),
+    Column("pcie_generation", "pcie_generation", ""),
+    Column("pcie_width", "pcie_width", "lanes"),
+    Column("ecc_corrected", "ecc_corrected", "errors"),
+    Column("ecc_uncorrected", "ecc_uncorrected", "errors"),
+    Column("other_processes", "other_processes", "processes"),
+    Column("other_memory_gib", "other_memory_gib", "GiB"),
+)
+MACHINE_COLUMNS = (
+    Column("cpu_percent", "cpu/percent", "%"),
+    Column("ram_percent", "ram/percent", "%"),
+    Column("process_cpu_percent", "process/cpu_percent", "%"),
+    Column("process_memory_gib", "process/memory_gib", "GiB"),
+    Column("disk_free_gib", "disk/free_gib", "GiB"),
+    Column("disk_read_mb_s", "disk/read_mb_s", "MB/s"),
+    Column("disk_write_mb_s", "disk/write_mb_s", "MB/s"),
+)
+COLUMNS = (
+    *FIRST_COLUMNS, *(column.name for column in GPU_COLUMNS[:6]), "cpu_percent", "ram_percent",
+    "name", "span_s", *(column.name for column in GPU_COLUMNS[6:]), *(column.name for column in MACHINE_COLUMNS[2:]),
+)  # fmt: skip

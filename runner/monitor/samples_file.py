@@ -1,21 +1,17 @@
-"""Read and write gpu.csv; rows may be incomplete or damaged."""
+"""Read and write gpu.csv; rows may be incomplete, damaged, out of order, or of an older version."""
 
 from __future__ import annotations
 
-import csv
-import math
 import os
-import sys
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
-from runner.base.errors import DataError, InputMissing
+from runner.base.text import abbreviate
 from runner.host.dirfd import open_parent
 from runner.monitor.samples import (
     COLUMNS,
+    FIRST_COLUMNS,
     GPU_COLUMNS,
     MACHINE_COLUMNS,
     MachineSamples,
@@ -31,10 +27,11 @@ class SamplesFile:
     num_earlier_bytes  size of a file with earlier rows; 0 for a new one
     """
 
-    def __init__(self, path: Path | None, on_loss: Callable[[str], None]) -> None:
+    def __init__(self, path: Path | None, on_note: Callable[[str], None], on_loss: Callable[[str], None]) -> None:
         self.num_earlier_bytes = 0
         self._size = 0
-        self._path, self._on_loss = path, on_loss
+        self._path, self._on_note, self._on_loss = path, on_note, on_loss
+        self._columns: Sequence[str] = COLUMNS
         self._file: int | None = None
         if path is not None:
             self._open(path)
@@ -45,13 +42,13 @@ class SamplesFile:
         """Add a row for each GPU, or one for the CPU if there is none."""
         if self._file is None:
             return
-        machine = {name: _format_cell(sample.get(metric)) for name, metric in MACHINE_COLUMNS.items()}
+        machine = {column.name: _format_cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
         shared_cells = {"timestamp": f"{timestamp:.3f}", "phase": _escape(phase), "span_s": f"{span_s:.3f}", **machine}
         lines = []
-        for gpu, device in (devices or {"cpu": SampledGpu("", "")}).items():
-            cells = {name: _format_cell(sample.get(f"{gpu}/{metric}")) for name, metric in GPU_COLUMNS.items()}
-            cells |= shared_cells | {"device": gpu, "uuid": device.uuid, "name": _escape(device.name)}
-            lines.append(",".join(cells.get(column, "") for column in COLUMNS) + "\n")
+        for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
+            cells = {column.name: _format_cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
+            cells |= shared_cells | {"device": name, "uuid": device.uuid, "name": _escape(device.name)}
+            lines.append(",".join(cells.get(column, "") for column in self._columns) + "\n")
         self._write("".join(lines))
 
     def close(self) -> None:
@@ -73,11 +70,16 @@ class SamplesFile:
             self._write(",".join(COLUMNS) + "\n")
             return
         header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
-        if header != list(COLUMNS):
-            self._on_loss(f"{path} is not a table of this version of the monitor, so no rows are added; move it away")
+        if not set(FIRST_COLUMNS) <= set(header):
+            self._on_loss(f"{path} is not a table of the monitor, so no rows are added; move it away")
             self.close()
             return
-        self.num_earlier_bytes = self._size
+        self._columns, self.num_earlier_bytes = header, self._size
+        if missing := [column for column in COLUMNS if column not in header]:
+            self._on_note(
+                f"{path} was started by an older version and keeps its {len(header)} columns, without "
+                f"{abbreviate(missing, 3)}; move it away to get all of them"
+            )
         if os.pread(self._file, 1, self._size - 1) != b"\n":  # the run was killed during a write
             self._write("\n")
 
@@ -100,85 +102,14 @@ class SamplesFile:
 
 
 def read_samples(path: Path) -> MachineSamples:
-    """Return the samples of a gpu.csv, without damaged rows.
+    """Return the samples of a gpu.csv, including one of an older version or one with damaged rows.
 
-    Raises InputMissing if the file cannot be read, DataError if it was not written by the monitor.
+    Raises InputMissing if the file does not exist, DataError if it was not written by the monitor.
     """
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
-            rows = csv.DictReader(line.replace("\0", "") for line in file)
-            return _parse_rows(path, rows)
-    except FileNotFoundError:
-        raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to record it") from None
-    except csv.Error as error:
-        fix = "remove lines that the monitor did not write"
-        raise DataError(f"is damaged: {error}", where=str(path), fix=fix) from None
-    except OSError as error:
-        fix = "make it readable, or name another run"
-        raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+    from runner.monitor.sample_columns import join_samples, open_reader  # numpy
 
-
-def _parse_rows(path: Path, rows: csv.DictReader[str]) -> MachineSamples:
-    import numpy as np  # the monitor of a run, which only writes, does not load it
-
-    if missing := [name for name in ("timestamp", "span_s", "device") if name not in (rows.fieldnames or ())]:
-        what = f"is not a table of the monitor: it has no column {missing[0]}"
-        raise DataError(what, where=str(path), fix="name a gpu.csv")
-    times, spans, phases = array("d"), array("d"), list[str]()
-    values: dict[str, array[float]] = {}
-    devices: dict[str, SampledGpu] = {}
-    num_damaged = 0
-    for row in rows:
-        try:
-            time_s, span_s, readings = _parse_row(row)
-        except ValueError:
-            num_damaged += 1
-            continue
-        if not times or time_s != times[-1]:  # the rows of one time are one sample
-            times.append(time_s)
-            spans.append(span_s)
-            phases.append(sys.intern(row.get("phase", "")))
-        if row["device"].startswith("gpu"):
-            devices[row["device"]] = SampledGpu(sys.intern(row.get("name", "")), sys.intern(row.get("uuid", "")))
-        for metric, value in readings.items():
-            column = values.setdefault(metric, array("d"))
-            if len(column) < len(times):  # each row of a sample repeats the readings of the machine
-                _pad(column, len(times) - 1)
-                column.append(value)
-    for column in values.values():
-        _pad(column, len(times))
-    notes = (f"{num_damaged} damaged rows of {path.name} were left out",) if num_damaged else ()
-    arrays = {metric: np.frombuffer(column) for metric, column in values.items()}
-    in_order = dict(sorted(devices.items(), key=lambda device: int(device[0].removeprefix("gpu"))))
-    return MachineSamples(np.frombuffer(times), np.frombuffer(spans), tuple(phases), arrays, in_order, notes)
-
-
-def _parse_row(row: Mapping[str | None, str | None]) -> tuple[float, float, dict[str, float]]:
-    """Return time, span and readings. Raises ValueError for missing, surplus and invalid cells."""
-    if None in row or None in row.values():
-        raise ValueError("the row has more or fewer cells than the header")
-    columns = _columns_of_device(str(row["device"]))
-    readings = {metric: float(cell) for metric, name in columns.items() if (cell := row.get(name))}
-    time_s, span_s = float(row["timestamp"] or ""), float(row["span_s"] or "")
-    if not all(map(math.isfinite, (time_s, span_s, *readings.values()))):
-        raise ValueError("a number is not finite")
-    return time_s, span_s, readings
-
-
-@cache
-def _columns_of_device(device: str) -> dict[str, str]:
-    """Return metric -> name of its column, for the rows of a device."""
-    machine = {metric: name for name, metric in MACHINE_COLUMNS.items()}
-    if not device.startswith("gpu"):
-        return machine
-    int(device.removeprefix("gpu"))  # raises ValueError for a damaged name
-    return machine | {f"{device}/{metric}": name for name, metric in GPU_COLUMNS.items()}
-
-
-def _pad(column: array[float], size: int) -> None:
-    """Fill a column with missing values up to this size."""
-    column.extend([math.nan] * (size - len(column)))
+    with open_reader(path) as reader:
+        return join_samples(reader)
 
 
 def _format_cell(value: float | None) -> str:

@@ -19,7 +19,8 @@ from runner.monitor.health_rules import (
     format_phases,
 )
 from runner.monitor.nvml import THROTTLE_MEANINGS, THROTTLE_REASONS
-from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart, summarize_samples
+from runner.monitor.sample_columns import summarize_samples
+from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
 
 
 def summary_of(

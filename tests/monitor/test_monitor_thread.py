@@ -27,8 +27,9 @@ from runner.base.errors import ConfigError
 from runner.monitor import monitor_thread as module
 from runner.monitor.machine_sample import Host, QuotaCpuLoad
 from runner.monitor.monitor_thread import MONITORS, Monitor, NoMonitor, format_line
-from runner.monitor.nvml import Nvml
-from runner.monitor.samples import COLUMNS, Summary, SummaryPart, summarize_samples
+from runner.monitor.nvml import Gpu, Nvml
+from runner.monitor.sample_columns import summarize_samples
+from runner.monitor.samples import COLUMNS, Summary, SummaryPart
 from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until
@@ -337,6 +338,26 @@ def test_an_invalid_interval_gets_a_message(interval_s: Any) -> None:
         Monitor(None, interval_s)
 
 
+OLD = (
+    "timestamp,phase,device,uuid,util_percent,memory_used_gib,memory_total_gib,temperature_c,power_w,clock_mhz,"
+    "cpu_percent,ram_percent"
+)
+
+
+def test_a_file_of_an_older_version_keeps_its_columns_with_a_note(tmp_path: Path, screen: Callable[..., None]) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
+    with Monitor(path, 0.01) as monitor:
+        wait_until(monitor.latest)
+    lines = path.read_text().splitlines()
+
+    assert {line.count(",") for line in lines} == {11}
+    assert len(lines) > 3
+    (note,) = [note for note in monitor.notes if "columns" in note]
+    screen(note)
+    assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
+
+
 def test_a_foreign_file_is_not_changed(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("my,own,table\n1,2,3\n")
@@ -642,6 +663,18 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
     assert second.samples == len(read_samples(path)) > first.samples
     read_s = summarize_samples(read_samples(path)).whole.seconds
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
+
+
+def test_the_summary_of_a_run_resumed_on_another_gpu_has_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
+    nvml = Nvml()
+    nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
+    monkeypatch.setattr(module, "open_driver", lambda: nvml)
+    devices = sampled(path).summary().devices
+
+    assert {device.uuid for device in devices.values()} == {"GPU-1", "GPU-2"}
+    assert devices["gpu0"].uuid == "GPU-2"
 
 
 def test_a_summary_without_earlier_samples_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

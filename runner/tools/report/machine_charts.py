@@ -86,7 +86,8 @@ def _draw_samples(run: RunData, names: Sequence[str]) -> Drawing | str:
     for key, label in labels.items():
         values = run.samples.values.get(key)
         if values is not None and np.isfinite(values).any():
-            means.append(f"{label} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
+            highest = np.nanmax(run.samples.ranges[key][2])
+            means.append(f"{label} {run.samples.mean(key):.0f} % on average, at most {highest:.0f} %")
     gaps = int(run.samples.gaps().sum())
     note = f"hatched: not monitored ({gaps} time{'s' * (gaps > 1)})" if gaps else ""
     return Drawing(found, "; ".join(means) or "over time", note)

@@ -11,7 +11,6 @@ import shlex
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from runner.durable.checkpoint_choice import label_checkpoints
 from runner.durable.directory import RunDirectory, is_run_name
 from runner.durable.record_files import read_error, read_plan, read_record
 from runner.durable.run_state import RunState, derive_state, read_throughput
-from runner.monitor.samples import MachineSamples, Summary, summarize_samples
-from runner.monitor.samples_file import read_samples
+from runner.monitor.thinning import ThinnedSamples, read_thinned
 from runner.records.evidence import Evidence
 from runner.records.plan_record import PlanRecord
 from runner.records.run_record import ErrorRecord, RunRecord
@@ -98,7 +96,7 @@ class RunData:
     state: RunState
     curves: Curves
     settings: Mapping[str, Any]
-    samples: MachineSamples | None
+    samples: ThinnedSamples | None
     events: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[Checkpoint]
     missing: Mapping[str, str]
@@ -112,11 +110,6 @@ class RunData:
         # After a rank was killed, only error.json has the number of updates.
         reached = self.error.reached if self.error is not None else 0
         return last if reached <= sum(phase.updates for phase in last.phases) else None
-
-    @cached_property
-    def machine(self) -> Summary | None:
-        """The summary of the samples of the monitor."""
-        return summarize_samples(self.samples) if self.samples is not None else None
 
     @property
     def task(self) -> str:
@@ -293,12 +286,12 @@ def _read_config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, 
     return {key: _clean(value, key) for key, value in flatten(_clean(tree))}
 
 
-def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> MachineSamples | None:
+def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> ThinnedSamples | None:
     if files.exists(directory.gpu_csv) and not files.is_plain_file(directory.gpu_csv):
         missing["machine"] = f"{directory.gpu_csv.name} is not a regular file"
         return None
     try:
-        samples = read_samples(directory.gpu_csv)
+        samples = read_thinned(directory.gpu_csv, MACHINE_METRICS)
     except AccelRunError as error:
         missing["machine"] = make_printable(f"{directory.gpu_csv.name}: {error.problems[0].what}")
         return None
@@ -347,3 +340,7 @@ _DEFAULT_ROOT = "outputs"  # default of output_root=
 _MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
 _MAX_KEYS = 400  # metrics in metrics.jsonl that are read
+MACHINE_METRICS = (  # those that charts and health rules use: others of a long run would double the time of a report
+    "util", "memory_gib", "memory_total_gib", "temperature_c", "power_w", "power_limit_w", "throttle_reasons",
+    "ecc_uncorrected", "other_processes", "other_memory_gib", "cpu/percent", "ram/percent",
+)  # fmt: skip

@@ -100,18 +100,18 @@ def _find_problems(run: RunData) -> list[str]:
 
 def _describe_limit(run: RunData) -> str:
     busy = {}
-    if run.machine is not None and not run.plan.device.startswith("cpu"):
-        means = run.machine.whole.metrics
-        busy = {gpu: means[f"{gpu}/util"].mean for gpu in run.machine.devices if f"{gpu}/util" in means}
+    if run.samples is not None and not run.plan.device.startswith("cpu"):
+        means = run.samples.summary.whole.metrics
+        busy = {gpu: means[f"{gpu}/util"].mean for gpu in run.samples.devices if f"{gpu}/util" in means}
     sentence = bottleneck.describe_bottleneck(run.parts_s, run.total_s, busy)
     return sentence[:1].upper() + sentence[1:]
 
 
 def _judge_health(run: RunData) -> list[HealthVerdict]:
-    if run.machine is None:
+    if run.samples is None:
         return []
     on_gpu = not (run.plan.device or "cpu").startswith("cpu")
-    return assess_health(run.machine, on_gpu=on_gpu)
+    return assess_health(run.samples.summary, on_gpu=on_gpu)
 
 
 def _make_steps(run: RunData) -> list[Step]:

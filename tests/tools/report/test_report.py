@@ -23,11 +23,13 @@ import pytest
 from runner.base.text import NOT_MEASURED, format_rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
+from runner.monitor.health_rules import assess_health
+from runner.monitor.samples import SampledGpu, Stat, Summary, SummaryPart
 from runner.tools.report.chart_parts import Drawing, bin_curve, smooth
 from runner.tools.report.charts import gradient_norm, loss
 from runner.tools.report.page import Page as PageContent
 from runner.tools.report.page import render_html
-from runner.tools.report.run_data import Curve, flatten, read_run_data
+from runner.tools.report.run_data import MACHINE_METRICS, Curve, flatten, read_run_data
 from runner.tools.report.watch import Content, watch
 from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
 
@@ -587,3 +589,18 @@ def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(
         assert (lights[0] < 60 and lights[1] > 180) if dark else (lights[0] > 230 and lights[1] < 60), frame
     with Image.open(picture) as image:
         assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "the charts are drawn"
+
+
+def test_a_report_reads_every_metric_that_a_health_rule_uses() -> None:
+    used = set()
+
+    class Metrics(dict[str, Stat]):
+        def get(self, name: str, default: Any = None) -> Any:
+            device, _, metric = name.partition("/")
+            used.add(metric if device == "gpu0" else name)
+            return Stat(99.0, 99.0, 99.0, 10.0)
+
+    metrics = Metrics({"gpu0/util": Stat(99.0, 99.0, 99.0, 10.0)})
+    assess_health(Summary(SummaryPart(10.0, 10, metrics), {}, {"gpu0": SampledGpu("a GPU", "GPU-0")}))
+    assert "util" in used
+    assert used <= {*MACHINE_METRICS}
