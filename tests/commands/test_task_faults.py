@@ -360,3 +360,11 @@ def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkSer
     assert result.code == 70
     assert str(package) in result.err
     assert "my_runner" in result.err
+
+
+def test_a_user_module_named_runner_gets_a_hint(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "runner.py").write_text("scale = 2\n")
+    (tmp_path / "task.py").write_text(f"{TASK}\nfrom runner import scale\n")
+    result = server.run("train --task task.py updates=1 device=cpu monitor=off", tmp_path)
+    assert result.code == 70
+    assert "my_runner.py" in result.err

@@ -174,8 +174,19 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
     return TaskFault(
         f"{what} raised {task_exception}",
         where=f"{task_frames[-1].file}:{task_frames[-1].line}",
-        fix="\n".join(_format_traceback(task_exception, source)),
+        fix="\n".join([*_format_traceback(task_exception, source), *_suggest_rename(error, source)]),
     )
+
+
+def _suggest_rename(error: BaseException, source: Path) -> Iterator[str]:
+    """Yield the fix for a task that imports its own module called runner, because this package is found first."""
+    top = __name__.partition(".")[0]
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
+        return
+    candidates = (path for parent in source.parents for path in (parent / top, parent / f"{top}.py"))
+    found = next((path for path in candidates if path.exists() and path != PACKAGE), None)
+    if found is not None:
+        yield f"{found} has the name of accel-run's own package, which is found first: rename it, e.g. my_{found.name}"
 
 
 def _first_task_exception(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:
