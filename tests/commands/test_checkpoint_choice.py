@@ -93,7 +93,7 @@ def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder
     assert marked == {checkpoint_path(Path(), best(folder)).name: "best", checkpoint_path(Path(), 6).name: "last"}
     ran(server, folder, "report mine")
     page = (folder / "outputs/mine/report.html").read_text()
-    assert f"(best, val/loss {losses(folder)[best(folder)]:.4g})" in page
+    assert f"best, val/loss {losses(folder)[best(folder)]:.4g}" in page
 
 
 def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:

@@ -52,13 +52,14 @@ def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path
     assert set(choices) == set(GROUPS)
 
 
-def test_threads_compose_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_compose_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(config_dir=tmp_path)  # with such a folder, no composition is cached for all tests
     errors: list[BaseException] = []
     groups = {group: list_options(group)[0] for group in GROUPS if list_options(group)}
 
     def compose_other() -> None:
         try:
-            compose_groups(groups, Request(), [])
+            compose_groups(groups, request, [])
         except BaseException as error:
             errors.append(error)
 
@@ -71,7 +72,7 @@ def test_threads_compose_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         return hydra_compose(*args, **keywords)
 
     monkeypatch.setattr(composition, "hydra_compose", compose_beside_other)
-    compose_groups(groups, Request(), [])
+    compose_groups(groups, request, [])
     other.join()
     assert errors == []
 

@@ -16,12 +16,14 @@ from runner.records.evidence import Evidence
 from tests.forkserver import ForkServer
 
 TASK = """
-import os, signal
+import collections, os, signal
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner import Task
 from tests.engine.virtual_time import sleep
+
+CALLS = collections.Counter()  # not attributes of the task: those that a loss changes are checked, which reads a batch
 
 class SlowBackward(torch.autograd.Function):
     @staticmethod
@@ -43,7 +45,7 @@ class Samples(torch.utils.data.Dataset):
 
 class Slow(Task):
     def __init__(self, ms, ragged, rank, fails_at):
-        self.left = fails_at or int(os.environ.get("FAILS_AT", "0"))  # of the environment: no setting is another
+        self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))  # of the environment: no setting is another
         self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
         self.model = nn.Linear(4, 3)
         if ms["saving"]:
@@ -61,12 +63,11 @@ class Slow(Task):
         self.sleep("hooks")
         if progress.update == int(os.environ.get("STOP_AT", "-1")): signal.raise_signal(signal.SIGTERM)
     def loss(self, model, batch):
-        self.left -= 1
-        if not self.left: raise ValueError("as planned")
-        self.sleep("forward")
         if torch.is_grad_enabled():  # the check of the loss before the first update is start-up
-            self.sleep("first")
-            self.s["first"] = 0.0
+            CALLS["training"] += 1
+            if CALLS["training"] == self.fails_at: raise ValueError("as planned")
+            if CALLS["training"] == 1: self.sleep("first")
+        self.sleep("forward")
         x, y = batch
         return F.cross_entropy(SlowBackward.apply(model(x[:, :4]), self.s["backward"]), y, reduction="sum"), len(y)
     def evaluate(self, model, batch):

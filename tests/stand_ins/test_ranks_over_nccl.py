@@ -211,6 +211,7 @@ NO_FAILURE = {
     "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
     "faults/test_secrets.py::test_subprocesses_get_only_needed_secrets",
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
+    "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_it",
     "faults/test_signals_of_runs.py::test_the_suite_detects_a_worker_that_exits",
     "distributed/test_pipelined.py::test_a_task_without_layers_gets_a_message",
     "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_takes_part_without_side_effects",
