@@ -140,7 +140,7 @@ class Phase(PhaseView):
                 stack.callback(hook.close, error)
             stack.callback(self.feed.close)
             with suppressed:
-                # Before anything is freed, because memory.txt has what the phase held.
+                # Before anything is freed, because memory.txt lists what the phase held.
                 if error is not None:
                     self.hook(OutOfMemory).record_error(error)
             with suppressed:

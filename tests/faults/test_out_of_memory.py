@@ -387,7 +387,9 @@ def test_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     assert not result[0]["remembered"]
     code, _, messages = whole(server, tmp_path, "on_oom=stop", "optimizer=adamw", place="optimizer", limit=4, at=3)
     assert code == Exit.GPU_MEMORY, messages
-    assert (tmp_path / "outputs/mine/memory.txt").is_file()
+    listed = (tmp_path / "outputs/mine/memory.txt").read_text()
+    for name in ("gradient of 0.weight", "exp_avg of 0.weight"):
+        assert name in listed, "memory is freed before it is listed"
 
 
 @pytest.mark.sampled(1)

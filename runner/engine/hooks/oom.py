@@ -61,7 +61,7 @@ class OutOfMemory(Hook):
 
     def record_usage(self, cause: OomCause, error: BaseException) -> None:
         """Record memory usage before anything is freed; keep only the message of the error, not its frames."""
-        phase = self.phase
+        phase, parts = self.phase, self.run.parts
         translated = phase.explain_error(error)
         self.last_problem = None
         if isinstance(translated, DeviceMemoryError | HostMemoryError):
@@ -76,7 +76,10 @@ class OutOfMemory(Hook):
         self.memory = MemoryAccount(cause, samples, shape_text, None, None, None)
         with suppress(Exception):  # there may be no memory for the report
             self.memory = measure_memory(cause, self.world.device, rank.uuid, samples, shape_text)
-            self.run.directory.write(self._report_name(self.world.rank), format_report(self.memory, self.world.device))
+            optimizer = getattr(getattr(phase.work, "training", None), "optimizer", None)
+            self.run.directory.write(
+                self._report_name(self.world.rank), format_report(self.memory, parts.bare, optimizer, self.world.device)
+            )
 
     def reduce(self, cause: OomCause | None, obstacle: str) -> None:
         """Exchange the new sizes with all ranks, and repeat the samples of the update."""

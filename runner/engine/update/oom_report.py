@@ -1,13 +1,17 @@
-"""Report an out-of-memory error: the requested size, the memory users and possible fixes."""
+"""Report an out-of-memory error: the requested size, the memory users, the largest tensors and possible fixes."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from torch import Tensor, nn
 
 from runner.base.accelerator import get_accelerator
 from runner.base.oom_errors import OomCause, halve
@@ -16,6 +20,7 @@ from runner.host.cgroup import cgroup_memory_limit
 from runner.monitor.gpu_driver import open_driver
 from runner.plan.run_plan import Plan
 
+NUM_LARGEST = 25
 NUM_OTHERS = 5
 
 
@@ -144,8 +149,53 @@ def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> l
     return [*lines, "a smaller model"]
 
 
-def format_report(found: MemoryAccount, device: torch.device) -> str:
-    """Return the full report: the error, a summary line, and torch's memory table of a GPU."""
-    table = get_accelerator(device).memory_table()
-    lines = [found.shortage.text, str(found), f"in {found.shortage.place}", *(["", table] if table else [])]
+def format_report(
+    found: MemoryAccount, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> str:
+    """Return the full report: summary line, largest tensors by name, and torch's memory table of a GPU."""
+    rows = sorted(_all_tensors(model, optimizer), key=lambda row: row[0], reverse=True)
+    lines = [found.shortage.text, str(found), f"in {found.shortage.place}", ""]
+    lines += [f"{'bytes':>16}  {'where':<8} {'type':<10} {'shape':<24} what"]
+    for nbytes, tensor, name in rows[:NUM_LARGEST]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(f"{nbytes:>16,}  {tensor.device!s:<8} {dtype:<10} {tuple(tensor.shape)!s:<24} {name}")
+    rest = rows[NUM_LARGEST:]
+    if rest:
+        lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
+    lines.append(f"{sum(row[0] for row in rows):>16,}  all tensors that have a name or a Python object")
+    if table := get_accelerator(device).memory_table():
+        lines += ["", table]
     return "\n".join(lines) + "\n"
+
+
+def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[int, Tensor, str]]:
+    """Yield (bytes, tensor, name), each storage once, named tensors first."""
+    seen: set[int] = set()
+    for tensor, name in (*_named_tensors(model, optimizer), *_unnamed_tensors()):
+        with suppress(Exception):  # a tensor without memory, such as a meta tensor
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key and key not in seen:
+                seen.add(key)
+                yield storage.nbytes(), tensor, name
+
+
+def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
+    names: dict[Tensor, str] = {}
+    for name, weight in model.named_parameters():
+        names[weight] = name
+        yield weight, name
+        if weight.grad is not None:
+            yield weight.grad, f"gradient of {name}"
+    yield from ((buffer, name) for name, buffer in model.named_buffers())
+    states: Mapping[Any, Mapping[str, Any]] = optimizer.state if optimizer is not None else {}
+    for weight, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield value, f"{key} of {names.get(weight, 'a parameter')}"
+
+
+def _unnamed_tensors() -> Iterator[tuple[Tensor, str]]:
+    for value in gc.get_objects():
+        if issubclass(type(value), Tensor):  # not isinstance, which may run code of the object
+            yield value, "intermediate"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from runner.base.oom_errors import OomCause
 from runner.base.text import format_bytes
@@ -110,8 +111,24 @@ def test_only_settings_that_would_change_something_are_suggested(
     assert "accel-run plan" in lines[-2]
 
 
-def test_a_report_has_the_error_and_every_known_number() -> None:
-    assert format_report(ACCOUNT, CPU).splitlines() == [CAUSE.text, str(ACCOUNT), "in forward"]
+def test_a_report_names_each_tensor_once_with_its_size_and_owner() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4096, 64))
+    model.register_buffer("table", torch.zeros(2048, 64))
+    model.weight.grad = torch.ones(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    lines = format_report(ACCOUNT, model, optimizer, torch.device("cpu")).splitlines()
+    assert lines[:3] == [CAUSE.text, str(ACCOUNT), "in forward"]
+    rows = [tuple(line.split(maxsplit=1)) for line in lines[5:]]
+    sizes = {what.split("  ")[-1].rpartition(") ")[2].strip(): int(size.replace(",", "")) for size, what in rows}
+    of_weight = [size for name, size in sizes.items() if name.endswith("weight")]
+    assert of_weight == [4096 * 64 * 4] * 3, "with its gradient and its momentum"
+    assert sizes["table"] == 2048 * 64 * 4
+    numbers = [int(size.replace(",", "")) for size, what in rows if "tensors that have" not in what]
+    assert sum(numbers) == int(rows[-1][0].replace(",", ""))
+    listed = [number for (_, what), number in zip(rows, numbers, strict=False) if "more" not in what]
+    assert listed == sorted(listed, reverse=True)
 
 
 CPU = torch.device("cpu")
