@@ -111,6 +111,8 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     if arguments.positional and is_run:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, names[0], "this command takes one run; repeat it for each"))
+    if names and (problems := parse_overrides(request)[1]):  # otherwise reported only once the run is found
+        raise ConfigError(problems)
     if arguments.positional and run_overrides:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, run_overrides[-1], "remove one of them"))

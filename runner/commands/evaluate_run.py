@@ -22,7 +22,7 @@ training uses. On the val split the result equals that of the evaluation during 
 evaluations/SPLIT-CHECKPOINT.json of the run directory.
 
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
-  split=val                    the split: train, val, test, or another that the task's dataset(split) accepts
+  split=val                    the split: train, val, test, or one that the task declares in `splits`
 {CHECKPOINT_HELP}
   weights=FILE                 evaluate these weights instead of a run; run=NAME names the results folder
   evaluate.samples=N           number of samples, evenly spaced; null: all

@@ -48,7 +48,7 @@ def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
     def checked(match: re.Match[str]) -> str:
         key, value = match["key"], match["value"]
         is_own = key in command_keys or not (key in GROUPS or key in all_keys())
-        values = [value] if value.startswith("[") else value.split(",")
+        values = [value] if value.startswith("[") else re.sub(r"^\w+\(|\)$", "", value).split(",")  # choice(1,2)
         return match[0] if is_own or all(_is_accepted(key, each) for each in values) else f"{key}=..."
 
     return _SETTING.sub(checked, suggestion)
@@ -69,4 +69,4 @@ def _is_accepted(key: str, text: str) -> bool:
     return any(describe_mismatch(known.type, value) is None for known in all_keys()[key])
 
 
-_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
+_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>(?:[^\s()]|\([^\s()]*\))+?)(?=[,;)]?(?:\s|$))")
