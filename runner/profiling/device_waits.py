@@ -1,4 +1,4 @@
-"""Find the lines of the task at which the host synchronizes with the device, and count them per update.
+"""Find the source lines at which the host synchronizes with the device, and count them per update.
 
 torch reports synchronizations on CUDA (`set_sync_debug_mode`); on a CPU there are none.
 """
@@ -21,18 +21,21 @@ from runner.base.accelerator import warn_on_synchronization
 from runner.host.stacks import shorten_path
 
 IsTaskFile = Callable[[str], bool]  # path of a file -> whether it belongs to the task
+Line = tuple[str, int]  # file, number
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Line of the task at which the host waits for the device.
+    """Source line at which the host waits for the device.
 
     place      "my_task.py:31 in loss"
     per_update average count per update
+    in_task    True for a task line, False for one of accel-run or a library
     """
 
     place: str
     per_update: float
+    in_task: bool
 
 
 class DeviceWaits:
@@ -41,7 +44,7 @@ class DeviceWaits:
     def __init__(self, model: nn.Module, is_task_file: IsTaskFile) -> None:
         self.model, self.is_task_file = model, is_task_file
         self._is_excluded = False
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[_Location] = Counter()
         self._open = ExitStack()
         self._num_updates = 0
 
@@ -65,14 +68,17 @@ class DeviceWaits:
         self._num_updates += 1
 
     def table(self) -> list[Wait]:
-        """Return the recorded lines, most frequent first."""
-        rows = [Wait(place, count / max(1, self._num_updates)) for place, count in self._counts.items()]
-        return sorted(rows, key=lambda row: (-row.per_update, row.place))
+        """Return the recorded lines: task lines first, most frequent first."""
+        rows = [
+            Wait(place.text, count / max(1, self._num_updates), place.line is not None)
+            for place, count in self._counts.items()
+        ]
+        return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
 
     def _record(self) -> None:
-        """Record a synchronization at the current line of the task; those of accel-run and of torch are not counted."""
-        if self.model.training and not self._is_excluded and (line := _task_line(self.is_task_file)):
-            self._counts[line] += 1
+        """Record a synchronization at the current task line, or at the current library if there is none."""
+        if self.model.training and not self._is_excluded:
+            self._counts[_locate(self.is_task_file)] += 1
 
 
 @contextmanager
@@ -94,20 +100,45 @@ def _intercept_warnings(callback: Callable[[], None]) -> Iterator[None]:
             yield
 
 
-def _task_line(is_task_file: IsTaskFile) -> str:
-    """Return the innermost running line of the task, "file:line in function"; empty if there is none."""
+@dataclass(frozen=True)
+class _Location:
+    """Description of the code that synchronizes, and its line if it is in the task."""
+
+    text: str
+    line: Line | None = None
+
+
+def _locate(is_task_file: IsTaskFile) -> _Location:
+    """Return the innermost current task line, or a description of the running code if there is none."""
     frame: Any = sys._getframe(2)
+    other = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_task_file(file):
-            return f"{shorten_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return _Location(_describe_frame(frame), (file, frame.f_lineno))
         if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
-            return ""
+            return _Location(other or _describe_backward_node())
+        only_forwards_calls = (
+            file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
+        )
+        if not other and not only_forwards_calls:
+            other = _describe_frame(frame)
         frame = frame.f_back
-    return ""
+    return _Location(_describe_backward_node() if torch._C._current_graph_task_id() != -1 else other)
+
+
+def _describe_frame(frame: Any) -> str:
+    return f"{shorten_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _describe_backward_node() -> str:
+    """Return the current node of torch's backward pass, if known."""
+    node: Any = torch._C._current_autograd_node()  # its type does not include None
+    return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
 
 
 _TORCH = str(Path(torch.__file__).parent)
 SYNC_WARNING = "called a synchronizing"
 PROTOTYPE_WARNING = "Synchronization debug mode"
+_IN_BACKWARD = " in the backward pass"
 BACKWARD_ENTRY = "_engine_run_backward"

@@ -231,10 +231,14 @@ def _format_modules(findings: Findings, width: int) -> list[str]:
 def _format_waits(waits: Sequence[Wait] | None) -> list[str]:
     if waits is None:
         return []
-    lines = [f"lines of the task that wait for the device, per update: {'' if waits else 'none found'}".rstrip()]
-    lines += [f"  {row.place:<44} {row.per_update:g}" for row in waits]
-    if not waits:
+    own, others = ([row for row in waits if row.in_task is in_task] for in_task in (True, False))
+    lines = [f"lines of the task that wait for the device, per update: {'' if own else 'none found'}".rstrip()]
+    lines += [f"  {row.place:<44} {row.per_update:g}" for row in own]
+    if not own:
         lines.append("  not detected: waits that torch does not report, such as those in torch.distributed")
+    if others:
+        lines.append("other lines that wait for the device, per update:")
+        lines += [f"  {row.place:<44} {row.per_update:g}" for row in others[:5]]
     return lines
 
 
