@@ -1,14 +1,18 @@
-"""Inspect the code of a task: its slowest function, samples, shapes, terms of the loss.
+"""Inspect the code of a task: its slowest line, samples, shapes, terms of the loss.
 
 Inspection slows the code down, so its times are not those of updates.
 """
 
 from __future__ import annotations
 
-import cProfile
+import inspect
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +28,7 @@ SECONDS = 1.0  # for each inspection
 BATCHES = 64  # whose shapes are inspected
 SAMPLES = 16
 Reply = dict[str, Any]
+Line = tuple[str, int]  # file, number
 
 
 def probe(run: TrainingRun, phase: Phase) -> Reply:
@@ -51,7 +56,7 @@ def probe(run: TrainingRun, phase: Phase) -> Reply:
 
 
 def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
-    """Return the cost of reading samples as the run does, and the slowest function of the task's file."""
+    """Return the cost of reading samples as the run does, and the slowest line of the task's file."""
     num, seconds, busy = 1, 0.0, 0.0
     while seconds < SECONDS / 20 and num <= SAMPLES:  # a batch: a dataset may read its samples together
         num = min(2 * num, len(fetcher)) if num < len(fetcher) else num
@@ -61,7 +66,7 @@ def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
         if num == len(fetcher):
             break
     again = fetcher[_first_samples(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
-    with cProfile.Profile(time.perf_counter) as profile:
+    with time_lines(source) as lines:
         fetcher[_first_samples(num)]
     sizes: list[int] = []
     map_tensors(lambda tensor: sizes.append(tensor.nbytes), batch)
@@ -72,9 +77,9 @@ def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
         "same_when_read_again": are_equal(batch, again),
         "changes_with_epoch": fetcher.set_epoch is not None,
     }
-    slowest = find_slowest_function(profile, source)
-    if slowest is not None:
-        result["slow_function"] = slowest | {"ms": 1e3 * slowest["seconds"] / num}
+    line = max(lines, key=lambda line: lines[line], default=None)
+    if line is not None:
+        result["slow_line"] = {"file": line[0], "line": line[1], "ms": 1e3 * lines[line] / num}
     return result
 
 
@@ -119,17 +124,74 @@ def _count_terms(node: Any, depth: int = 0) -> int:
     return 1
 
 
-# ---------------------------------------------------------------- functions
+# ---------------------------------------------------------------- lines
 
 
-def find_slowest_function(profile: cProfile.Profile, source: Path) -> Reply | None:
-    """Return the function of the file with the most time, without other functions of the file that it calls."""
-    own_s: dict[CodeType, float] = {}
-    for entry in profile.getstats():
-        if isinstance(entry.code, CodeType) and entry.code.co_filename == str(source):
-            inner = (call for call in entry.calls or () if getattr(call.code, "co_filename", "") == str(source))
-            own_s[entry.code] = entry.totaltime - sum(call.totaltime for call in inner)
-    if not own_s:
-        return None
-    code = max(own_s, key=lambda code: own_s[code])
-    return {"file": str(source), "line": code.co_firstlineno, "function": code.co_name, "seconds": own_s[code]}
+@contextmanager
+def time_lines(source: Path) -> Iterator[dict[Line, float]]:
+    """Trace the block; yield a mapping that receives the seconds of each line of the file, including calls.
+
+    The cost of tracing is subtracted.
+    """
+    seconds: dict[Line, float] = {}
+    counts: Counter[Line] = Counter()
+    filename = str(source)
+    stack: list[FrameType] = []
+    last: list[Any] = [None, 0.0]  # current line, and its start time
+
+    def account(now: float, line: Line | None) -> None:
+        if last[0] is not None:
+            seconds[last[0]] = seconds.get(last[0], 0.0) + now - last[1]
+            counts[last[0]] += 1
+        last[0] = line
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        now = time.perf_counter()
+        if event == "line":
+            account(now, (filename, frame.f_lineno))
+        elif event == "return":
+            stack.pop()
+            outer = stack[-1] if stack else None
+            account(now, (filename, outer.f_lineno) if outer is not None else None)
+        last[1] = time.perf_counter()
+        return local
+
+    def trace_call(frame: FrameType, event: str, argument: Any) -> Any:
+        # `stack` cannot follow suspended frames.
+        if frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return None
+        stack.append(frame)
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(trace_call)
+    try:
+        yield seconds
+    finally:
+        sys.settrace(before)
+        cost = _tracing_cost() if counts else 0.0
+        for line, number in counts.items():
+            seconds[line] = max(0.0, seconds[line] - cost * number)
+
+
+def _tracing_cost() -> float:
+    """Return the overhead of the interpreter per traced line in seconds, outside of the trace function."""
+    lines = 2000
+
+    def work() -> float:
+        began = time.perf_counter()
+        for _ in range(lines):
+            pass
+        return time.perf_counter() - began
+
+    def local(*_: Any) -> Callable[..., Any]:
+        return local
+
+    plain = work()
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: local if frame.f_code is work.__code__ else None)
+    try:
+        traced = work()
+    finally:
+        sys.settrace(before)
+    return max(0.0, traced - plain) / (2 * lines)

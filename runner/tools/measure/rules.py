@@ -99,16 +99,16 @@ def _count_workers(facts: Facts) -> Any:
 
 
 def slow_transform(facts: Facts) -> RuleFinding | None:
-    """One function of the task takes most of the time of reading a sample."""
-    share, slow, sample_ms = facts.share("data"), facts.probe.get("slow_function"), facts.probe.get("sample_ms")
-    if share is None or share < MIN_DATA_WAIT or not slow or not sample_ms or slow["ms"] < sample_ms / 2:
+    """One line of the task takes most of the time of reading a sample."""
+    share, line, sample_ms = facts.share("data"), facts.probe.get("slow_line"), facts.probe.get("sample_ms")
+    if share is None or share < MIN_DATA_WAIT or not line or not sample_ms or line["ms"] < sample_ms / 2:
         return None
     update_ms, samples = facts.update_ms(), facts.evidence.global_batch_size
-    if update_ms is None or samples is None or slow["ms"] * samples < MIN_DATA_WAIT * update_ms:
+    if update_ms is None or samples is None or line["ms"] * samples < MIN_DATA_WAIT * update_ms:
         return None
-    file = Path(slow["file"])
+    file = Path(line["file"])
     path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    location, part = f"{slow['function']} ({path}:{slow['line']})", min(1.0, slow["ms"] / sample_ms)
+    location, part = f"{path}:{line['line']}", min(1.0, line["ms"] / sample_ms)
     is_io_bound = facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE  # more workers help then, by an unknown amount
     return _make_finding(
         f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {location}",

@@ -35,10 +35,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Tensor:  # slow function
+    def __getitem__(self, index: int) -> Tensor:
         if self.sample_ms:
             # lint-tests: sleep: planted
-            time.sleep(self.sample_ms / 1000)
+            time.sleep(self.sample_ms / 1000)  # slow line
         return self.rows[index]
 
 
