@@ -42,8 +42,10 @@ class Ring(Task):
         fake = model.generator(per_sample_noise(batch).normal(model.latent))  # the same fakes for both objectives
         if objective == "generator":
             return F.softplus(-model.discriminator(fake)).sum(), len(real)
-        fooled = F.softplus(model.discriminator(fake.detach()))
-        return (F.softplus(-model.discriminator(real)) + fooled).sum(), len(real)
+        if objective == "discriminator":
+            fooled = F.softplus(model.discriminator(fake.detach()))
+            return (F.softplus(-model.discriminator(real)) + fooled).sum(), len(real)
+        raise ValueError(f"unknown objective {objective}")  # a misspelled name would otherwise train another loss
 
     def evaluate(self, model, batch):
         (real,) = batch

@@ -98,14 +98,14 @@ def choose_checkpoint(
 def label_checkpoints(paths: Collection[Path]) -> Mapping[str, tuple[str, ...]]:
     """Return name -> labels of a checkpoint: best or last, and the tracked metric if it was evaluated.
 
-    paths  the valid checkpoints of a run; they are not verified again
+    paths  the checkpoints of a run; they are not verified, and those without a readable manifest have no labels
     """
+    names = (path for path in paths if path.name.removeprefix(_PREFIX).isdecimal())
+    paths = [path for path in names if files.read_object(path / MANIFEST).get("update") == update_in_name(path)]
     if not paths:
         return {}
     path = max(paths, key=lambda path: path.name)
     newest = LoadedCheckpoint(path, files.read_object(path / MANIFEST), files.read_object(path / STATE))
-    if newest.manifest.get("update") != update_in_name(path):
-        return {}
     numbers = {newest.update, *(number for _, number in find_best_checkpoints(newest))}
     return {
         path.name: checkpoint_labels(update_in_name(path), newest) for path in paths if update_in_name(path) in numbers

@@ -193,8 +193,9 @@ class Phase(PhaseView):
         """Run the updates with the hooks between them; yield their numbers."""
         run, parts, done = self.run, self.parts, self.position.update
         if done >= self.total:
+            length = "updates" if self.planned.updates is not None else "epochs"
             run.observers.screen.info(
-                f"{self.name} is finished: {done} updates are done; to train longer: updates=N resume_allow=[updates]"
+                f"{self.name} is finished: {done} updates are done; to train longer: {length}=N resume_allow=[{length}]"
             )
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from runner.base.errors import AccelRunError, IncompatibleResume, MissingPackage, find_system_limit
+from runner.base.errors import AccelRunError, Exit, IncompatibleResume, MissingPackage, find_system_limit
 from runner.base.text import error_line
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
@@ -110,9 +110,16 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         attempt.reached = int(progress_mark.num_updates.value)
         attempt.fail(error)
 
+    def record_end(code: Exit) -> None:
+        if directory.run_json.exists():  # otherwise the run has not begun
+            attempt.finish(code)
+
     directory = attempt.directory
     with ExitStack() as stack:
-        traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), record_error, directory.checkpoints)
+        traces = HangTraces(
+            lambda stacks: directory.write("stacks.txt", stacks), record_error, directory.checkpoints,
+            record_end=record_end,
+        )  # fmt: skip
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
         mirror = download_checkpoints(job.plan, world, directory, screen, progress_mark)
         stop = stack.enter_context(StopRequest())

@@ -128,7 +128,7 @@ class Forecast:
                 raise  # the real run would raise it too
             self._why_not = _describe_failure(error, self._source)
             if self._parts is not None and not has_room(self._parts.bare):
-                raise NotTraceable(f"{self._why_not}; the model is too large to be measured here") from error
+                raise NotTraceable(f"{self._why_not}; the model is too large to be measured here") from None
             self.__exit__()
             return None
 

@@ -27,7 +27,7 @@ from runner.durable.weight_source import find_weights
 from runner.engine.checkpoints.oom_history import num_restarts
 from runner.engine.checkpoints.resumption import find_finished
 from runner.engine.parts.weights import check_names
-from runner.engine.process.attempt import record_failure
+from runner.engine.process.attempt import record_early_end, record_failure
 from runner.engine.process.job import Job, SessionEnd
 from runner.engine.session import run_rank
 from runner.forecast.demand import trace_memory_needs
@@ -84,9 +84,10 @@ def _is_finished(job: Job) -> bool:
     finished = find_finished(job.plan, directory)
     if finished is not None:
         run = directory.argument(job.plan.settings.output_root)
+        length = "updates" if job.plan.settings.updates is not None else "epochs"
         Console(level=terminal_log_level()).info(
             f"{job.name} is finished: {finished.state['phase_update']} updates of {finished.state['phase']} are done;"
-            f" to train longer: accel-run resume {run} updates=N resume_allow=[updates]"
+            f" to train longer: accel-run resume {run} {length}=N resume_allow=[{length}]"
         )
     return finished is not None
 
@@ -114,6 +115,7 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
             code = Exit(result.code)
             if code == Exit.PREEMPTED and newest_name(job.folder / "checkpoints") is None:
                 code = Exit.INTERRUPTED  # ended before its first update
+            record_early_end(job, code, start_time)
             # The result of a killed rank is None.
             return SessionEnd(code, bool(result.stop) or any(result.results)), job
         error = to_error(result)

@@ -182,7 +182,7 @@ def _warn(depth: int, text: str) -> None:
 
 def _resolve_devices(devices: Iterable[int | str] | int | str) -> list[str]:
     """Return the UUIDs of GPUs by CUDA index or UUID. Raises ConfigError."""
-    requested = [devices] if isinstance(devices, (int, str)) else list(devices)
+    requested = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     with open_driver() as nvml:
         torch_order = _torch_uuids()
         shown = [gpu.uuid for gpu in visible(nvml.gpus).gpus] if torch_order is None else torch_order

@@ -12,6 +12,7 @@ from runner.base.errors import ConfigError, Exit, Problem, TaskFault
 from runner.base.json_values import replace_nonfinite
 from runner.base.oom_errors import find_oom_cause, halve
 from runner.base.order import spread_evenly
+from runner.base.task import Task
 from runner.base.text import format_metric
 from runner.config.schema import did_you_mean
 from runner.distributed.world import World
@@ -84,7 +85,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
 
 
 def _make_fetcher(parts: Parts, split: str) -> Fetcher:
-    known, what = (*SPLITS, *parts.task.splits), f"the task has no split {split}"
+    known, what = (*SPLITS, *_declared_splits(parts.task)), f"the task has no split {split}"
     if split not in known:  # `dataset` would often return the samples of its last branch
         declare = f'if it has one, write in class {type(parts.task).__name__}:\nsplits = ("{split}",)'
         raise ConfigError(Problem(what, f"split={split}", did_you_mean(split, known) or declare))
@@ -98,6 +99,13 @@ def _make_fetcher(parts: Parts, split: str) -> Fetcher:
         if isinstance(cause, KeyError) and cause.args == (split,):  # {"train": ..., "val": ...}[split]
             raise ConfigError(problem) from fault
         raise
+
+
+def _declared_splits(task: Task) -> tuple[str, ...]:
+    """Return the names in `splits`. A task may use this attribute for something else, such as its datasets."""
+    names = task.splits
+    is_declared = isinstance(names, tuple | list | frozenset | set) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_declared else ()
 
 
 def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> BatchSizes:

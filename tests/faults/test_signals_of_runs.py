@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from runner.durable.checkpoint import load, newest_valid
+from runner.durable.record_files import read_record
 from tests.faults.tallies import IS_LONG, Tally
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import allowed, distance
@@ -290,6 +291,7 @@ def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path:
 
 # ---------------------------------------------------------------- before the first update
 
+STATES = {75: "preempted", 130: "interrupted"}
 BLOCKED = """
 import os
 import torch
@@ -357,5 +359,7 @@ def test_a_stop_before_the_first_update_does_not_wait_for_it(
         result = server.wait()
         assert result.code == code, result
         assert len(list(saved.glob("update-*"))) == bool(num_updates)
+        recorded = read_record(saved.parent).process
+        assert (recorded.state, recorded.exit_code) in ((STATES[code], code), (None, None)), "or it had not begun"
     assert server.run([*args, "updates=4", "resume_allow=[updates]"], tmp_path).code == 0
     tally.tried += 1

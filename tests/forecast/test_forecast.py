@@ -404,6 +404,9 @@ def test_a_model_too_large_to_measure_is_not_predicted(script, tmp_path, monkeyp
     file.write_text(UNTRACEABLE)
     with pytest.raises(NotTraceable):
         forecast(composed(file=file), script.HERE, [4])
+    needs = predict_needs(composed(file=file), script.HERE)
+    assert needs.demands == {}
+    assert needs.why_not
 
 
 @pytest.mark.slow

@@ -92,7 +92,8 @@ def compare(
             fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
         elif key == to_allow[-1]:  # a single setting, ready to paste
             names = ",".join((*allowed, *to_allow))
-            fix = f"continue anyway with resume_allow=[{names}], or start a new run with another run=NAME"
+            restored = " once the others are restored" if "fixed" in map(classes.get, refused) or too_short else ""
+            fix = f"continue anyway{restored} with resume_allow=[{names}], or start a new run with another run=NAME"
         problems.append(Problem(what, key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))

@@ -436,6 +436,8 @@ class _BatchComparison:
         }
 
     def _classify(self, values: _Values, reason: str) -> _Verdict:
+        if values.deviates and not self.split.are_slices:
+            return _Verdict("sum", values, _COLLATED_AGAIN)
         if values.is_sum:
             inexact = _HALF_WEIGHTS if values.deviates and not self._is_exact else ""
             return _Verdict("sum", values, values.inconclusive_reason or inexact or (reason if values.deviates else ""))
@@ -444,7 +446,7 @@ class _BatchComparison:
         if values.is_mean:
             return _Verdict("mean", values, reason)
         if not self.split.are_slices:
-            reason = "the halves of a batch, collated again, have other values"
+            reason = _COLLATED_AGAIN
         return _Verdict("neither", values, reason)
 
     def evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
@@ -547,6 +549,7 @@ def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], part
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _HALF = (torch.bfloat16, torch.float16)
+_COLLATED_AGAIN = "the halves of a batch, collated again, have other values"
 _HALF_WEIGHTS = "it differs slightly from a sum, which may be the rounding of weights in half precision"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"

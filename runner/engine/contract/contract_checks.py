@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
@@ -363,10 +363,6 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
     raise TaskFault(what, where=locate_definition(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
-
-
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
@@ -392,6 +388,5 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),
     "baseline_name": (lambda value: isinstance(value, str) and bool(value), "the name of a model", '"constant answer"'),
     "items_per_sample": (_is_positive, "a number above 0", "1.0"),
-    "splits": (_are_names, "a tuple of names", '("rare",)'),
     "loss_is_additive": (lambda value: isinstance(value, bool), "True or False", "False"),
 }

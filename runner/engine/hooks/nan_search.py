@@ -108,6 +108,10 @@ class _UpdateSearch:
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
         self.update, self.parts, self.training = update, phase.parts, phase.work.training
         self.coupled, self.fetcher = phase.work.coupled, phase.loader.fetcher
+        hooks = [
+            type(hook).__name__ for hook in phase.hooks_with("before_step")
+        ]  # they run after the check of the norm
+        self.note = f"; gradients are changed by hooks: {', '.join(hooks)}" if hooks else ""
         self.micros = list(phase.order.micro_batches(update - 1, phase.shares.of(update - 1)))
         self.is_applied = is_late and not getattr(self.training.optimizer, "_step_supports_amp_scaling", False)
 
@@ -121,7 +125,7 @@ class _UpdateSearch:
         bad = [name for name, weight in parameters if not is_finite(weight)]
         origin = None
         if bad:
-            kind, what = "parameters", f"the parameters were not finite before it: {abbreviate(bad)}"
+            kind, what = "parameters", f"the parameters were not finite before it: {abbreviate(bad)}{self.note}"
             if self.is_applied:
                 kind, what = "applied", f"the update had changed {abbreviate(bad)} before its values were checked"
             origin = _Origin(kind, what, samples=self._find_bad_samples(*self.micros))

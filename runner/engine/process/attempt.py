@@ -191,6 +191,19 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
             attempt.fail(error)
 
 
+def record_early_end(job: Job, code: Exit, began: float) -> None:
+    """Write the state of a run whose ranks were ended before their first update, if they had started.
+
+    began  start of the ranks in seconds since 1970
+    """
+    if not job.folder.is_dir():
+        return
+    with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
+        attempt = RunAttempt(directory, read_record(directory.path), began)
+        if attempt.record.process.started_since(began) and attempt.record.process.state == "running":
+            attempt.finish(code)
+
+
 @contextmanager
 def require_single_writer(directory: RunDirectory) -> Iterator[None]:
     """Raise RunInUse if the recorded process still writes the run and only its lock file was removed."""

@@ -129,12 +129,14 @@ class HangTraces:
     record_error  writes the error; by default it is discarded
     checkpoints   folder of the checkpoints; None: the run cannot be resumed
     file          name of the file with the stacks, in the run directory
+    record_end    writes the exit code of a process that leaves before its first update
     """
 
     write_stacks: Callable[[str], object]
     record_error: Callable[[Hang], object] = lambda _: None
     checkpoints: Path | None = None
     file: str = "stacks.txt"
+    record_end: Callable[[Exit], object] = lambda _: None
 
 
 @contextmanager
@@ -155,7 +157,7 @@ def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[Progr
     )
     watchdog = _WatchdogThread(progress_mark, limits, publish, compiles=compiles, has_other_ranks=world.world_size > 1)
     if world.world_size == 1:  # of several ranks, the launcher ends all, or none
-        watchdog.leave = partial(_leave, traces.checkpoints)
+        watchdog.leave = partial(_leave, traces)
     thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
     # Before the thread starts: a rank may be stopped, or hold the GIL, before the first check.
     publish(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
@@ -337,14 +339,16 @@ class _ExitOnHang:
                 call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.record_error(error))
 
 
-def _leave(checkpoints: Path | None) -> None:
+def _leave(traces: HangTraces) -> None:
     """End this process, which has trained nothing, although its main thread still waits for data or compiles."""
-    code = Exit.INTERRUPTED
+    code, checkpoints = Exit.INTERRUPTED, traces.checkpoints
     with suppress(Exception):
         if checkpoints is not None and call_with_timeout(1.0, lambda: newest_name(checkpoints)):
             code = Exit.PREEMPTED
     with suppress(Exception):
         call_with_timeout(1.0, lambda: os.write(2, f"{LEFT_EARLY}\n".encode()))
+    with suppress(Exception):
+        call_with_timeout(REPORT_TIMEOUT_S, lambda: traces.record_end(code))
     _end_process(code)
 
 

@@ -75,7 +75,7 @@ def describe_seeds(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     for run, label in zip(runs, labels, strict=True):
         if run.settings and run.state.word == "finished":
             settings = {key: value for key, value in run.settings.items() if key not in ("seed", *_IGNORED_KEYS)}
-            key = json.dumps([run.task, settings], sort_keys=True, default=str)
+            key = json.dumps([run.task_path, settings], sort_keys=True, default=str)
             groups.setdefault(key, {})[str(run.settings.get("seed"))] = label, run
     texts = []
     for members in (list(by_seed.values()) for by_seed in groups.values() if len(by_seed) > 1):
