@@ -28,6 +28,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/tools/doctor/findings.py", "check", "import_module"): "modules that the tables of checks spell out",
     ("runner/tools/doctor/findings.py", "check", "getattr"): "functions that the tables of checks spell out",
     ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's own metadata name as needed",
+    ("runner/engine/evaluation/undeclared_states.py", "_is_used", "setattr"): "attributes that a metric itself has set",
     ("runner/base/json_converter.py", "encode", "getattr"): "the fields of a dataclass",
     ("runner/adapters/lightning.py", "*", "getattr"): "methods of a LightningModule that the file spells out",
     ("runner/base/packages.py", "require", "import_module"): "names that tasks and axes spell out",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,10 @@ from runner.config.configuration import Choice
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.engine.checks.additivity_check import check_metrics_are_sums
+from runner.engine.evaluation.undeclared_states import AttributeWatch, are_equal_numbers
 from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
+from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -85,6 +89,26 @@ def test_a_mean_of_batches_is_reported() -> None:
     """It is the metric of the complete data only if all batches have the same size."""
     reasons = checked(lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)})
     assert list(reasons.values()) == [["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({}, {}, True),
+        ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, True),
+        ({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 3.0}, False),
+        ({"a": 1.0, "b": 2.0}, {"a": 1.5, "b": 2.0}, False),
+        ({"a": 1.0}, {"a": 1.0, "b": 2.0}, False),
+        ({"a": math.nan}, {"a": math.nan}, True),
+        ({"a": math.nan}, {"a": 1.0}, False),
+        ({"a": 1.0}, {"a": 1.0 + 1e-6}, True),
+        ({"a": 1.0}, {"a": 1.0 + 1e-4}, False),
+    ],
+)
+def test_results_are_equal_if_all_their_numbers_are(
+    one: dict[str, float], other: dict[str, float], expected: bool
+) -> None:
+    assert are_equal_numbers(one, other) == are_equal_numbers(other, one) == expected
 
 
 def mean_accuracy(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
@@ -200,3 +224,70 @@ def test_checking_a_valid_metric_does_not_update_it() -> None:
     metric = pytest.importorskip("torchmetrics").Accuracy(task="multiclass", num_classes=CLASSES)
     assert not checked(lambda self, model, batch: {"mine": (model(batch[0]), batch[1])}, metrics={"mine": metric})
     assert not metric.update_called
+
+
+@pytest.fixture(scope="module")
+def counted() -> Callable[[], Any]:
+    """A mean whose number of samples is not a state, and that `reset` therefore keeps."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counted(torchmetrics.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+            self.num_samples = 0
+
+        def update(self, x: Tensor) -> None:
+            self.total, self.num_samples = self.total + x.sum(), self.num_samples + len(x)
+
+        def compute(self) -> Tensor:
+            result: Tensor = self.total / self.num_samples
+            return result
+
+    return Counted
+
+
+def message_of(world: World, metrics: Callable[[], Any]) -> str:
+    """Return the error of the check; "" if there is none."""
+    try:
+        checked(lambda self, model, batch: {"own": batch[0]}, metrics=metrics, world=world)
+    except TaskFault as fault:
+        return str(fault)
+    return ""
+
+
+def test_an_undeclared_state_is_found_before_the_first_update(counted: Callable[[], Any]) -> None:
+    assert not message_of(WORLD, lambda: {"own": counted()})
+    found = run_ranks(lambda world: message_of(world, lambda: {"own": counted()}), 2)
+    assert all("num_samples" in message for message in found)
+
+
+def test_a_kept_metric_may_keep_attributes_that_its_result_does_not_depend_on() -> None:
+    class Kept(pytest.importorskip("torchmetrics").MeanMetric):  # type: ignore[misc]
+        kind = np.float64
+
+        def update(self, x: Tensor) -> None:
+            self.history = [*getattr(self, "history", []), x]
+            self.last = x
+            super().update(x)
+
+    kept = Kept()
+    assert not message_of(WORLD, lambda: {"own": kept})
+    assert not any(run_ranks(lambda world: message_of(world, lambda: {"own": Kept()}), 2))
+
+
+def test_an_attribute_of_a_library_need_not_be_declared() -> None:
+    running = pytest.importorskip("torchmetrics").wrappers.Running
+    mean = pytest.importorskip("torchmetrics").MeanMetric
+    for message in run_ranks(lambda world: message_of(world, lambda: {"own": running(mean(), window=2)}), 2):
+        assert "runner.Gather" in message
+        assert "add_state" not in message
+
+
+def test_a_metric_without_undeclared_attributes_is_neither_copied_nor_updated_again() -> None:
+    metric = pytest.importorskip("torchmetrics").MeanMetric()
+    watch = AttributeWatch(metric, lambda _: {})
+    metric.update(torch.tensor([1.0, 2.0]))
+    repeated: list[nn.Module] = []
+    assert watch.find_undeclared((), repeated.append) == []
+    assert not repeated

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -327,6 +329,39 @@ def test_states_that_cannot_be_merged_are_refused_only_with_several_ranks() -> N
     assert run_ranks(refused, 2) == [True, True]
 
 
+class Unreduced(torchmetrics.Metric):
+    """A mean whose author left out `dist_reduce_fx`: on ranks, torchmetrics would compute one mean per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()))
+        self.add_state("count", torch.zeros(()))
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.sum()
+        self.count += len(x)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+def test_a_metric_without_a_reduction_of_its_states_is_refused_on_ranks() -> None:
+    class Means(Points):
+        def metrics(self, split: str) -> Any:
+            return {"mean": Unreduced()}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"mean": batch[0]}
+
+    def refused(world: World) -> bool:
+        with pytest.raises(TaskFault, match="total"):
+            measured(world, Means(), 8, number=16)
+        return True
+
+    assert list(measured(ALONE, Means(), 8, number=16)) == ["mean"]
+    assert run_ranks(refused, 2) == [True, True]
+
+
 class Counted(torchmetrics.Metric):
     """A mean whose number of samples is not declared as a state."""
 
@@ -397,6 +432,20 @@ class Scores(nn.Module):
         return torch.cat(self.values).mean()
 
 
+class Inferred(Total):
+    """Attributes that the first batch sets, or that are no numbers: equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width: int | None = None
+        self.row: Tensor | None = None
+        self.function: Any = None
+
+    def update(self, x: Tensor) -> None:
+        self.width, self.row, self.function = x.shape[1], torch.ones(x.shape[1]), lambda: x
+        super().update(x * self.row / self.width)
+
+
 def with_metric(metric: nn.Module) -> Task:
     class Own(Points):
         def metrics(self, split: str) -> Any:
@@ -408,14 +457,56 @@ def with_metric(metric: nn.Module) -> Task:
     return Own()
 
 
-def test_a_metric_without_states_is_refused_with_several_ranks() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
+@pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
+def test_an_undeclared_state_is_refused_only_with_several_ranks(kind: type[nn.Module], number: int) -> None:
     def refused(world: World) -> str:
         with pytest.raises(TaskFault) as caught:
-            measured(world, with_metric(Scores()), 8)
+            measured(world, with_metric(kind()), 8, number=number)
         return str(caught.value)
 
-    measured(ALONE, with_metric(Scores()), 8)
+    measured(ALONE, with_metric(kind()), 8, number=number)
+    if kind in (Counted, Buffered) and number == 16:  # both ranks count 8: only the check before training detects it
+        return
     assert all("own" in message for message in run_ranks(refused, 2))
+
+
+class Last(Total):
+    """Attributes that its result does not depend on: the last batch, all batches, and a flag set by one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.history: list[Tensor] = []
+        self.has_warned = False
+
+    def update(self, x: Tensor) -> None:
+        self.last, self.has_warned = x, self.has_warned or bool((x == data()[0][20, 0]).any())
+        self.history.append(x)
+        super().update(x)
+
+
+class Objects(Total):
+    """Attributes that cannot be hashed or copied, or that contain 2^60 references to one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = [np.float64, np.ndarray]
+        self.array, self.library, self.function, self.meta = np.ndarray, np, len, torch.zeros(2, device="meta")
+        self.scalar, self.sparse = np.array(None, dtype=object), torch.zeros(2).to_sparse()
+        self.lock = threading.Lock()
+        self.shared: list[Any] = []
+        for _ in range(60):
+            self.shared = [self.shared, self.shared]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Inferred, Last, Objects])
+def test_an_attribute_that_the_result_does_not_depend_on_is_not_a_state(kind: type[nn.Module]) -> None:
+    alone = measured(ALONE, with_metric(kind()), 8)
+    for result in run_ranks(lambda world: measured(world, with_metric(kind()), 8), 2):
+        assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
 
 
 class Images(Task):
@@ -435,6 +526,42 @@ def test_a_metric_that_accumulates_an_unused_map_is_merged() -> None:
     alone = measured(ALONE, Images(), 8)
     for result in run_ranks(lambda world: measured(world, Images(), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
+
+
+class UnreducedLock(Unreduced):
+    """A metric that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
+    """The check needs a copy. Without one, the metric is computed as by torchmetrics: one value per rank."""
+    for result in run_ranks(lambda world: measured(world, with_metric(UnreducedLock()), 8), 2):
+        assert result.keys() == {"own.0", "own.1"}
+
+
+class CountedUnderLock(torchmetrics.MeanMetric):
+    """Counts in an attribute that `reset` does not clear, beside one that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.seen = threading.Lock(), [0]
+
+    def update(self, x: Tensor) -> None:
+        self.seen[0] += len(x)
+        super().update(x)
+
+    def compute(self) -> Tensor:
+        return super().compute() + self.seen[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda metric: metric, torchmetrics.MinMaxMetric], ids=["metric", "part"])
+def test_a_kept_metric_with_a_lock_starts_empty_in_each_evaluation(wrap: Callable[[Any], Any]) -> None:
+    task = with_metric(wrap(CountedUnderLock()))
+    first = measured(ALONE, task, 8)
+    assert measured(ALONE, task, 8) == first
 
 
 def test_a_metric_of_too_many_numbers_is_refused() -> None:

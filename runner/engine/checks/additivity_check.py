@@ -251,7 +251,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     states.begin()
     declared = states.states  # metrics that are not sums
     missing: list[str] = []
-    returned: list[Mapping[str, Any]] = []  # for the batch
+    returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
     with _preserve_state(parts):
         try:
             split = _read_halves(read(indices, like), read, parts)
@@ -262,7 +262,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
             result = task.evaluate(parts.model, batch)
             if declared and isinstance(result, Mapping):
                 missing.extend(name for name in declared if name not in result)
-                if not returned:
+                if len(returned) < 2:
                     returned.append(result)
                 result = {name: value for name, value in result.items() if name not in declared}
             return validate_metrics(result, task.evaluate, parts.source)
@@ -275,7 +275,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
-        for wrong in states.find_faults(returned[0]) if returned else ():
+        for wrong in states.find_faults(returned[0], returned[-1]) if returned else ():
             fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
     if missing:
         fault = (

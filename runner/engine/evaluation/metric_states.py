@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from runner.base.text import error_line
 from runner.distributed.agreement import gather_tensors
 from runner.distributed.world import World
 from runner.engine.contract.contract_checks import describe_value, validate_loss, validate_numbers
-from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.error_diagnosis import is_library_file, locate_definition
+from runner.engine.evaluation.undeclared_states import AttributeWatch, are_equal_numbers
 from runner.engine.update.coupled import Embedding, check_rows, is_coupled, validate_embedding
 
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
@@ -85,11 +87,17 @@ class MetricStates:
             state.add(returned[name], min(micro.samples.places))
         return {name: value for name, value in returned.items() if name not in self.states}
 
-    def find_faults(self, returned: Mapping[str, Any]) -> Iterator[TaskFault]:
-        """Yield an error for each metric that does not accept what `evaluate` returned for a batch."""
-        for name in self.states.keys() & returned.keys():
+    def find_faults(self, whole: Mapping[str, Any], half: Mapping[str, Any]) -> Iterator[TaskFault]:
+        """Yield an error for each metric that does not accept what `evaluate` returned, or cannot be merged.
+
+        whole, half  what it returned for a batch, and for half of it
+        """
+        for name in self.states.keys() & whole.keys():
+            state = self.states[name]
             try:
-                self.states[name].add(returned[name], 0)
+                state.add(whole[name], 0)
+                if isinstance(state, _TorchMetricState):
+                    state.check_attributes([half.get(name), whole[name]])
             except TaskFault as fault:
                 yield fault
 
@@ -211,12 +219,22 @@ class _TorchMetricState:
         for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
             part.distributed_available_fn = lambda: False
         self.is_updated = False
+        self.watch = AttributeWatch(metric, self._compute) if world.world_size > 1 else None
+        self._last: Any = None  # what it was last updated with
 
     def add(self, contribution: Any, first: int) -> None:
+        self._update(self.metric, contribution)
+        if self.world.world_size > 1:
+            self._last = contribution
+            if not self.is_updated:
+                self._check_states()
+        self.is_updated = True
+
+    def _update(self, metric: Any, contribution: Any) -> None:
         kwargs = contribution if isinstance(contribution, Mapping) else {}
         args = () if kwargs else contribution if isinstance(contribution, (tuple, list)) else (contribution,)
         try:
-            self.metric.update(*args, **kwargs)
+            metric.update(*args, **kwargs)
         except Exception as error:
             if find_oom_cause(error) is not None:
                 raise
@@ -226,21 +244,30 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
             ) from error
-        if self.world.world_size > 1 and not self.is_updated:
-            self._check_states()
-        self.is_updated = True
 
     def result(self, world: World) -> Mapping[str, float]:
         if not any(world.gather(self.is_updated)):
             return {self.name: math.nan}
+        unequal: list[str] = []
         if world.world_size > 1:
+            changed = world.gather(self.watch.changed() if self.watch is not None and self.is_updated else None)
+            updated = [attributes for attributes in changed if attributes is not None]
+            names = dict.fromkeys(name for attributes in updated for name in attributes)
+            unequal = [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
+            undeclared = world.gather(self._find_undeclared(unequal, self._last))
+            self._refuse_attributes(sorted({name for names in undeclared for name in names}))
             self._merge(world)
-        return self._compute()
+        numbers = self._compute(self.metric)
+        if unequal:
+            results = [each for each in world.gather(numbers if self.is_updated else None) if each is not None]
+            if not all(are_equal_numbers(results[0], each) for each in results):
+                self._refuse_attributes(unequal)
+        return numbers
 
-    def _compute(self) -> dict[str, float]:
+    def _compute(self, metric: Any) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
-            result = self.metric.compute()
+            result = metric.compute()
         numbers = dict(itertools.islice(_flatten(self.name, result), MAX_NUMBERS + 1))
         if len(numbers) > MAX_NUMBERS:
             raise TaskFault(
@@ -248,7 +275,7 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix="reduce them in a subclass of the metric, or log an image of them in a hook",
             )
-        return validate_numbers(numbers, self.metric.compute, self.source)
+        return validate_numbers(numbers, metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
         """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
@@ -273,13 +300,6 @@ class _TorchMetricState:
             setattr(part, name, _reduce_states(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
 
     def _check_states(self) -> None:
-        """Raise TaskFault unless the metric has states, which are tensors."""
-        if not any(part.metric_state for part in self.parts):
-            raise TaskFault(
-                f"the states of metric {self.name} cannot be merged over ranks: it declares none",
-                where=str(self.source),
-                fix=f'declare them with add_state("total", ..., dist_reduce_fx="sum"), or {_MERGEABLE}',
-            )
         for part in self.parts:
             for name, state in part.metric_state.items():
                 if not all(isinstance(item, Tensor) for item in (state if isinstance(state, list) else [state])):
@@ -289,13 +309,93 @@ class _TorchMetricState:
                         where=str(self.source),
                         fix=_MERGEABLE,
                     )
+        unreduced = [
+            name
+            for part in self.parts
+            for name, state in part.metric_state.items()
+            if isinstance(state, Tensor) and part._reductions[name] is None
+        ]
+        if unreduced and self._changes_names_when_merged():
+            raise TaskFault(
+                f"the states of metric {self.name} cannot be merged over ranks: it would compute one value per rank,"
+                f" because {', '.join(unreduced)} has no dist_reduce_fx",
+                where=str(self.source),
+                fix=f'self.add_state("{unreduced[0]}", ..., dist_reduce_fx="sum"), or use runner.Gather',
+            )
+
+    def _changes_names_when_merged(self) -> bool:
+        """Return whether the metric computes other numbers from the states of two ranks than from those of one.
+
+        The states of the second rank are those of this one, so that ranks need not communicate.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                alone, merged = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
+                if isinstance(merged, nn.ModuleDict):
+                    list(merged.items())  # as in _merge
+                for part in merged.modules():
+                    for name, state in part.metric_state.items() if hasattr(part, "_reductions") else ():
+                        setattr(part, name, _reduce_states([state, state], part._reductions[name]))
+                results = [each.compute() for each in (alone, merged)]
+            except Exception:  # some metrics cannot be copied, or computed from few samples
+                return False
+        names = [dict(itertools.islice(_flatten(self.name, each), MAX_NUMBERS)).keys() for each in results]
+        return names[0] != names[1]
+
+    def _find_undeclared(self, unequal: Collection[str], contribution: Any) -> list[str]:
+        """Return attributes on which the result of this rank depends and that are not merged.
+
+        unequal       attributes that differ between ranks
+        contribution  for another update of copies of the metric
+        """
+        if self.watch is None or not self.is_updated:
+            return []
+        return self.watch.find_undeclared(unequal, lambda metric: self._update(metric, contribution))
+
+    def check_attributes(self, contributions: Iterable[Any]) -> None:
+        """Raise TaskFault for such an attribute, found with the first contribution that the metric accepts."""
+        names: list[str] = []
+        for contribution in contributions:
+            with suppress(TaskFault):
+                names = self._find_undeclared((), contribution)
+                break
+        self._refuse_attributes(names)
+
+    def _refuse_attributes(self, names: Sequence[str]) -> None:
+        if names:
+            raise TaskFault(
+                f"metric {self.name} cannot be merged over ranks: update changes its attribute {names[0]}, which is not"
+                " one of its states",
+                where=str(self.source),
+                fix=f"{self._suggest_declaration(names[0])}{_MERGEABLE}",
+            )
+
+    def _suggest_declaration(self, attribute: str) -> str:
+        """Return the advice to declare an attribute as a state, or "" if a library defines its class."""
+        path, _, name = attribute.rpartition(".")
+        owner = type(self.metric.get_submodule(path))
+        file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
+        declaration = f'declare it with add_state("{name}", ..., dist_reduce_fx="sum"), or '
+        return "" if is_library_file(file, self.source) else declaration
 
 
 def _copy_metric(metric: Any) -> Any:
-    """Return a copy that shares parameters, such as those of a network; the metric itself if it cannot be copied."""
-    with suppress(Exception):  # an attribute is a lock or an open file, for example
-        return copy.deepcopy(metric, {id(weight): weight for weight in metric.parameters()})
-    return metric
+    """Return a copy that shares parameters, such as those of a network, and attributes that cannot be copied."""
+
+    def shared() -> dict[int, Any]:
+        return {id(weight): weight for weight in metric.parameters()}
+
+    with suppress(Exception):
+        return copy.deepcopy(metric, shared())
+    result = copy.copy(metric)  # an attribute is a lock or an open file, for example
+    for name, value in list(vars(result).items()):
+        if name == "_modules":
+            vars(result)[name] = {child: part if part is None else _copy_metric(part) for child, part in value.items()}
+        else:
+            with suppress(Exception):
+                vars(result)[name] = copy.deepcopy(value, shared())
+    return result
 
 
 # The state of a metric on this rank: `add` receives what `evaluate` returned for a batch, and the position of its first

@@ -115,10 +115,17 @@ def hash_sample(fetcher: Fetcher, index: int) -> str | None:
             return None
 
 
-def hash_content(sample: Any) -> str:
-    """Return the hash of the content of a sample."""
+def hash_content(sample: Any, memo: dict[int, tuple[Any, str]] | None = None) -> str:
+    """Return the hash of the content of a sample.
+
+    memo  id -> (object, hash) of the objects hashed so far, for objects that many others share
+    """
+    if memo is not None and id(sample) in memo:
+        return memo[id(sample)][1]
     digest = hashlib.blake2b(digest_size=16)
-    _hash_value(digest, sample)
+    _hash_value(digest, sample, memo)
+    if memo is not None:
+        memo[id(sample)] = sample, digest.hexdigest()
     return digest.hexdigest()
 
 
@@ -216,7 +223,7 @@ def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _hash_value(digest: Any, value: Any) -> None:
+def _hash_value(digest: Any, value: Any, memo: dict[int, tuple[Any, str]] | None) -> None:
     """Add a sample to a hash: by content for known types, otherwise by type."""
     digest.update(f"{type(value).__name__};".encode())
     if isinstance(value, Tensor):
@@ -232,18 +239,25 @@ def _hash_value(digest: Any, value: Any) -> None:
         digest.update(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}".encode())
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _hash_value(digest, key)
-            _hash_value(digest, item)
+            _hash_item(digest, key, memo)
+            _hash_item(digest, item, memo)
     elif isinstance(value, Set):
-        digest.update("".join(sorted(hash_content(item) for item in value)).encode())
+        digest.update("".join(sorted(hash_content(item, memo) for item in value)).encode())
     elif isinstance(value, (list, tuple, deque, np.ndarray)):
         digest.update(str(len(value)).encode())
         for item in value:
-            _hash_value(digest, item)
+            _hash_item(digest, item, memo)
     elif hasattr(value, "tobytes"):  # a PIL image
         _hash_bytes(digest, np.frombuffer(value.tobytes(), np.uint8))
     elif hasattr(value, "__dict__"):  # a dataclass
-        _hash_value(digest, vars(value))
+        _hash_item(digest, vars(value), memo)
+
+
+def _hash_item(digest: Any, item: Any, memo: dict[int, tuple[Any, str]] | None) -> None:
+    if memo is None or isinstance(item, _SCALARS):
+        _hash_value(digest, item, memo)
+    else:
+        digest.update(hash_content(item, memo).encode())
 
 
 def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:

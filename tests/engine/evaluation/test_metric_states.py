@@ -230,20 +230,34 @@ def test_a_result_that_is_no_number_is_refused() -> None:
         states.results()
 
 
-def test_a_metric_that_cannot_be_copied_is_used_itself() -> None:
+def test_a_metric_with_parts_that_cannot_be_copied_is_copied_as_far_as_possible() -> None:
     class Locked(Mean):
         def __init__(self) -> None:
             super().__init__()
-            self.lock = threading.Lock()
+            self.lock, self.part, self.none = threading.Lock(), Mean(), None
+            self.register_module("absent", None)
+            self.seen: list[Any] = []
+
+        def update(self, *args: Any) -> None:
+            self.seen.append(args)
+            self.part.calls.append(args)
 
         def compute(self) -> Any:
-            return int(self is kept)
+            return {
+                "seen": len(self.seen), "part": len(self.part.calls), "lock": int(self.lock is kept.lock),
+                "shared": int(self.weight is kept.weight and self.part.weight is kept.part.weight),
+                "absent": int(self.absent is None),
+            }  # fmt: skip
 
     kept = Locked()
     states = states_of({"own": kept}, lambda batch: {"own": batch})
-    states.begin()
-    evaluate(states, batch_of(1))
-    assert states.results() == {"own": 1.0}
+    for _ in range(2):
+        states.begin()
+        evaluate(states, batch_of(1), batch_of(1))
+        assert states.results() == {
+            "own.seen": 2.0, "own.part": 2.0, "own.lock": 1.0, "own.shared": 1.0, "own.absent": 1.0,
+        }  # fmt: skip
+    assert (kept.seen, kept.part.calls) == ([], [])
 
 
 def test_the_check_before_training_reports_each_metric_that_accepts_nothing() -> None:
@@ -253,7 +267,7 @@ def test_the_check_before_training_reports_each_metric_that_accepts_nothing() ->
 
     states = states_of({"a": Fails(), "b": Mean(), "c": Gather(len), "d": Gather(len)})
     with torch.no_grad():
-        faults = [*states.find_faults({"a": 1, "b": 1, "c": 1, "d": torch.ones(2), "sum": (1, 2)})]
+        faults = [*states.find_faults({"a": 1, "b": 1, "c": 1, "d": torch.ones(2), "sum": (1, 2)}, {})]
     assert len(faults) == 2
     assert sum("metric a " in str(fault) for fault in faults) == 1
 
