@@ -111,7 +111,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         attempt.fail(error)
 
     def record_end(code: Exit) -> None:
-        if directory.run_json.exists():  # otherwise the run has not begun
+        if directory.run_json.exists():  # otherwise the run has not started
             attempt.finish(code)
 
     directory = attempt.directory
