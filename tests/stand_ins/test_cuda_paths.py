@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults import tallies
+from tests.forkserver import ForkServer
 from tests.gpu.runs import PIPES, TASK
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.environment import ROOT
@@ -107,10 +108,24 @@ def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: St
 SMALL = f"--task {FAILING} task.rank=-1"
 
 
+@pytest.mark.slow
+def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_reports_it(server: ForkServer, tmp_path: Path) -> None:
+    """Started without the stand-in, in a folder that has its own `tests`."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/__init__.py").touch()
+    args = f"doctor first_contact --json {SMALL} updates=4 global_batch_size=16 micro_batch_size=8"
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.out + result.err
+    content = json.loads(result.out)
+    assert content == json.loads((tmp_path / "outputs/first_contact.json").read_text())
+    _check_contact(content)
+    assert "Tesla T4 (simulated)" in (tmp_path / "outputs/first_contact.md").read_text()
+
+
 @pytest.mark.parametrize(
     "task",
     [
-        pytest.param(f"{SMALL} precision=fp16", marks=pytest.mark.slow),
+        pytest.param(f"{SMALL} precision=fp16", marks=pytest.mark.long),
         pytest.param("task=gpt precision=fp16", marks=pytest.mark.long),
     ],
 )
