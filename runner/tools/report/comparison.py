@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import NOT_MEASURED, abbreviate, format_metric
 from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, bin_curve, label_axes, smooth
+from runner.tools.report.comparison_noise import describe_noise
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.page_tables import format_value
 from runner.tools.report.page_tiles import make_tiles
@@ -66,27 +65,7 @@ def _make_figures_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageT
     ]
     names = dict.fromkeys(name for of_run in figures for name, text in of_run.items() if text)
     rows = [(name, *(of_run.get(name) or "-" for of_run in figures)) for name in names]
-    return _transpose_if_wide(PageTable("figures", "Figures", ("", *labels), rows, describe_seeds(runs, labels)))
-
-
-def describe_seeds(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """Return mean and standard deviation of the metrics of finished runs that differ only in their seed."""
-    groups: dict[str, dict[str, tuple[str, RunData]]] = {}  # task and settings -> seed -> label and run
-    for run, label in zip(runs, labels, strict=True):
-        if run.settings and run.state.word == "finished":
-            settings = {key: value for key, value in run.settings.items() if key not in ("seed", *_IGNORED_KEYS)}
-            key = json.dumps([run.task_path, settings], sort_keys=True, default=str)
-            groups.setdefault(key, {})[str(run.settings.get("seed"))] = label, run
-    texts = []
-    for members in (list(by_seed.values()) for by_seed in groups.values() if len(by_seed) > 1):
-        for name in members[0][1].metrics:
-            values = [run.metrics.get(name) for _, run in members]
-            known = [value for value in values if value is not None and math.isfinite(value)]
-            if len(known) == len(values):
-                mean, deviation = statistics.fmean(known), statistics.stdev(known)
-                of = abbreviate([label for label, _ in members])
-                texts.append(f"{name} over {len(known)} seeds ({of}): {mean:.4g} \N{PLUS-MINUS SIGN} {deviation:.2g}")
-    return "; ".join(texts)
+    return _transpose_if_wide(PageTable("figures", "Figures", ("", *labels), rows, describe_noise(runs, labels)))
 
 
 def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageTable:
@@ -95,7 +74,7 @@ def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> P
     rows = []
     for key in keys:
         values = [format_value(run.settings[key]) if key in run.settings else "absent" for run in runs]
-        if len(set(values)) > 1 and key not in _IGNORED_KEYS:
+        if len(set(values)) > 1 and key not in ("run", "output_root", "resume"):
             rows.append((key, *values))
     unknown = [label for label, run in zip(labels, runs, strict=True) if not run.settings]
     note = f"the configuration of {', '.join(unknown)} is unknown" if unknown else ""
@@ -181,7 +160,6 @@ _CURVE_CHARTS = (
     ("lr", "learning rate", "Learning rate", False),
     ("train/grad_norm", "gradient norm", "Gradient norm", True),
 )
-_IGNORED_KEYS = ("run", "output_root", "resume", "resume_allow")
 _MAX_METRICS, _MAX_MARKED_POINTS = 6, 60
 _MAX_COLUMNS, _MAX_NAMED_LINES, _MAX_LISTED = 5, 6, 8
 _LEGEND_LETTERS = 84  # that fit into one line below a chart

@@ -117,12 +117,6 @@ class RunData:
         return str(self.record.origin.task or self.plan.choice("task").name or "unknown")
 
     @property
-    def task_path(self) -> str:
-        """The task's file with its folder, because files of one name differ; its name if accel-run ships it."""
-        origin = self.record.origin
-        return str(Path(origin.folder or "") / origin.task_file) if origin.task_file else self.task
-
-    @property
     def reference(self) -> str:
         """The value of run= for this run in a command to paste: its name, or its path outside of the default folder."""
         is_default = self.path == (Path(_DEFAULT_ROOT) / self.path.name).absolute() and is_run_name(self.path.name)
