@@ -110,7 +110,7 @@ def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: 
     """Call `begin_update`, and again if it changes the model: the second call must not change it further.
 
     A moving average that it computes would move twice at an update at which a run resumes, evaluates or retries.
-    Changes in place through `.data` are not detected.
+    Changes in place through `.data` are not detected, and rounding is allowed, as of weights that are normalized again.
     Raises TaskFault with the names of the tensors that the second call changes.
     """
     named = chain(model.named_parameters(), model.named_buffers())
@@ -125,14 +125,30 @@ def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: 
     if not changed:
         return
     task.begin_update(progress)
-    moved = [name for name, tensor in changed.items() if not bitwise_equal(tensor, tensors[name])]
+    moved = [name for name, tensor in changed.items() if not _equals_but_for_rounding(tensor, tensors[name])]
     if moved:
         raise TaskFault(
             f"begin_update changes {abbreviate(moved)} further in each call, but it may be called more than once for"
             " an update",
             where=locate_definition(task.begin_update, source),
-            fix="change weights and buffers in after_update of a hook, which is called once: HOOKS of the task file",
+            fix="change weights and buffers in after_update of a hook, which is called once: HOOKS of the task file;"
+            " draw random numbers with a generator seeded with progress.update",
         )
+
+
+def _equals_but_for_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return whether the tensors differ by a few units in the last place; a moving average moves by far more."""
+    if bitwise_equal(one, other):
+        return True
+    dtype = one.dtype
+    if (other.shape, other.dtype) != (one.shape, dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    eps, other = torch.finfo(dtype).eps, other.detach().to(one.device)
+    if one.element_size() < 4:  # formats that lack arithmetic
+        one, other = one.float(), other.float()
+    # Scaling rounds relative to each element, subtracting a mean relative to the largest one.
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, other, rtol=4 * eps, atol=eps * largest, equal_nan=True)
 
 
 def validate_numbers(
