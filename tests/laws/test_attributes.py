@@ -86,6 +86,22 @@ def test_an_attribute_of_the_task_is_state_too(kept: str, body: str, server: For
     assert 'self.model.register_buffer("kept"' in result.err
 
 
+UNCOPIED = '{"__copy__": lambda self: 1 / 0}'
+DATA = {
+    "an array larger than memory": "__import__('numpy').broadcast_to(1.0, (1 << 58,))",
+    "a memory map": f"type('Rows', (__import__('numpy').memmap,), {UNCOPIED})('rows.bin', mode='w+', shape=(9,))",
+    "a list of many samples": f"type('Rows', (list,), {UNCOPIED})([0] * (1 << 21))",
+}
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("kept", DATA.values(), ids=DATA)
+def test_data_that_the_task_keeps_is_not_copied(kept: str, server: ForkServer, tmp_path: Path) -> None:
+    """A memory map of a file larger than memory ended the process."""
+    result = trained(kept, "x = x * (1 + 0 * float(self.kept[0]))", server, tmp_path, task=OF_TASK)
+    assert result.code == 0, result.err
+
+
 TEACHER = "nn.Linear(3, 1)"
 
 

@@ -204,6 +204,8 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
         return True
     if isinstance(new, Tensor):
         return before.version != now.version
+    if old is new:  # immutable, or not copied
+        return False
     if isinstance(new, np.ndarray):
         return not np.array_equal(old, new)
     if isinstance(new, Mapping):
@@ -216,10 +218,14 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a shallow copy of a value; large tensors are not copied."""
+    """Return a shallow copy of a value; what is large, or a file, may be a data set and is not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.nbytes <= _MAX_COPIED_BYTES else value
-    return copy.copy(value) if isinstance(value, _CHECKED_TYPES) else value
+    if isinstance(value, np.ndarray):
+        return value if isinstance(value, np.memmap) or value.nbytes > _MAX_COPIED_BYTES else copy.copy(value)
+    if isinstance(value, _CONTAINERS):
+        return copy.copy(value) if len(value) <= _MAX_COPIED_ITEMS else value
+    return value
 
 
 def _set_attributes(holders: Mapping[str | None, dict[str, Any]], values: Mapping[Place, Any]) -> None:
@@ -231,9 +237,8 @@ def _set_attributes(holders: Mapping[str | None, dict[str, Any]], values: Mappin
 
 
 _ABSENT = object()
-_CHECKED_TYPES = (
-    bool, int, float, complex, str, type(None), Tensor, np.ndarray, list, tuple, dict, set, collections.deque,
-)  # fmt: skip
+_CONTAINERS = (list, tuple, dict, set, collections.deque)
+_CHECKED_TYPES = (bool, int, float, complex, str, type(None), Tensor, np.ndarray, *_CONTAINERS)
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _MAX_CHECKED_ALONE = 8  # number of changed attributes that are checked separately
-_MAX_COPIED_BYTES = 1 << 26
+_MAX_COPIED_BYTES, _MAX_COPIED_ITEMS = 1 << 26, 1 << 20
