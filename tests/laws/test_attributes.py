@@ -103,6 +103,41 @@ def test_data_that_the_task_keeps_is_not_copied(kept: str, server: ForkServer, t
 
 
 TEACHER = "nn.Linear(3, 1)"
+COPIED = OF_TASK.replace(
+    "Model())\n", "Model())\n        self.kept = __import__('copy').deepcopy(self.model[0])\n"
+).replace(
+    "        generator =",
+    "        if split != 'train': raise NotImplementedError  # evaluations call the loss, too\n        generator =",
+)
+AVERAGE = "[kept.WRITE.lerp_(new.WRITE, 0.1) for kept, new in zip(self.kept.parameters(), model[0].parameters())]"
+
+
+@pytest.mark.parametrize("write", ["detach()", "data"])
+def test_a_teacher_that_starts_as_a_copy_of_the_student_stops_the_run(
+    write: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """Its values are the same after the first pass: only its version differs, or its values in the second update."""
+    result = trained("None", AVERAGE.replace("WRITE", write), server, tmp_path, task=COPIED)
+    assert result.code == 70, result
+    assert "task.kept.bias" in result.err
+
+
+CONVERSIONS = {
+    "dtype": "self.kept.double()",
+    "memory format": "self.kept.to(memory_format=torch.channels_last)",
+    "a copy": "__import__('copy').deepcopy(self.kept)",
+}
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_frozen_network_that_the_first_loss_converts_is_not_a_moving_average(
+    conversion: str, server: ForkServer, tmp_path: Path
+) -> None:
+    frozen = "nn.Sequential(*[nn.Conv2d(64, 128, 3) for _ in range(8)]).requires_grad_(False)"
+    task = OF_TASK.replace("class Mine(Task):", "class Mine(Task):\n    loss_is_additive = False")  # no earlier pass
+    result = trained(frozen, f"self.kept = {conversion}", server, tmp_path, task=task)
+    assert result.code == 0, result.err
 
 
 def test_a_moving_average_outside_of_the_model_stops_the_run(server: ForkServer, tmp_path: Path) -> None:

@@ -141,6 +141,10 @@ class CheckedLoss:
         self.checked = True  # only after success: a first call that runs out of memory is repeated
         return answer
 
+    def check_next_call(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Check the next call as the first one, in this context; attention kernels are not recorded again."""
+        self.checked, self.records_attention, self.first_call_context = False, False, context
+
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
             metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss")

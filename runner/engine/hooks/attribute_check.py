@@ -33,19 +33,32 @@ class _Value(NamedTuple):
     version: int
 
 
+class _Weight(NamedTuple):
+    """A recorded parameter: how and where it is stored, its version, and its norm."""
+
+    format: tuple[torch.device, torch.dtype, tuple[int, ...]]
+    address: int
+    version: int
+    norm: float
+
+
 class AttributeCheck(Hook):
     """Compares attributes of modules and the task before and after the first pass and evaluation of a process.
 
     Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
     as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
     new values: an attribute is state only if the loss depends on it. Such state is lost when a run resumes, and makes
-    training depend on when it is evaluated. Containers are compared by the identity of their elements.
+    training depend on when it is evaluated. Containers are compared by the identity of their elements. Data sets that
+    the task keeps, such as large arrays and memory maps, are not read: only their replacement is detected.
+
+    Parameters of modules outside of the model are compared in the second update, too: a teacher that starts as a copy
+    of the student has the same values after the first pass.
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._work: GradientPhase | None = None  # None: the check is off
-        self._is_first = True
+        self._num_checked = 0  # updates
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
         self._changed: list[Place] = []
@@ -61,14 +74,20 @@ class AttributeCheck(Hook):
             self._work, work.loss.first_call_context = work, self._record_changes
 
     def after_update(self, step: StepInfo) -> None:
-        if self._is_first and self._work is not None:
+        if self._work is None or self._num_checked == 2:
+            return
+        self._num_checked += 1
+        if self._num_checked == 2:
+            self._check_moved("a forward pass")
+        else:
             self._check_changed(self._work, "a forward pass")
             untrained = [name for name, weight in self._outside_parameters() if weight.grad is not None]
             if untrained:
                 self.phase.run.observers.screen.warn(
                     f"gradients reach parameters outside of the model, which are not trained: {abbreviate(untrained)}"
                 )
-        self._is_first = False
+            if self._record_weights():
+                self._work.loss.check_next_call(self._record_moved)
 
     @contextmanager
     def during_evaluation(self) -> Iterator[None]:
@@ -83,19 +102,23 @@ class AttributeCheck(Hook):
     @contextmanager
     def _record_changes(self) -> Iterator[None]:
         self._before = _record_attributes(self._holders())
-        norms = self._outside_norms()
-        yield
-        self._moved = [
-            name for name, norm in self._outside_norms().items() if repr(norms.get(name, norm)) != repr(norm)
-        ]
+        with self._record_moved():
+            yield
         now = _record_attributes(self._holders())
         self._changed = [
             place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
         ]
 
-    def _check_changed(self, work: GradientPhase, what: str) -> None:
-        """Raise TaskFault, on every rank, if the loss depends on a changed attribute."""
-        parts, changed = self.phase.parts, self._changed
+    @contextmanager
+    def _record_moved(self) -> Iterator[None]:
+        before = self._record_weights()
+        yield
+        now = self._record_weights()
+        self._moved = [name for name in before.keys() & now.keys() if _is_moved(before[name], now[name])]
+
+    def _check_moved(self, what: str) -> None:
+        """Raise TaskFault, on every rank, if parameters outside of the model have changed."""
+        parts = self.phase.parts
         moved = sorted({str(name) for names in parts.world.gather(self._moved) for name in names})
         if moved:
             owner = moved[0].split(".")[1]
@@ -104,6 +127,11 @@ class AttributeCheck(Hook):
                 where=str(parts.source),
                 fix=f"make it a part of the model, in __init__: self.model.{owner} = {owner}.requires_grad_(False)",
             )
+
+    def _check_changed(self, work: GradientPhase, what: str) -> None:
+        """Raise TaskFault, on every rank, if the loss depends on a changed attribute."""
+        self._check_moved(what)
+        parts, changed = self.phase.parts, self._changed
         used = self._find_used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
         states = sorted(
@@ -166,15 +194,23 @@ class AttributeCheck(Hook):
                     if id(weight) not in inside:
                         yield name, weight
 
-    def _outside_norms(self) -> dict[str, float]:
-        """Return the norm of each of these parameters: writes through `.data` do not change its version."""
+    def _record_weights(self) -> dict[str, _Weight]:
+        """Record these parameters, with their norms: writes through `.data` do not change the version."""
         weights = {
-            name: weight.detach()
+            name: weight
             for name, weight in self._outside_parameters()
-            if weight.is_floating_point() and weight.element_size() > 1 and is_dense(weight)
+            if type(weight) is nn.Parameter
+            and weight.is_floating_point()
+            and weight.element_size() > 1
+            and is_dense(weight)
         }
-        norms = torch._foreach_norm([*weights.values()]) if weights else ()
-        return {name: norm.item() for name, norm in zip(weights, norms, strict=True)}
+        norms = torch._foreach_norm([weight.detach() for weight in weights.values()]) if weights else ()
+        return {
+            name: _Weight(
+                (weight.device, weight.dtype, weight.stride()), weight.data_ptr(), _version(weight), norm.item()
+            )
+            for (name, weight), norm in zip(weights.items(), norms, strict=True)
+        }
 
     def _holders(self) -> dict[str | None, dict[str, Any]]:
         """Return the attributes of each module by name, and those of the task as None."""
@@ -193,6 +229,18 @@ def _record_attributes(holders: Mapping[str | None, Mapping[str, Any]]) -> dict[
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _is_moved(before: _Weight, now: _Weight) -> bool:
+    """Return whether the values changed; a conversion, as by `module.to(device)`, counts as no change."""
+    if before.format != now.format:
+        return False
+    is_same_storage = before.address == now.address
+    if is_same_storage and before.version != now.version:
+        return True
+    # The sum is rounded in another order at another alignment. NaN equals NaN.
+    tolerance = 0.0 if is_same_storage else 4 * torch.finfo(now.format[1]).eps
+    return repr(before.norm) != repr(now.norm) and not math.isclose(before.norm, now.norm, rel_tol=tolerance)
 
 
 def _is_changed(before: _Value | None, now: _Value | None) -> bool:
