@@ -278,7 +278,9 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
     with storage_errors("read", path), open(open_regular(path), "rb") as file:
         if at_most is None:
             return file.read()
-        content = file.read(at_most + 1)
+        # Not all of `at_most`: Python allocates the requested size, which may exceed a limit on the address space.
+        expected = max(os.fstat(file.fileno()).st_size, 1 << 16)
+        content = file.read(min(expected, at_most) + 1)
         if len(content) > at_most:
             raise OSError(errno.EFBIG, f"must have at most {at_most} bytes")
         return content

@@ -713,7 +713,7 @@ def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("CACHE_KEY", "py311-linux"), ("EXP_KEY", "exp-run42"), ("COMET_EXPERIMENT_KEY", "a1b2c3d4e5f6")],
+    [("CACHE_KEY", "py311-linux"), ("EXP_KEY", "exp-run42"), ("COMET_EXPERIMENT_KEY", "f0e1d2c3b4a59687")],
 )
 def test_a_value_that_is_not_a_secret_may_name_a_run(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
