@@ -48,6 +48,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/host/scratch.py", "_remove_stale", "shutil.rmtree"): "folders of starts that were killed",
     ("runner/host/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, at the end",
     ("runner/tools/measure/compare.py", "_discard", "shutil.rmtree"): "runs of trials that are over, in the folder of a start",
+    ("runner/engine/hooks/attribute_check.py", "_copy", "numpy.memmap"): "a type that is recognized, and not copied",
     ("runner/engine/process/watchdog.py", "_end_process", "shutil.rmtree"): "the folder itself, where a hang ends the process at once",
     ("runner/host/heartbeat.py", "__init__", "os.open"): "memory that two processes share",
     ("runner/host/heartbeat.py", "__init__", "os.ftruncate"): "memory that two processes share",
