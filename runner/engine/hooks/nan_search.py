@@ -108,9 +108,8 @@ class _UpdateSearch:
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
         self.update, self.parts, self.training = update, phase.parts, phase.work.training
         self.coupled, self.fetcher = phase.work.coupled, phase.loader.fetcher
-        hooks = [
-            type(hook).__name__ for hook in phase.hooks_with("before_step")
-        ]  # they run after the check of the norm
+        # These hooks run after the norm is checked.
+        hooks = [type(hook).__name__ for hook in phase.hooks_with("before_step")]
         self.note = f"; gradients are changed by hooks: {', '.join(hooks)}" if hooks else ""
         self.micros = list(phase.order.micro_batches(update - 1, phase.shares.of(update - 1)))
         self.is_applied = is_late and not getattr(self.training.optimizer, "_step_supports_amp_scaling", False)

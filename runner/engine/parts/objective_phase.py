@@ -38,38 +38,25 @@ from runner.tensors.optimizer_state import export_state, import_state
 class ObjectivesPhase(GradientPhase):
     """Training with several objectives per update."""
 
-    def __init__(
-        self,
-        phase: PhasePlan,
-        parts: Parts,
-        order: Order,
-        position: Position,
-        retry_policy: RetryPolicy | None = None,
-        *,
-        before_step: BeforeStep = no_hooks,
-    ) -> None:
-        specs = parse_objectives(parts.task, phase)
-        parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
-        super().__init__(
-            phase,
-            parts,
-            order,
-            position,
-            retry_policy,
-            before_step=before_step,
-            task_losses={spec.name: bind_objective(parts.task, spec.name) for spec in specs},
-            trained={name: weight for weights in parameters.values() for name, weight in weights.items()},
-            prefixes=[prefix for spec in specs for prefix in spec.trains],
-        )
-        parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
+    def _select(self, phase: PhasePlan) -> None:
+        task, model = self.parts.task, self.parts.bare
+        self.specs = parse_objectives(task, phase)
+        self.parameters = {spec.name: spec.select_parameters(model) for spec in self.specs}
+        self.task_losses = {spec.name: bind_objective(task, spec.name) for spec in self.specs}
+        self.trained = {name: weight for weights in self.parameters.values() for name, weight in weights.items()}
+        self.prefixes = [prefix for spec in self.specs for prefix in spec.trains]
+
+    def _build(self, phase: PhasePlan) -> None:
+        parts, position = self.parts, self.position
+        parts.parallel.set_groups([list(weights.values()) for weights in self.parameters.values()])
         trainings = []
-        for index, spec in enumerate(specs):
+        for index, spec in enumerate(self.specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(
                 self.task_losses[spec.name], parts.source, records_attention=self.records_attention, objective=spec.name
             )
             training = self._make_training(
-                spec, loss, parameters[spec.name],
+                spec, loss, self.parameters[spec.name],
                 ObjectivePosition(position, spec.every, keeps_precision=index == 0), precision,
                 total=-(-self.total // spec.every), gradients=GradientSource(), objective=spec.name,
             )  # fmt: skip

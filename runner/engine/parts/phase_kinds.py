@@ -123,6 +123,9 @@ class GradientPhase(PhaseKind):
 
     coupled: CoupledSource | None = None
     loss: CheckedLoss
+    task_losses: Mapping[str, Callable[[nn.Module, Any], Any]]
+    trained: Mapping[str, nn.Parameter]
+    prefixes: Sequence[str] | None
 
     def __init__(
         self,
@@ -130,24 +133,30 @@ class GradientPhase(PhaseKind):
         parts: Parts,
         order: Order,
         position: Position,
-        retry_policy: RetryPolicy | None,
+        retry_policy: RetryPolicy | None = None,
         *,
-        before_step: BeforeStep,
-        task_losses: Mapping[str, Callable[[nn.Module, Any], Any]],
-        trained: Mapping[str, nn.Parameter],
-        prefixes: Sequence[str] | None,
+        before_step: BeforeStep = no_hooks,
     ) -> None:
         self.parts, self.position, self.before_step = parts, position, before_step
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
-        self.task_losses, self.task_loss = task_losses, next(iter(task_losses.values()))
         self.is_additive = parts.task.loss_is_additive
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
         self.records_attention = parts.plan.choices["compile"].uses("off")
         self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
-        self.trained, self.prefixes = trained, prefixes
-        self._train_only(trained)
+        self._select(phase)
+        self.task_loss = next(iter(self.task_losses.values()))
+        self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
+        self._build(phase)
+
+    def _select(self, phase: PhasePlan) -> None:
+        """Set `task_losses`, `trained` and `prefixes`."""
+        raise NotImplementedError
+
+    def _build(self, phase: PhasePlan) -> None:
+        """Build the optimizers and schedules, after the trained parameters require gradients."""
+        raise NotImplementedError
 
     @property
     def training(self) -> Training:
@@ -278,27 +287,12 @@ class GradientPhase(PhaseKind):
 class LossPhase(GradientPhase):
     """Training of one loss, with one optimizer and one schedule."""
 
-    def __init__(
-        self,
-        phase: PhasePlan,
-        parts: Parts,
-        order: Order,
-        position: Position,
-        retry_policy: RetryPolicy | None = None,
-        *,
-        before_step: BeforeStep = no_hooks,
-    ) -> None:
-        super().__init__(
-            phase,
-            parts,
-            order,
-            position,
-            retry_policy,
-            before_step=before_step,
-            task_losses={"": parts.task.losses.get(phase.name, parts.task.loss)},
-            trained=_select_parameters(parts.bare, phase),
-            prefixes=phase.trains,
-        )
+    def _select(self, phase: PhasePlan) -> None:
+        self.task_losses = {"": self.parts.task.losses.get(phase.name, self.parts.task.loss)}
+        self.trained, self.prefixes = _select_parameters(self.parts.bare, phase), phase.trains
+
+    def _build(self, phase: PhasePlan) -> None:
+        parts, position = self.parts, self.position
         checked = self.loss = CheckedLoss(self.task_loss, parts.source, records_attention=self.records_attention)
         gradients = GradientSource()
         if is_coupled(parts.task, phase.name):
