@@ -28,7 +28,6 @@ from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.custom import build_hooks
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.parts.frozen_base import load_weights
@@ -252,7 +251,7 @@ class Phase(PhaseView):
         self.closed = True
         if metrics:
             self.record.metrics |= metrics
-            self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **metrics})
+            self.write_row(metrics)
             self.run.observers.screen.show_metrics(self.position.update, metrics)
 
 

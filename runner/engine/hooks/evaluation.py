@@ -118,7 +118,7 @@ class Evaluation(Hook):
         )
         run.progress.metrics = result.metrics
         run.tally.num_evaluations += 1
-        phase.hook(Metrics).write({"update": update, "phase": phase.name, **result.metrics})
+        phase.write_row(result.metrics)
         phase.record.metrics |= result.metrics
         run.observers.screen.show_metrics(update, result.metrics, result.empty)
         non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]

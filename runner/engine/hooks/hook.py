@@ -101,8 +101,13 @@ class PhaseView:
         Raises TypeError for a value that is not a number or a tensor with one element, ValueError for the names
         update and phase.
         """
-        row = {name: parse_number(name, value) for name, value in values.items()}
-        self.run.observers.write({"update": self.position.update, "phase": self.name, **row})
+        self.write_row({name: parse_number(name, value) for name, value in values.items()})
+
+    def write_row(self, columns: Mapping[str, Any]) -> None:
+        """Write a row to metrics.jsonl and the tracker: of this update, unless `columns` has another `update`."""
+        with self.stopwatch.during("logging"):
+            self.run.tally.num_rows += 1
+            self.run.observers.write({"update": self.position.update, "phase": self.name, **columns})
 
     def log_images(self, name: str, images: Tensor) -> None:
         """Send images to the tracker: (B, C, H, W), (C, H, W) or (H, W), C of 1 or 3; floats in [0, 1], or uint8.

@@ -9,7 +9,6 @@ from typing import Any
 from runner.base.stopwatch import PARTS
 from runner.engine.evaluation.meter import add_times
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.update.loop import StepInfo
@@ -72,7 +71,7 @@ class LoadBalance(Hook):
         screen.info(decision.reason)
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
         columns = {f"balance/{key}": value for key, value in row.items()}
-        phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
+        phase.write_row(columns)
         screen.record_event("shares", update=update, reason=decision.reason, **row)
 
     def _add_to_tally(self) -> None:

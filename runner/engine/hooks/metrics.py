@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.base.accelerator import get_accelerator
-from runner.engine.evaluation.meter import Meter, Row
+from runner.engine.evaluation.meter import Meter
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.update.loop import StepInfo
 from runner.profiling.peak_memory import allocator_metrics
@@ -23,7 +23,7 @@ class Metrics(Hook):
             run.parts.world,
             phase.name,
             every=run.plan.settings.log_every,
-            write=self.write,
+            write=phase.write_row,
             readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
             stopwatch=phase.stopwatch,
             is_starting=not run.has_started,
@@ -32,12 +32,6 @@ class Metrics(Hook):
 
     def after_update(self, step: StepInfo) -> None:
         self.meter(step)
-
-    def write(self, row: Row) -> None:
-        """Write a row to metrics.jsonl and the tracker."""
-        with self.phase.stopwatch.during("logging"):
-            self.phase.run.tally.num_rows += 1
-            self.phase.run.observers.write(row)
 
     def readings(self) -> dict[str, Any]:
         parts = self.phase.parts

@@ -12,7 +12,6 @@ import pytest
 from runner.base.stopwatch import PARTS
 from runner.engine.hooks.hook import Wants
 from runner.engine.hooks.load_balance import LoadBalance
-from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync, StepStatus
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.update.balance import ShareChange
@@ -48,7 +47,7 @@ class Observed:
         monkeypatch.setattr(screen, "record_event", lambda kind, **values: self.events.append({"kind": kind, **values}))
         monkeypatch.setattr(phase.shares, "observe", self._observe)
         monkeypatch.setattr(phase, "reread", self._reread)
-        monkeypatch.setattr(phase.hook(Metrics), "write", self.rows.append)
+        monkeypatch.setattr(phase.run.observers, "write", self.rows.append)
 
     def _observe(self, *args: Any) -> ShareChange:
         self.observed.append(args)
@@ -58,6 +57,7 @@ class Observed:
         self.num_reread += 1
 
     def after_update(self, update: int, ranks: StepStatus | None) -> None:
+        self.phase.position.update = update
         self.phase.hook(RankSync).status = ranks
         self.hook.after_update(StepInfo(update, None, 1, None, None, ()))
 
