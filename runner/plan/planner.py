@@ -298,7 +298,8 @@ class _Planner(Decisions):
         optimizer = phase.optimizer
         if optimizer.options.get("kernel") == "auto":
             kernel, why = optimizer_kernel(self.device, self.choices["parallelism"].function, optimizer.function)
-            optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
+            if kernel != "fused":  # the optimizer itself replaces a fused kernel that complex parameters lack
+                optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
             if lead:
                 self.phase_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
         return PhasePlan(

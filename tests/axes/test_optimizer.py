@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
@@ -30,6 +31,7 @@ from runner.axes.optimizer import (
 from runner.base.errors import ConfigError, IncompatibleResume, MissingPackage
 from runner.base.values import Range
 from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from tests.forkserver import ForkServer
 from tests.operations import Operations
 from tests.rounding import allowed
 
@@ -384,6 +386,31 @@ def test_auto_selects_exactly_one_kernel() -> None:
     complex_model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))})
     group = made(adamw)(complex_model).param_groups[0]
     assert (group["fused"], group["foreach"]) == (False, True)
+
+
+COMPLEX = """
+import torch
+from runner import Task
+
+def build():
+    return Spectrum()
+
+class Spectrum(Task):
+    def __init__(self):
+        self.model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))})
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.arange(24.0).view(8, 3))
+    def loss(self, model, batch):
+        return (torch.fft.fft(batch[0]) * self.model["w"]).abs().sum(), len(batch[0])
+"""
+
+
+def test_the_default_kernel_trains_complex_parameters(server: ForkServer, tmp_path: Path) -> None:
+    """The plan selects the fused kernel before it knows the parameters."""
+    (tmp_path / "mine.py").write_text(COMPLEX)
+    words = "train --task mine.py device=cpu monitor=off dataloader.num_workers=0 updates=2 global_batch_size=4"
+    result = server.run(words, tmp_path)
+    assert result.code == 0, result.err
 
 
 def test_a_fused_kernel_that_cannot_work_is_refused_with_the_reason() -> None:
