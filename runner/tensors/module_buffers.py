@@ -89,6 +89,10 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
         if key in module._non_persistent_buffers_set and (current is None or current.shape != buffer.shape):
             return
         module._buffers[key] = buffer
+    elif buffer.shape != before.shape:  # resized in place
+        if key in module._non_persistent_buffers_set:
+            return
+        buffer.resize_(before.shape)
     if is_writable(buffer) and not (
         buffer.device.type == "cpu" and bitwise_equal(buffer, before)
     ):  # no synchronization with the GPU

@@ -42,8 +42,8 @@ class ForwardState(Hook):
 
     A frozen parameter that a forward pass changes in place is also registered as a buffer of its module: it is then
     synchronized over ranks and restored after evaluations. It stays a parameter, because a task may compute a moving
-    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved; a
-    cache whose shape changes is not, because its module may record its length elsewhere.
+    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved, also
+    if they grow; those that shrink are not, because a module may record the length of its cache elsewhere.
     """
 
     name = "forward_state"
@@ -107,7 +107,7 @@ class ForwardState(Hook):
         self._names.buffers |= {name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)}
         for name in _load(self.phase.parts.bare, state):
             self.phase.run.observers.screen.warn(
-                f"buffer {name} of the checkpoint has another shape, and is not restored"
+                f"buffer {name} of the checkpoint is smaller than that of the model, and is not restored"
             )
 
     @staticmethod
@@ -127,7 +127,7 @@ class ForwardState(Hook):
     def _has_same_bits(self, name: str, before: Tensor) -> bool:
         tracked = self._buffers[name]
         now = tracked.module._buffers.get(tracked.key)
-        return now is None or now.shape != before.shape or bitwise_equal(now, before)
+        return now is None or bitwise_equal(now, before)
 
     def _find_changed_frozen(self) -> list[str]:
         """Return the frozen parameters that changed since the last check, on any rank."""
@@ -138,7 +138,7 @@ class ForwardState(Hook):
         """Record what has changed since the last check."""
         for name, tracked in self._buffers.items():
             now = tracked.module._buffers.get(tracked.key)
-            if tracked.is_changed and now is not None and now.shape == tracked.tensor.shape:
+            if tracked.is_changed and now is not None:
                 self._names.buffers.add(name)
         changed = self._convert_changed()
         if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
@@ -210,17 +210,17 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
 
 
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Load the saved buffers into the model; return the names of those whose shape differs."""
-    remaining = {
-        name.removeprefix(_BUFFER_PREFIX): value for name, value in saved.items() if name.startswith(_BUFFER_PREFIX)
-    }
+    """Load the saved buffers into the model; return the names of those that are smaller than in the model."""
+    smaller = []
     with torch.no_grad():
         for name, module, key, buffer in [*_non_persistent_buffers(model)]:
-            if name in remaining and remaining[name].shape == buffer.shape:
-                value = remaining.pop(name).to(buffer.device, buffer.dtype, copy=True)
-                if is_writable(buffer):
-                    buffer.copy_(value)
-                else:
-                    module._buffers[key] = value
-    existing = {name for name, *_ in _non_persistent_buffers(model)}
-    return [name for name in remaining if name in existing]
+            value = saved.get(_BUFFER_PREFIX + name)
+            if value is None:
+                continue
+            if value.shape == buffer.shape and is_writable(buffer):
+                buffer.copy_(value)
+            elif value.numel() < buffer.numel():
+                smaller.append(name)
+            else:
+                module._buffers[key] = value.to(buffer.device, buffer.dtype, copy=True)
+    return smaller

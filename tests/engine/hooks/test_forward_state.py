@@ -25,7 +25,25 @@ EXPANDED = {
     "torch.ones(4), persistent": "torch.ones(1).expand(4), persistent",
     "self.used.index_add_(": "self.used = self.used.index_add(",
 }
-KINDS = {"frozen parameter": ("task.frozen=true", {}), "buffer": ("", {}), "new tensor for a view": ("", EXPANDED)}
+BANK = """        if self.training:
+            APPEND
+        if len(self.bank):
+            x = x - 0.1 * self.bank.mean(0)
+"""
+BUFFER = '        self.register_buffer("used", torch.ones(4), persistent=False)\n'
+CODES = "        nearest = torch.cdist("
+GROWING = {
+    BUFFER: BUFFER + BUFFER.replace("used", "bank").replace("torch.ones(4)", "torch.zeros(0, 12)"),
+    CODES: BANK.replace("APPEND", "self.bank = torch.cat([self.bank, x.detach()])") + CODES,
+}
+IN_PLACE = "self.bank.resize_(len(self.bank) + len(x), 12)[-len(x):] = x.detach()"
+KINDS = {
+    "frozen parameter": ("task.frozen=true", {}),
+    "buffer": ("", {}),
+    "new tensor for a view": ("", EXPANDED),
+    "buffer that grows": ("", GROWING),
+    "buffer that grows in place": ("", GROWING | {CODES: BANK.replace("APPEND", IN_PLACE) + CODES}),
+}
 
 
 @pytest.fixture(params=KINDS, scope="module")
