@@ -305,6 +305,41 @@ def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
     assert refused[-1].ename == "ConfigError"
 
 
+def reply_to(client: Any, request: str) -> dict[str, Any]:
+    """Return the reply of a kernel to a request."""
+    while (message := client.get_shell_msg(timeout=300))["parent_header"]["msg_id"] != request:
+        pass
+    content: dict[str, Any] = message["content"]
+    return content
+
+
+@pytest.mark.slow
+def test_the_stop_button_of_a_notebook_saves_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+    jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    words = tuple(word for word in WORDS if not word.startswith("updates="))
+    call = f"train(*{words!r}, run='cell', evaluate__every=0, log_every=1, global_batch_size=8, updates=UPDATES)"
+    folder = tmp_path / "outputs" / "cell"
+    manager, client = jupyter_client.manager.start_new_kernel(cwd=str(tmp_path))
+    try:
+        start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runner import train\n"
+        running = client.execute(start + call.replace("UPDATES", "10**6"))
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 0)
+        manager.interrupt_kernel()
+        assert reply_to(client, running)["ename"] == "KeyboardInterrupt"
+        assert open_run("cell", output_root=tmp_path / "outputs").state == "preempted"
+        saved = [path.name for path in (folder / "checkpoints").glob("update-*")]
+        assert saved
+        end = int(max(saved).partition("-")[2]) + 3
+        resumed = client.execute(call.replace("UPDATES", f"{end}, resume_allow=['updates']"))
+        content = reply_to(client, resumed)
+        assert content["status"] == "ok", content
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert open_run("cell", output_root=tmp_path / "outputs").state == "finished"
+
+
 def test_metrics_are_those_of_the_last_evaluation_only(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "first")
     rows = [
