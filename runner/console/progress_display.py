@@ -21,10 +21,9 @@ Values = Mapping[str, float | None]
 DRAW_EVERY_S = 0.25
 LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
-BAR_COLUMNS = 24
 PACE = "it_per_s"
-MIN_BAR_COLUMNS = 6  # narrower bars are not drawn
-MAX_RANK_BEFORE_BAR = 4  # figures up to this rank are more important than the bar
+MIN_BAR_COLUMNS, MAX_BAR_COLUMNS = 6, 24
+MAX_RANK_BEFORE_BAR = 3  # figures up to this rank are more important than the bar
 
 
 class ProgressDisplay:
@@ -189,15 +188,16 @@ class Bar(ProgressDisplay):
             figures.append(self._pad_figure("ETA", (eta, 1)))
         # Some terminals wrap a line that fills the last column.
         percent, width = f"{fraction:4.0%}", self._console.width - 1
+        # Only the terminal decides the width of the bar, so that the bar does not shrink when figures become known.
+        columns = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, width // 10))
         while len(figures) > 1:
             least_important = max(figures, key=lambda figure: figure[1])
-            bar = MIN_BAR_COLUMNS + 1 if least_important[1] > MAX_RANK_BEFORE_BAR else 0
+            bar = columns + 1 if least_important[1] > MAX_RANK_BEFORE_BAR else 0
             if _total_width(percent, figures) + bar <= width:
                 break
             figures.remove(least_important)
         line = Text(no_wrap=True, overflow="crop").append(percent, style="bold")
-        columns = min(BAR_COLUMNS, width - _total_width(percent, figures) - 1)
-        if columns >= MIN_BAR_COLUMNS:
+        if _total_width(percent, figures) + 1 + columns <= width:
             done, empty = ("█", "░") if self._console.encoding.lower().startswith("utf") else ("#", ".")
             filled = int(fraction * columns)
             line.append(" ").append(done * filled, style="green").append(empty * (columns - filled), style="dim")
@@ -262,9 +262,9 @@ def _replace_unencodable(text: str, encoding: str | None) -> str:
 
 FIGURES: Mapping[str, tuple[str, int]] = {
     "loss": ("loss {:.4g}", 2),
-    "lr": ("lr {:.2e}", 4),
+    "items_per_s": ("{:,.0f} items/s", 4),
+    "lr": ("lr {:.2e}", 5),
     "grad_norm": ("grad_norm {:.3g}", 8),
     "memory_gib": ("mem {:.1f} GiB", 7),
-    "items_per_s": ("{:,.0f} items/s", 5),
     "data_wait": ("data wait {:.0%}", 6),
 }

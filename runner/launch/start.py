@@ -64,7 +64,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     if member is None:  # with several, the ranks load the weights together and report errors once
         check_start(configuration.settings, name)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
-        console.info(f"starting run {name}: loading PyTorch")
+        console.info(f"loading PyTorch for run {name}")
         if wait_policy:
             console.info(wait_policy)
     apply_allocator_settings(configuration)
