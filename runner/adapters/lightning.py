@@ -74,7 +74,9 @@ class LightningTask(Task):
         needed = ("training_step", "train_dataloader", "configure_optimizers")
         missing = [name for name in needed if not _has(module, name)]
         if missing:
-            fix = "a LightningDataModule has the loaders: set module.train_dataloader = data.train_dataloader"
+            fix = "define it"
+            if missing[0] == "train_dataloader":
+                fix += "; if a LightningDataModule has it, set module.train_dataloader = data.train_dataloader"
             raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
         if not getattr(module, "automatic_optimization", True):
             what = "automatic_optimization=False: the module steps its optimizers itself"
@@ -229,7 +231,8 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
         return lambda update: 1.0
     scheduler, per_update = config["scheduler"], config.get("interval", "epoch") == "step"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TaskFault("configure_optimizers returns ReduceLROnPlateau", fix="use scheduler=plateau")
+        what = "ReduceLROnPlateau from configure_optimizers is not supported"
+        raise TaskFault(what, fix="use scheduler=plateau")
     if not per_update and epochs is None:
         what = "the schedule of configure_optimizers steps once per epoch, but the number of epochs is unknown"
         raise TaskFault(what, fix="call configured_schedule(updates, epochs)")

@@ -178,7 +178,7 @@ def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -
             )
         )
     if reason:
-        warnings.warn(f"attention={name} has no effect, the next best kernel is used: {reason}", stacklevel=3)
+        warnings.warn(f"attention={name} is not available ({reason}); the next best kernel is used", stacklevel=3)
     rest = (other for other in _NEXT_BEST if other != kernel)
     return Attention(name, (kernel,) if strict else (kernel, *rest), reason)
 

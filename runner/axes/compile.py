@@ -127,7 +127,7 @@ def regional(
 
 def nothing_was_compiled() -> bool:
     """Return whether this process has compiled no graph, as when the task calls submodules instead of the model."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
+    dynamo = sys.modules.get("torch._dynamo.utils")  # private; absent if nothing has imported the compiler
     return dynamo is None or not dynamo.counters["stats"].get("unique_graphs")
 
 
@@ -168,6 +168,7 @@ def _copy_gradients_before_replay(module: nn.Module) -> None:
     next micro-batch would add to it. torch raises an error then. Without accumulation, there are no gradients here.
     Those of fsdp, DTensors, are in memory of its reduce-scatter.
     """
+    # Private, checked on torch 2.13: a forward pre-hook would become part of the graph, and could not run before it.
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
     copied: dict[nn.Parameter, int] = {}  # address of the copy; memory of graphs is never at the same address
 

@@ -10,7 +10,7 @@ import torch
 from runner.base.batch import MicroBatch, are_equal, map_tensors
 from runner.base.errors import ConfigError, DataError, Problem
 from runner.base.order import MicroBatchKey
-from runner.base.sample_rng import NoStreams
+from runner.base.sample_rng import NoSeeding
 from runner.base.values import Count, NonNegative, PositiveInt
 from runner.loading.auto_loader import AutoLoader
 from runner.loading.cached_dataset import CachedDataset, ComposedDataset, FixedPart, concatenate_batches
@@ -111,7 +111,7 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
         map_tensors(lambda tensor: tensor.to(device), samples) if where == "device" else samples, len(fetcher)
     )
     cached = Fetcher(kept, identity, bad_samples="stop")
-    cached.streams = NoStreams()
+    cached.streams = NoSeeding()
     return cached
 
 

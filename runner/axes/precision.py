@@ -139,7 +139,7 @@ class Precision:
             found = torch.zeros((), device=numbers.device)
             if self._one is None or self._one.device != numbers.device:
                 self._one = torch.ones((), device=numbers.device)
-            # GradScaler's kernel: it also multiplies the numbers by one.
+            # GradScaler's kernel (private) checks without synchronizing; it also multiplies the numbers by one.
             torch._amp_foreach_non_finite_check_and_unscale_([numbers], found, self._one)
             optimizer.found_inf = found  # type: ignore[attr-defined]
             optimizer.step()
@@ -246,7 +246,9 @@ class ScaledHalf(Precision):
 
     def discard(self) -> None:
         self._statistics.discard()
-        self.scaler._per_optimizer_states.clear()  # holds whether gradients were unscaled and overflowed
+        # Private, checked on torch 2.13: only `update` clears it, which would also change the scale. It holds whether
+        # gradients were unscaled and overflowed; a second `unscale_` before `update` raises an error.
+        self.scaler._per_optimizer_states.clear()
 
     def num_skipped(self) -> int:
         if self._pending is not None:

@@ -202,9 +202,9 @@ def token_budget(
         if lengths.max() > limit:
             longer = np.flatnonzero(lengths > limit).tolist()
             raise DataError(
-                f"{len(longer)} samples are longer than {limit} tokens: {abbreviate(longer)}",
+                f"samples longer than {limit} tokens: {len(longer)} ({abbreviate(longer)})",
                 where=f"sampler.{key}={limit}",
-                fix=f"use sampler.{key}={int(lengths.max())} or more, or cut the samples",
+                fix=f"use sampler.{key}={int(lengths.max())} or more, or truncate the samples",
             )
     return TokenBudget(lengths, samples.global_batch_size, tokens, micro_tokens, bucket)
 

@@ -12,7 +12,7 @@ from torch.utils.data._utils import pin_memory
 
 
 class BatchSamples(NamedTuple):
-    """Identify the samples of a batch, in order, to draw random numbers per sample.
+    """The samples of a batch, in order; random numbers per sample are seeded from them.
 
     seed     seed of the run
     indices  of the samples in their dataset
@@ -29,7 +29,8 @@ class ShardMark(NamedTuple):
     """A position in a shard of a stream, with the state needed to resume there. JSON-serializable.
 
     item      number of the next sample of the shard
-    epoch     pass over the shard, and `passed`: samples of earlier passes, for a stream of unknown length
+    epoch     number of the pass over the shard
+    passed    number of samples in earlier passes, for a stream of unknown length
     hash      hash of sample `item` - 1
     state     state of the stream before sample `item` - 1; None if it has none
     sample_s  mean seconds to read a sample
@@ -69,7 +70,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply `function` to every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return function(value)
-    if type(value) is tuple or type(value) is list:  # first, because most batches are one
+    if type(value) is tuple or type(value) is list:  # first, because most batches are a tuple or list
         return type(value)([map_tensors(function, item) for item in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
@@ -83,8 +84,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def _pin(value: Any) -> Any:
     """Return the value with its tensors in page-locked memory.
 
-    Tensors that a loader read onto a GPU cannot be pinned and are kept. Other types than those of most batches are left
-    to torch's private function, which DataLoader calls for a batch without `pin_memory` (torch 2.11 to 2.13).
+    Tensors that a loader read onto a GPU cannot be pinned and are kept. Less common types are handled by a private
+    function of torch, which DataLoader calls for a batch without `pin_memory` (torch 2.11 to 2.13).
     """
     if type(value) is Tensor:
         return _pin_tensor(value) if value.device.type == "cpu" else value
@@ -98,8 +99,9 @@ def _pin(value: Any) -> Any:
 def _pin_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor in page-locked memory without gaps or overlaps.
 
-    `Tensor.pin_memory` keeps gaps, as of images[:, 1:]; torch then copies the tensor to pageable memory before the copy
-    to the device, for which the host waits. It raises for overlaps, as of an expanded tensor.
+    `Tensor.pin_memory` preserves gaps, such as those in images[:, 1:]. torch then first copies the tensor to pageable
+    memory, so the host waits for the copy to the device. It raises an error for overlapping memory, such as that of an
+    expanded tensor.
     """
     if tensor.layout is not torch.strided or tensor.is_pinned():
         return tensor.pin_memory()
@@ -134,7 +136,7 @@ def _tensors_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def first_shape(batch: Any) -> object:
-    """Return the shape of the first tensor of a batch, None if it has none; needs no synchronization."""
+    """Return the shape of the first value of a batch, None if that is not a tensor; needs no synchronization."""
     while isinstance(batch, (tuple, list)):
         batch = batch[0] if batch else None
     shape = getattr(batch, "shape", None)

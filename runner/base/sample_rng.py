@@ -2,7 +2,7 @@
 
 torch's, NumPy's and Python's global generators belong to a process. A dataset that draws from them, as the transforms
 of torchvision do, would draw different numbers in another worker, rank or resumed run, and in the training process
-would change the draws of the model's dropout. So code of a dataset runs inside `SampleStreams.read`: generators
+would change the draws of the model's dropout. So code of a dataset runs inside `SampleSeeding.read`: generators
 are seeded for each sample and restored afterwards.
 """
 
@@ -39,7 +39,7 @@ class GlobalGenerator(Protocol):
         """Seed with a key of 8 bytes."""
 
 
-class SampleStreams:
+class SampleSeeding:
     """Provide the global generators of this process to code of a dataset, and restore them.
 
     Use of generators is detected, not assumed. All are seeded for the first samples; later, only
@@ -55,7 +55,7 @@ class SampleStreams:
         self._is_learning = False  # all generators are seeded for this batch, to detect which are used
         self._used: list[int] = []  # indices of generators that the dataset used
         self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
-        self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may change the current GPU
+        self._generators: Sequence[GlobalGenerator] = ()  # for this batch: a dataset may change the current GPU
         self._seeded_states: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
@@ -69,7 +69,10 @@ class SampleStreams:
         return bool(self._seeded)
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
-        """Return reading(key), which calls `begin` before each sample. May call it twice."""
+        """Return reading(key); `reading` must call `begin` before each sample.
+
+        It is called again if it used a generator that was not seeded.
+        """
         generators = self._generators = global_generators()
         before = _get_states(generators)
         self._is_learning = self._num_to_learn > 0
@@ -127,15 +130,15 @@ class SampleStreams:
         return vars(type(self)(self.split))
 
 
-class NoStreams(SampleStreams):
+class NoSeeding(SampleSeeding):
     """For cached samples, which are read without any code of the task."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         return reading(key)
 
 
-class EverySample(SampleStreams):
-    """For streams, which cannot be read again: all generators are seeded for every sample, used or not."""
+class SeedEverySample(SampleSeeding):
+    """For iterable datasets, which cannot be read again: all generators are seeded for every sample, used or not."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         with keyed_generators() as self._seed:
@@ -150,7 +153,7 @@ class EverySample(SampleStreams):
 
 @contextmanager
 def keyed_generators() -> Iterator[Callable[..., None]]:
-    """Yield a function that derives the global generators from its arguments; restore them on exit."""
+    """Yield a function that seeds the global generators from its arguments; restore them on exit."""
     generators = global_generators()
     before = _get_states(generators)
 
@@ -168,9 +171,9 @@ def keyed_generators() -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def seeded_generators(seed: int, *what: object) -> Iterator[None]:
-    """Derive the global generators from seed and `what` inside the context; restore them on exit."""
-    with keyed_generators() as derive:
-        derive(seed, *what)
+    """Seed the global generators from `seed` and `what` inside the context; restore them on exit."""
+    with keyed_generators() as seed_all:
+        seed_all(seed, *what)
         yield
 
 
@@ -187,7 +190,7 @@ def _host_and_gpu_generators(device: int) -> Sequence[GlobalGenerator]:
 
 
 class TorchGenerator:
-    """A torch generator. Its `manual_seed` takes 1 us, torch.manual_seed 100 us, since it covers all device types."""
+    """A torch generator. Its `manual_seed` takes 1 us; torch.manual_seed seeds all device types and takes 100 us."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -207,8 +210,8 @@ class TorchGenerator:
 class NumpyGenerator:
     """NumPy's generator. Its `get_state` takes 27 us, so the state is read directly from memory.
 
-    That memory lacks the second number of a pair of normal draws, computed with the first: while there is
-    one, the full state is used.
+    That memory does not include the cached second value of a pair of normal draws. While a value is cached, the full
+    state is read.
     """
 
     def __init__(self) -> None:
@@ -235,7 +238,7 @@ class NumpyGenerator:
 
 
 class PythonGenerator:
-    """Python's generator. Its `getstate` takes 6 us, and comparing two as long; reading the memory takes 0.4 us.
+    """Python's generator. Its `getstate` takes 6 us, comparing two states another 6 us; reading the memory, 0.4 us.
 
     CPython stores the state behind the object header: index, then 624 words. If the layout differs, `getstate` is
     used.
@@ -277,7 +280,7 @@ def _get_states(generators: Sequence[GlobalGenerator]) -> list[Any]:
 
 
 def _derive_seeds(seed: int, *what: object) -> bytes:
-    """Derive 8 bytes for each generator, unique to the key."""
+    """Derive 8 bytes for each generator by hashing the arguments."""
     return hashlib.blake2b(repr((seed, *what)).encode(), digest_size=8 * (len(_HOST_GENERATORS) + 1)).digest()
 
 

@@ -157,7 +157,7 @@ def _find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def find_changed_tables(values: Mapping[str, Any], options: Options) -> Iterator[str]:
-    """Yield the tables that have another number of entries in an executed module than when it was parsed.
+    """Yield the tables whose number of entries in the executed module differs from that in the parsed file.
 
     values  variables of the module
     """
@@ -246,7 +246,7 @@ def _read_techniques(value: ast.expr, where: str, problems: list[Problem]) -> It
 def find_technique_error(content: Any) -> tuple[str, str] | None:
     """Return what is wrong with the content of a technique, and an example; None if it is valid."""
     if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
-        keys = "overrides: a list of key=value, and needs: a mapping of group to option"
+        keys = "overrides, a list of key=value; it may also contain needs, a mapping of group to option"
         return f"must contain {keys}", "as in overrides: [precision=bf16]"
     overrides, needs = content["overrides"], content.get("needs") or {}
     if not isinstance(overrides, (list, tuple)) or not all(isinstance(item, str) and "=" in item for item in overrides):

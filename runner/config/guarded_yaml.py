@@ -227,7 +227,8 @@ def _refuse_interpolation(text: str, where: str) -> None:
                 fix=f"allowed: {', '.join(ENVIRONMENT)}",
             )
     if "${" in _INTERPOLATION.sub("", text):
-        raise SecurityRefusal("a configuration cannot call resolvers", where=where, fix="use ${KEY} or ${oc.env:NAME}")
+        what = "a configuration cannot call resolvers other than oc.env"
+        raise SecurityRefusal(what, where=where, fix="use ${KEY} or ${oc.env:NAME}")
 
 
 def _refuse_foreign_references(tree: Any, text: str, where: str) -> None:

@@ -45,7 +45,7 @@ class Rank(IntEnum):
     """The sources of settings, weakest first.
 
     A config.yaml of the user's folder is a copy of the shipped one with changes: it sets every key, so it must not
-    override the task. The file of an option sets what the user wrote into it.
+    override the task. The file of an option sets only the keys that the user wrote into it.
     """
 
     DEFAULT = 0

@@ -203,7 +203,7 @@ def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def _is_one_typo(word: str, other: str) -> bool:
-    """Return whether two words may differ by one letter: they are then equal without one letter of each."""
+    """Return whether two words differ by one letter: removing one letter from each makes them equal."""
     return min(len(word), len(other)) > 1 and not _without_a_letter(word).isdisjoint(_without_a_letter(other))
 
 

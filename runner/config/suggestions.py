@@ -12,14 +12,14 @@ from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
 from runner.config.settings import MAIN_KEYS
 
 LIST_KEYS_HINT = "accel-run plan shows every key"
-MAX_HINTS = 50  # maximum number of unknown keys to find similar ones for; more have another cause
+MAX_HINTS = 50  # with more unknown keys than this, no similar ones are searched: the cause is not a typo
 
 
 def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of an argument that is not of the form key=value."""
     name, value = to_one_line(key, MAX_SHOWN).replace("-", "_"), to_one_line(value, MAX_SHOWN)
     if name == "resume":  # a command, too
-        new_run = f"; a new run that starts from another one: resume={value}" if value else ""
+        new_run = f"; to start a new run from another one, use resume={value}" if value else ""
         return f"use accel-run resume {value}".rstrip() + new_run
     if suggestion := translate_key(name, value, command_keys):
         return suggestion
@@ -35,7 +35,10 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
 
 
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
-    """Return a suggestion for a key of another tool, or for a key of the command in other letters; else empty."""
+    """Return a suggestion for a key of another tool, or for a key of the command that differs only in case.
+
+    An empty string if there is none.
+    """
     for own in (name.lower(), f"inference.{name.lower()}"):
         if own in command_keys:
             return f"use {own}={value or '...'}" if own != name else ""

@@ -1,4 +1,6 @@
-"""Deferred initialization: build a model without its large tensors, and compute each of them later, bit for bit.
+"""Deferred initialization: build a model without allocating its large tensors, and compute each of them later.
+
+The values are bit-identical to those of an ordinary construction.
 
 While a model is constructed, large tensors are created on the meta device, and the operations that would have written
 to them are recorded. The value of a tensor is computed by replaying the operations that it depends on. A random
@@ -61,7 +63,7 @@ class TensorRef:
 class _Operation:
     """A recorded operation.
 
-    args, kwargs  with a TensorRef for each recorded tensor, and a copy of each other tensor
+    args, kwargs  with a TensorRef for each recorded tensor, and copies of all other tensors
     outputs       its new tensors, in order; None for other results
     reads         storages that it reads
     writes        storages that it writes to, or creates
@@ -84,8 +86,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     min_bytes  size from which a tensor is deferred
 
-    Reading a value, such as `tensor.item()`, computes it. Whatever needs the memory of a deferred tensor, such as
-    `tensor.numpy()`, raises an exception of torch.
+    Reading a value, such as `tensor.item()`, computes it. Operations that need the memory of a deferred tensor, such as
+    `tensor.numpy()`, raise RuntimeError.
     """
 
     def __init__(self, min_bytes: int = MIN_BYTES) -> None:
@@ -186,7 +188,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._digest.update(str(part).encode())
 
     def _draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Draw the random numbers of an operation and discard them; return the generator's state before."""
+        """Draw the random numbers of an operation and discard them; return the generator's state before them."""
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return None
         state = _generator(args, kwargs).get_state()
@@ -198,13 +200,13 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Return whether the value of the tensor is computed later."""
-        value: Any = tensor  # mypy: no Tensor can be a wrapper
+        value: Any = tensor  # Any: mypy assumes that no Tensor is a traceable wrapper
         if not tensor.is_meta or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(value):
             return False
         return _address(tensor) in self._numbers
 
     def ref(self, tensor: Tensor) -> TensorRef:
-        """Return a reference to a deferred tensor, which outlives it."""
+        """Return a reference that remains valid after the deferred tensor is freed."""
         number, nbytes = self._numbers[_address(tensor)], tensor.untyped_storage().nbytes()
         if nbytes != self._sizes[number]:
             raise RuntimeError("a deferred tensor was resized")
@@ -232,8 +234,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _like(self, value: Any) -> Any:
         """Return a temporary tensor for a deferred one.
 
-        Its memory is reused: if it were freed each time, the states of the generator would lie between the gaps, and
-        malloc could not return them (241 MiB of weights: 369 MiB instead of 24).
+        Its memory is reused: if it were freed each time, the saved generator states would fragment the heap, and malloc
+        could not return freed memory to the system (for 241 MiB of weights: 369 MiB resident instead of 24).
         """
         if not isinstance(value, Tensor) or not self.is_deferred(value):
             return value
@@ -255,7 +257,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------ values
 
     def value(self, tensor: Tensor | TensorRef) -> Tensor:
-        """Return the value of a deferred tensor, in new memory of the CPU."""
+        """Return the value of a deferred tensor, in newly allocated CPU memory."""
         ref = self.ref(tensor) if isinstance(tensor, Tensor) else tensor
         needed = self._needed_operations(ref.storage)
         last_use = {storage: number for number in needed for storage in self._storages_of(number)}
@@ -368,7 +370,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _view(ref: TensorRef, values: dict[int, torch.UntypedStorage]) -> Tensor:
-    """Return the tensor; the memory of a storage without earlier operations is allocated."""
+    """Return a view of the storage in `values`, which is allocated if no operation has written to it yet."""
     if ref.storage not in values:
         values[ref.storage] = torch.UntypedStorage(ref.nbytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=ref.dtype).set_(values[ref.storage], ref.offset, ref.size, ref.stride)
@@ -394,7 +396,7 @@ def _is_on_cpu(function: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _on_meta(arguments: Any) -> Any:
-    """Return the arguments to run an operation on the meta device, without random numbers."""
+    """Return the arguments with all tensors and devices on meta, and without generators."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):

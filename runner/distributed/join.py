@@ -34,7 +34,7 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
 
-    CPU tensors use gloo, those of a GPU NCCL. After an error the group is abandoned, not destroyed.
+    CPU tensors use gloo, and CUDA tensors use NCCL. After an error the group is abandoned, not destroyed.
     Raises SystemLimit if the ranks cannot connect.
     """
     has_own_launcher = rank_info.store.startswith("file:")  # other launchers end all ranks when one exits
@@ -78,6 +78,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[World]:
 
     For tracing the computation of a rank on fake tensors. All ranks are assumed to agree with this one.
     """
+    # Private, checked on torch 2.13: the backend "fake", with which torch tests strategies without other processes.
     import torch.distributed._tools.fake_collectives  # implements collectives for fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -129,8 +130,9 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
-    # A store of torchrun's agent outlives the ranks, so the prefix contains the attempt. That of a new store of rank 0
-    # must not: each agent counts its own restarts, a node that rejoins starts at 0, and the ranks would not meet.
+    # The store of torchrun's agent outlives the ranks, so the prefix contains the attempt. If rank 0 hosts a new store
+    # for each attempt, the prefix must not contain it: agents count restarts separately, and a node that rejoins starts
+    # at 0, so ranks would use different prefixes.
     is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -142,8 +144,8 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,  # connects NCCL here, not in the first collective
     )
-    # Wait for all: if a rank that has connected fails and exits while another one still connects, that one would report
-    # that it cannot connect. On the host, by gloo.
+    # Barrier: otherwise a rank that is still connecting would report a connection error if another one fails first. The
+    # tensor is on the CPU, so gloo is used.
     dist.all_reduce(torch.zeros(()))
 
 

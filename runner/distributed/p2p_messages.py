@@ -1,6 +1,6 @@
 """Point-to-point messages of tensors in nested tuples, lists and mappings, whose shapes the receiver does not know.
 
-Not by send_object_list of torch.distributed: its receiver unpickles, and so executes, what another process sends.
+send_object_list of torch.distributed is not used: its receiver unpickles, and so executes, what another process sends.
 """
 
 from __future__ import annotations

@@ -421,7 +421,7 @@ class Pipelined(Parallel):
         """Return the model's output on all ranks of this copy of the model, which all call it."""
         if torch.is_grad_enabled():
             raise TaskFault(
-                "a pipelined model can be called with gradients only by a loss, once per batch",
+                "with gradients enabled, a pipelined model can be called only in the task's loss, once per batch",
                 where=WHERE,
                 fix="call it under torch.no_grad()",
             )

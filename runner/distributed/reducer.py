@@ -3,6 +3,9 @@
 Which parameters share a bucket depends on their registration only, so the sums are bit-identical in every run of the
 same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
 arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree on it.
+
+DistributedDataParallel is not used: it averages per rank, needs equal numbers of backward passes, and regroups buckets
+at run time, which changes the order of additions and therefore the bits of a resumed run (docs/decisions/0011).
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ class Sharded(Parallel):
             return
         self._watched.add(part)
         assert isinstance(part, FSDPModule)
+        # Private, checked on torch 2.13: hooks on the gathered parameters have no public equivalent.
         sharded = [param for group in part._get_fsdp_state()._fsdp_param_groups for param in group.fsdp_params]
         for param in sharded:
             gathered = param.unsharded_param
@@ -457,7 +458,8 @@ class _Scalar:
 def _unify_dtypes(root: nn.Module) -> None:
     """Give gradients of one communication group the same dtype: if some were accumulated in float32, all are.
 
-    torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes (2.13).
+    torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes. The groups are
+    private; checked on torch 2.13.
     """
     for part in parts_of(root):
         for group in part._get_fsdp_state()._fsdp_param_groups:

@@ -131,7 +131,7 @@ def open_files(paths: Sequence[Path], check: Callable[[Path], None] | None = Non
             tensors = open_tensors(path)
         except InvalidFormat as error:  # valid hashes, but untrusted content
             what = f"{path.name} is not in the safetensors format: {error}"
-            raise DataError(what, where=str(path.parent), fix="name another checkpoint of the run") from error
+            raise DataError(what, where=str(path.parent), fix="use another checkpoint of the run") from error
         if check and len(paths) > 1:
             checked = cache(partial(check, path))
             tensors = {name: _read_after(checked, tensor) for name, tensor in tensors.items()}

@@ -354,12 +354,13 @@ def check_run_name(name: str) -> None:
         what, fix = "the name 'last' stands for the newest run", "choose another name"
     elif not _NAME.fullmatch(name):
         what = (
-            f"a run name must be letters, digits, '.', '_' and '-', and begin with a letter or digit, but is {name!r}"
+            "a run name may contain only letters, digits, '.', '_' and '-', and must begin with a letter or digit, but"
+            f" is {name!r}"
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
         fix = f"for example run={suggestion}" if suggestion else "for example run=first-try"
     elif len(name) > _MAX_NAME_LENGTH:
-        what = f"a run name must have at most {_MAX_NAME_LENGTH} letters, but has {len(name):,}"
+        what = f"a run name must have at most {_MAX_NAME_LENGTH} characters, but has {len(name):,}"
         fix = f"for example run={name[:20]}"
     else:
         return

@@ -146,7 +146,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch's guard against it would take a third of the time of a trace."""
+        """Return False: torch must not wrap `__torch_dispatch__` in `disable`, which takes a third of the time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,8 +186,8 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the key of the operation in the cache, or None if it reads a mask, or real tensors without content.
 
         A view of such a tensor shares the storage of the fake one that stands for it, which is not counted.
-        An operation that writes into real tensors is not cached until they have no content; it may read others, as
-        the fused update of an optimizer reads its step counters.
+        An operation that writes into real tensors is cached only if these have no valid content. It may read other
+        real tensors, as the fused update of an optimizer reads its step counters.
         """
         if not self.is_cached or func in _INDEXING or func is _aten.masked_select.default:
             return None
@@ -200,7 +200,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._cache.key(func, args, kwargs)
 
     def is_fake(self, tensor: Tensor) -> bool:
-        """Return whether the tensor has no content or an invalid one."""
+        """Return whether the tensor has no content, or content that is not valid."""
         return isinstance(tensor, FakeTensor) or (
             bool(self._overwritten) and tensor.untyped_storage()._cdata in self._overwritten
         )

@@ -102,7 +102,7 @@ class OutputCache:
             return inputs[output.returned_input]
         empty = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         if output.viewed_input >= 0:
-            # As torch does: inside, fake tensors report the meta device, where their storage is.
+            # As torch does: in this context, fake tensors report the meta device, on which their storage is.
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
         return FakeTensor(self._fakes, empty, _CPU)

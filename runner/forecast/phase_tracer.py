@@ -112,6 +112,7 @@ class PhaseTracer:
     def _read(self, order: Order, fetcher: Fetcher) -> Iterator[MicroBatch]:
         """Yield the micro-batches to trace."""
         for key in self._micro_batches(order):
+            # Private: allocations and operations of reading data are not part of the trace.
             with _disable_current_modes():
                 item = fetcher[key]
             self.before_batch()

@@ -1,12 +1,12 @@
 """Non-blocking standard output and standard error.
 
-A terminal stopped with Ctrl-S, a hung ssh or a pipe with a sleeping reader blocks write(2) for as long as that
-lasts, and with it every caller: the training loop, a data worker, the supervisor of the ranks. Here a write passes
-on what fits and buffers the rest, which a thread writes as soon as the reader accepts more. The buffer holds at most
-MAX_BUFFERED_BYTES; then the oldest lines are dropped and replaced by a line with their number. An active reader
-receives everything, in order. Secrets are redacted, in complete lines unless a line is flushed before its end.
+If a terminal is stopped with Ctrl-S, ssh hangs, or the reader of a pipe sleeps, write(2) blocks, and with it every
+caller: the training loop, a data worker, the supervisor of the ranks. Here, a write sends what the reader accepts and
+buffers the rest, which a thread writes as soon as the reader accepts more. The buffer holds at most
+MAX_BUFFERED_BYTES; beyond that, the oldest lines are dropped and replaced by a line with their number. An active reader
+receives everything, in order. Secrets are redacted in complete lines, unless a line is flushed before its end.
 
-Why not a thread for every write: even with an active reader, output would appear after what C code or a subprocess
+Not every write uses a thread: even with an active reader, output would then appear after what C code or a subprocess
 prints to the same descriptor, and a process with threads cannot safely fork ranks.
 """
 

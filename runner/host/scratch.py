@@ -1,4 +1,4 @@
-"""Private temporary folder that the processes of a start share; stale folders of crashed starts are removed."""
+"""Private temporary folder that the processes of a command share; folders of killed commands are removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXIT_CODES = {
 def private_folder() -> Iterator[Path]:
     """Create a private temporary folder (mode 0700) and remove it at the end; it holds the sockets of data workers.
 
-    It is locked by this process and its forked children. If all of them were killed, the next start finds
+    It is locked by this process and its forked children. If all of them were killed, the next command finds
     it unlocked and removes it. Raises CannotCreate.
     """
     _remove_stale()
@@ -90,9 +90,10 @@ def _create_private(folder: Path) -> bool:
         if not _is_private(folder):
             return False
         for path in [path for path in (*reversed(folder.parents), folder) if not path.exists()]:
-            with suppress(FileExistsError):  # a concurrent start created it
+            with suppress(FileExistsError):  # a concurrent command created it
                 path.mkdir(mode=0o700)
-        if not (_is_private(folder) and _is_private(folder.parent)):  # a renamed folder can be replaced
+        # Who may write to the parent can rename the folder and create another one in its place.
+        if not (_is_private(folder) and _is_private(folder.parent)):
             return False
         folder.chmod(0o700)
     except OSError:  # full or read-only disk
@@ -114,7 +115,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def shared_folder() -> Path | None:
-    """Return the private folder of the start that this process belongs to, if any."""
+    """Return the private folder of the command that this process belongs to, if any."""
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     return Path(folder) if folder else None
 

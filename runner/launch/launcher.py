@@ -14,13 +14,13 @@ Launcher = Slurm | RayCluster | None  # None: on this machine
 
 
 def slurm_resources(configuration: Configuration) -> Slurm | None:
-    """Return the resources of a SLURM job for the run; None if it runs on this machine."""
+    """Return the SLURM launcher of the run, None if it has another launcher."""
     launcher = _make_launcher(configuration)
     return launcher if isinstance(launcher, Slurm) else None
 
 
 def submit(configuration: Configuration) -> int | None:
-    """Submit the run if a scheduler is configured; return its exit code, or None to run in this process.
+    """Run with the configured launcher; return the exit code, or None to run in this process.
 
     Raises ConfigError if the run cannot be submitted.
     """
@@ -58,7 +58,7 @@ def slurm(
     partition       partition; null: the cluster's default
     nodes           machines
     gpus_per_node   GPUs per node
-    tasks_per_node  ranks per node; auto: one per GPU, or one without GPUs
+    tasks_per_node  ranks per node; auto: one per GPU, one if there are no GPUs
     cpus_per_task   CPU cores per rank, including its data workers; null: the cluster's default
     mem_gb          memory per node in GB; null: the cluster's default
     time_min        time limit in minutes; the job then saves and is requeued
@@ -99,7 +99,7 @@ def ray(
     address         address of the cluster, such as head:6379; auto: the one that this machine belongs to
     nodes           machines
     gpus_per_node   GPUs per node
-    ranks_per_node  ranks per node; auto: one per GPU, or one without GPUs
+    ranks_per_node  ranks per node; auto: one per GPU, one if there are no GPUs
     cpus_per_rank   CPU cores per rank, including its data workers
     """
     per_node = max(gpus_per_node, 1) if ranks_per_node == "auto" else ranks_per_node

@@ -1,7 +1,7 @@
 """Fork and supervise the ranks of a run on this machine, and report the rank that fails.
 
-Not by torchrun or torch.distributed.elastic: torchrun exits with 1 for every exit code, and the elastic engine may
-report a rank that only lost a peer instead of the one that failed (docs/decisions/0009).
+torchrun and torch.distributed.elastic are not used: torchrun exits with 1 for every exit code, and the elastic engine
+may report a rank that only lost a peer instead of the one that failed (docs/decisions/0009).
 """
 
 from __future__ import annotations

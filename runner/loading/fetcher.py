@@ -14,7 +14,7 @@ from torch import nn
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import AccelRunError, DataError
 from runner.base.order import MicroBatchKey
-from runner.base.sample_rng import SampleStreams, seeded_generators
+from runner.base.sample_rng import SampleSeeding, seeded_generators
 from runner.base.task import Dataset, Task
 from runner.base.text import ExceptionInfo, abbreviate, describe_exception, error_line, error_message
 from runner.loading.dataset_access import batch_reader, tensor_row_reader
@@ -46,7 +46,7 @@ class Fetcher:
         split: str = "train",
     ) -> None:
         self.dataset = dataset
-        self.streams = SampleStreams(split)
+        self.streams = SampleSeeding(split)
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"

@@ -33,33 +33,35 @@ class RoundRobin:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths, self.total = lengths, sum(lengths)
-        self._levels = [0, *sorted({length for length in lengths if length})][:-1]  # rounds in which a sequence ends
-        self._taking = [[which for which, length in enumerate(lengths) if length > level] for level in self._levels]
+        # Between two levels, the same sequences are active; `_levels` has the first round of each segment.
+        self._levels = [0, *sorted({length for length in lengths if length})][:-1]
+        self._active = [[which for which, length in enumerate(lengths) if length > level] for level in self._levels]
         self._starts = [sum(min(length, level) for length in lengths) for level in self._levels]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the sequence at this position, and the number of the element in it."""
         segment = bisect_right(self._starts, position) - 1
-        rounds, place = divmod(position - self._starts[segment], len(self._taking[segment]))
-        return self._taking[segment][place], self._levels[segment] + rounds
+        rounds, place = divmod(position - self._starts[segment], len(self._active[segment]))
+        return self._active[segment][place], self._levels[segment] + rounds
 
     def taken(self, position: int) -> list[int]:
         """Return how many elements of each sequence are before this position."""
         if position >= self.total:
             return list(self.lengths)
         segment = bisect_right(self._starts, position) - 1
-        rounds, place = divmod(position - self._starts[segment], len(self._taking[segment]))
+        rounds, place = divmod(position - self._starts[segment], len(self._active[segment]))
         counts = [min(length, self._levels[segment] + rounds) for length in self.lengths]
-        for which in self._taking[segment][:place]:
+        for which in self._active[segment][:place]:
             counts[which] += 1
         return counts
 
 
 class StreamSampler(Sampler):
-    """Updates of `global_batch_size` samples from groups of shards, one group after the other.
+    """Updates of `global_batch_size` samples, each from one group of shards; the groups take turns.
 
-    In each group one update per epoch is smaller, or dropped with `drop_last`. The samples of an update are ordered by
-    shard, so that a rank, whose share is a slice of them, reads few shards.
+    The last update of a group is smaller if `global_batch_size` does not divide its samples, or dropped with
+    `drop_last`. The samples of an update are ordered by shard, so that a rank, whose share is a slice of them, reads
+    few shards.
 
     lengths            of the shards; None: unknown, each shard is repeated by itself, and the epoch never ends
     shards_per_update  shards of a group
@@ -74,7 +76,7 @@ class StreamSampler(Sampler):
         *,
         drop_last: bool = False,
     ) -> None:
-        assert num_shards % shards_per_update == 0, "the shards form groups"
+        assert num_shards % shards_per_update == 0, "shards_per_update must divide num_shards"
         self.lengths = tuple(lengths or [ENDLESS] * num_shards)
         self.num_shards, self.shards_per_update = num_shards, shards_per_update
         self.global_batch_size = global_batch_size

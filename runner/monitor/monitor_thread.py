@@ -268,7 +268,7 @@ class Monitor(NoMonitor):
         visible_gpus = visible(nvml.gpus)
         found = None if self._uuids is None else {uuid: nvml.find_torch_device(uuid) for uuid in self._uuids}
         gpus = visible_gpus.gpus if found is None else tuple(gpu for gpu in found.values() if gpu is not None)
-        # Before the notes, of which a reader may say that no GPU is monitored.
+        # Set before the notes, because a caller that reads a note may then report that no GPU is monitored.
         self._devices = MappingProxyType({f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(gpus)})
         for note in dict.fromkeys(filter(None, (*nvml.notes, nvml.why_not))):
             self._note(note, "debug")

@@ -44,18 +44,19 @@ METRICS = frozenset(column.metric for column in (*GPU_COLUMNS, *MACHINE_COLUMNS)
 
 
 def summarize_samples(samples: MachineSamples) -> Summary:
-    """Return the summary that `SampleTally.add` for each sample leads to."""
+    """Return the same summary as calling `SampleTally.add` for each sample."""
     tally = SampleTally()
     add_samples(tally, samples)
     return tally.summary(samples.devices, samples.notes)
 
 
 def add_samples(tally: SampleTally, samples: MachineSamples) -> None:
-    """Add samples to a tally as `SampleTally.add` for each of them does."""
+    """Add samples to a tally, with the same result as calling `SampleTally.add` for each of them."""
     if not len(samples):
         return
     phases = np.array(samples.phases, dtype=object)
-    # A number for the samples between two gaps. In front, the last value of each counter stands for earlier samples.
+    # Number of the segment: samples between two gaps. The first element of each array, the last value of a counter,
+    # represents earlier samples.
     segments = np.append(0, np.cumsum(samples.gaps(), dtype=np.intp))
     missing = np.full(len(samples), math.nan)
     names = dict.fromkeys([*tally.counters, *(name for name in samples.values if _is_counter(name))])
@@ -138,7 +139,7 @@ def _has_counter(column: Floats, segments: Ints) -> Bools:
 
 
 class SampleReader:
-    """Reads a file in pieces of limited size. A GPU is named after its last number, which is known at the end.
+    """Reads a file in pieces of limited size. A GPU is named after its last number, known only at the end of the file.
 
     names    after the last piece: name of a GPU in the pieces -> its name
     devices  after the last piece: name -> the GPU, in the order of the names
@@ -300,7 +301,7 @@ class _SampleTable:
             self._add_intact(cells)
         except ValueError:
             rows = list(zip(*columns, strict=True))
-            intact = list(self._mend(rows))
+            intact = list(self._drop_damaged(rows))
             self._add_intact(dict(zip(self._header, zip(*intact, strict=True), strict=True)) if intact else {})
             num_damaged += len(rows) - len(intact)
         return num_damaged
@@ -321,10 +322,10 @@ class _SampleTable:
             column[end - num :] = math.nan
         return taken
 
-    def _mend(self, rows: Sequence[tuple[bytes, ...]]) -> Iterator[tuple[bytes, ...]]:
-        """Yield the rows without damaged cells, leaving out rows that need them.
+    def _drop_damaged(self, rows: Sequence[tuple[bytes, ...]]) -> Iterator[tuple[bytes, ...]]:
+        """Yield the rows without damaged cells; rows that require these cells are left out.
 
-        Not needed are the cells of the machine in later rows of a sample, and those of a GPU in a row without one.
+        Cells of the machine are required only in the first row of a sample, cells of a GPU only in the row of a GPU.
         """
         before = self._time
         for row in rows:

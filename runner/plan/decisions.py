@@ -55,7 +55,11 @@ class Decisions:
         self.reasons[f"{group}.{key}"] = reason
 
     def reject_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
-        """Reject an unsupported option if requested by name, else replace it with a note."""
+        """Record a problem if the user has set the option; otherwise replace it by `instead` and add a note.
+
+        why     why the option is not supported
+        reason  shown as the reason of `instead`
+        """
         name = self.choices[group].name
         if self.configuration.is_set_by_user(group):
             alternatives = dict.fromkeys((instead, "auto"))

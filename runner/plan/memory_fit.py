@@ -209,7 +209,9 @@ def _interpolate(first: int, last: int, share: float) -> int:
 
 
 def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
-    """Return a bound from one trace: fewer samples need no more; with more, everything that may depend on them grows.
+    """Return an upper bound from one trace.
+
+    Fewer samples need no more memory; with more samples, everything that may depend on their number grows.
 
     Activations that do not depend on the samples, such as weight copies in a 16-bit format, are not distinguished.
     """
@@ -400,7 +402,9 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
 
 
 def may_fit(prediction: MemoryPrediction, overrides: Sequence[str]) -> bool:
-    """Return whether settings could make the run fit at best, without tracing: what they may reduce is left out.
+    """Return whether the run could fit with these settings in the best case, without tracing it.
+
+    Memory that the settings may reduce is not counted.
 
     A 16-bit format leaves at least half of the activations, an 8-bit optimizer state a quarter of the state.
     """
@@ -443,7 +447,8 @@ def largest_micro_batch(demand: Demand, rank: RankDevice, at_most: int, part: Ra
 def choose_micro_batch_size(share: int, max_samples: int) -> int:
     """Return the micro-batch size for a share if `max_samples` fit at once: the fewest micro-batches of similar size.
 
-    A size that divides the share is preferred if it needs at most a third more micro-batches: all have one shape.
+    A size that divides the share is preferred if it needs at most a third more micro-batches, because all of them then
+    have the same shape.
     """
     limit = max(1, min(max_samples, share))
     steps = -(-share // limit)

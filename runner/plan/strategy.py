@@ -28,9 +28,11 @@ def choose_strategy(
 ) -> Strategy:
     """Return the simplest strategy with which an update of `total` samples fits the devices; ddp if none does.
 
-    ddp if each device can hold the whole model and at least one sample. On unequal devices its shares follow speed,
-    or memory if equal shares would not fit in one micro-batch. Otherwise fsdp if the devices are alike and a shard
-    fits, and a pipeline if they are not: fsdp shards evenly, so the smallest device limits the shard.
+    1. ddp if each device can hold the whole model and at least one sample. On unequal devices its shares follow speed,
+       or memory if equal shares would not fit in one micro-batch.
+    2. fsdp if the devices are equal and a shard fits.
+    3. A pipeline if its stages fit. fsdp shards evenly, so the smallest of unequal devices would limit the shard.
+    4. fsdp on unequal devices.
 
     micro      micro-batch size; None: the whole share
     can_shard  whether fsdp can be used
@@ -45,7 +47,7 @@ def choose_strategy(
     are_unequal = max(capacities) > MAX_MEMORY_RATIO * min(capacities)
     share = -(-total // count)
     min_bytes = max(predict_memory(demand, samples, rank, RankPart("ddp", count)).total for rank in ranks)
-    available = f"{format_bytes(min(capacities))} of the {'smaller' if are_unequal else 'same'} device"
+    available = f"{format_bytes(min(capacities))} of {'the smallest' if are_unequal else 'each'} device"
 
     def fits_all(strategy: str, size: int = samples) -> bool:
         part = RankPart(strategy, count, share, gathers_model=False, shards_gradients=True)
@@ -98,9 +100,9 @@ def choose_strategy(
 
 
 def _fits_together(demand: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
-    """Return whether the devices together can hold one copy, split between layers, besides the libraries on each.
+    """Return whether one copy of the model, split at layer boundaries, fits into the total memory of the devices.
 
-    If the stages were traced: whether each device can hold its layers.
+    The libraries take memory on each device. If the stages were traced: whether each device can hold its layers.
     """
     if demand.stages:
         samples = min(samples, demand.stages[0].points[-1].micro_batch_size)

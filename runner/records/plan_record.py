@@ -70,9 +70,10 @@ class PlanRecord:
 
     @classmethod
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
-        """Parse the content of a plan.json; None if the file does not exist. Never raises.
+        """Parse a plan.json. Never raises.
 
-        clean  applied to the JSON object first, for example to redact it
+        content  content of the file, None if it does not exist
+        clean    applied to the JSON object first, for example to redact it
         """
         tree = parse_object(content) if content is not None else None
         if not tree:

@@ -1,4 +1,4 @@
-"""Searches: Optuna proposes each trial from earlier results, which its journal in the folder stores."""
+"""Searches: Optuna proposes each trial from earlier results, which are stored in a journal in the search's folder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ JOURNAL = "optuna.journal"
 
 
 def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s: float = math.inf) -> int:
-    """Run trials until the number of trials or the time limit is reached, and print a table; 0 if one has a value.
+    """Run trials until their number or the time limit is reached, print a table, and return the exit code.
+
+    It is 0 if at least one trial has a value.
 
     num_trials  of the whole search, including those of earlier processes
     budget_s    start no new trial after this many seconds; a running trial is not interrupted
     Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range limits before anything is
-    started, and later if a finished trial does not have the metric; MissingPackage.
+    started, and later if a finished trial does not have the metric. Raises MissingPackage if Optuna is not installed.
     """
     fixed, axes = parse_search_space(request)
     Console().info(f"search with trials={num_trials}: checking the range limits")  # loading torch takes seconds

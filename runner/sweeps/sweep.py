@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 def sweep(request: Request, options: SweepOptions) -> int:
-    """Train each combination in a subprocess or a job and print a table; 0 if all succeeded, else the first failure.
+    """Train each combination in a subprocess or a job, print a table, and return the exit code of the first failure.
 
     The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
     ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75; so does a trial that was
@@ -415,7 +415,10 @@ def divide_resources(devices: Sequence[str], cores: int, count: int) -> Packing:
 
 
 def _devices(configurations: Sequence[Configuration]) -> list[str] | str:
-    """Return CUDA_VISIBLE_DEVICES for the trials, "" for no choice; or a strategy that uses several. Loads torch."""
+    """Return the values of CUDA_VISIBLE_DEVICES for the trials, "" to leave it unchanged. Loads torch.
+
+    If trials use several devices, return the name of their strategy instead.
+    """
     inventory = take_inventory()
     plans = [make_plan(configuration, inventory) for configuration in configurations]
     if strategies := {plan.choices["parallelism"].name for plan in plans} - {"single"}:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.order import MicroBatchKey
-from runner.base.sample_rng import NoStreams, global_generators
+from runner.base.sample_rng import NoSeeding, global_generators
 from runner.base.task import Task
 from runner.loading.fetcher import Fetcher
 
@@ -89,7 +89,7 @@ def reader(dataset: Rows, *, streams: bool) -> Callable[[int], Any]:
     """Return a function that reads micro-batch number n, warmed up until the generators in use have been detected."""
     fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
     if not streams:
-        fetcher.streams = NoStreams()
+        fetcher.streams = NoSeeding()
     keys = [MicroBatchKey(0, list(range(first, first + BATCH)), last=True) for first in range(0, SAMPLES, BATCH)]
 
     def read(number: int) -> Any:

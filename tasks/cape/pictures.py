@@ -42,9 +42,11 @@ def coco_results(episodes: Episodes, objects: Sequence[int], xy: Tensor, scores:
 
 
 def category_table(counts: Mapping[str, Sequence[float]]) -> str:
-    """Return a line per category, the worst first: PCK of the model and of copying, and the number of keypoints.
+    """Return a line per category, the worst first: PCK of the model and of the baseline, and the number of keypoints.
 
-    counts  name -> hits of the model, hits of copying, visible keypoints
+    The baseline copies the keypoints of the support.
+
+    counts  name -> hits of the model, hits of the baseline, visible keypoints
     """
     rows = sorted(counts.items(), key=lambda row: row[1][0] / max(1.0, row[1][2]))
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
@@ -64,7 +66,9 @@ def episode_picture(batch: Batch, row: int, xy: Tensor, hits: Tensor, category: 
     figure = new_figure(width=3.1 * (1 + queries), height=3.9)
     axes = figure.subplots(1, 1 + queries)
     found, seen = int(hits.sum()), int(batch["query_visible"][row].sum())
-    figure.suptitle(f"Category {category.name}: {found} of {seen} keypoints within {THRESHOLD:g} of the object's side")
+    figure.suptitle(
+        f"Category {category.name}: {found} of {seen} keypoints within {THRESHOLD:g} x the longer side of the object"
+    )
     shown = batch["support_visible"][row]
     _show(axes[0], batch["support_image"][row], "Support, as given")
     _draw_skeleton(axes[0], batch["support_xy"][row], shown, category, TRUE)

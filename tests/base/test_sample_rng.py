@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.base import sample_rng
-from runner.base.sample_rng import EverySample, SampleStreams, global_generators, seeded_generators
+from runner.base.sample_rng import SampleSeeding, SeedEverySample, global_generators, seeded_generators
 
 NUM_SAMPLES = 400  # more than the first samples, for which all generators are seeded
 
@@ -48,7 +48,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_used(
     drawn: Sequence[int], generators: list[Counted]
 ) -> None:
-    streams, num_read = SampleStreams("train"), 0
+    streams, num_read = SampleSeeding("train"), 0
 
     def read(index: int) -> None:
         nonlocal num_read
@@ -73,7 +73,7 @@ def test_a_spawned_worker_learns_again_which_generators_are_used(monkeypatch: py
     """It has no generator of a GPU, for example."""
     generators = [Counted() for _ in range(4)]
     monkeypatch.setattr(sample_rng, "global_generators", lambda: generators)
-    streams = SampleStreams("train")
+    streams = SampleSeeding("train")
 
     def read(index: int) -> None:
         streams.begin("sample", 0, 0, [index])
@@ -83,11 +83,11 @@ def test_a_spawned_worker_learns_again_which_generators_are_used(monkeypatch: py
         streams.read(read, index)
     assert streams.has_drawn
     sent = pickle.loads(pickle.dumps(streams))
-    assert vars(sent) == vars(SampleStreams("train"))
+    assert vars(sent) == vars(SampleSeeding("train"))
 
 
 def test_a_generator_that_is_used_late_is_seeded_from_that_sample_on(generators: list[Counted]) -> None:
-    streams, late = SampleStreams("train"), SampleStreams("train")
+    streams, late = SampleSeeding("train"), SampleSeeding("train")
 
     def read(index: int) -> int:
         streams.begin("sample", 0, 0, [index])
@@ -105,7 +105,7 @@ def test_a_generator_that_is_used_late_is_seeded_from_that_sample_on(generators:
 
 @pytest.mark.parametrize("num_read", [0, NUM_SAMPLES])
 def test_generators_are_restored_when_reading_is_interrupted(num_read: int, generators: list[Counted]) -> None:
-    streams = SampleStreams("train")
+    streams = SampleSeeding("train")
     for index in range(num_read):
         streams.read(lambda index: streams.begin("sample", 0, 0, [index]), index)
 
@@ -146,8 +146,8 @@ def test_draws_of_a_key_are_those_of_earlier_versions() -> None:
     with seeded_generators(3, "train", "sample", 1, 17):
         drawn = [DRAWS[name]() for name in ("torch", "numpy", "python")]
     assert drawn == GOLDEN_DRAWS
-    assert SampleStreams("train").number("sample", 1, 17) == GOLDEN_NUMBER
-    numbers = [SampleStreams(split).number(number) for split in ("train", "val") for number in range(200)]
+    assert SampleSeeding("train").number("sample", 1, 17) == GOLDEN_NUMBER
+    numbers = [SampleSeeding(split).number(number) for split in ("train", "val") for number in range(200)]
     assert len(set(numbers)) == 400
     assert 2**62 < max(numbers) < 2**63
 
@@ -193,7 +193,7 @@ def test_each_generator_continues_from_a_state(number: int, kind: str) -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_after_the_first_samples_generators_are_seeded_only_if_they_are_used(is_used: bool) -> None:
-    streams: SampleStreams = SampleStreams("train")
+    streams: SampleSeeding = SampleSeeding("train")
     seeding = []
 
     def read(index: int) -> None:
@@ -211,7 +211,7 @@ def test_after_the_first_samples_generators_are_seeded_only_if_they_are_used(is_
 
 
 def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> None:
-    streams = EverySample("train")
+    streams = SeedEverySample("train")
 
     def read(index: int) -> list[float]:
         streams.begin("sample", 3, 1, [index])
@@ -226,7 +226,7 @@ def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> No
 
 
 def test_draws_while_reading_are_those_of_the_seed_the_split_and_the_samples() -> None:
-    streams = SampleStreams("train")
+    streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> list[Any]:
         streams.begin("sample", 3, 1, indices)
@@ -239,7 +239,7 @@ def test_draws_while_reading_are_those_of_the_seed_the_split_and_the_samples() -
 
 
 def test_draws_of_any_sample_of_a_batch_are_noticed() -> None:
-    streams = SampleStreams("train")
+    streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> None:
         for index in indices:
@@ -254,7 +254,7 @@ def test_draws_of_any_sample_of_a_batch_are_noticed() -> None:
 @pytest.mark.parametrize(("error", "num_read"), [(ValueError("odd"), 2), (KeyboardInterrupt(), 1)])
 def test_an_error_is_raised_if_it_is_raised_again_with_seeded_generators(error: BaseException, num_read: int) -> None:
     """It may depend on what was drawn, and must then be the same in another worker."""
-    streams = SampleStreams("train")
+    streams = SampleSeeding("train")
     for index in range(64):
         streams.read(lambda index: streams.begin("sample", 0, 0, [index]), index)
     drawn = []
@@ -273,7 +273,7 @@ def test_an_error_is_raised_if_it_is_raised_again_with_seeded_generators(error: 
 
 
 def test_an_error_without_draws_is_raised_at_once() -> None:
-    streams, calls = SampleStreams("train"), []
+    streams, calls = SampleSeeding("train"), []
 
     def read(index: int) -> None:
         streams.begin("sample", 0, 0, [index])

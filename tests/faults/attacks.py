@@ -31,8 +31,8 @@ def newest(run: Path) -> Path:
     return max((run / "checkpoints").glob("update-*"))
 
 
-def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-    """Change the manifest of a checkpoint and recompute all its hashes."""
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+    """Recompute the file hashes in the manifest, apply `change`, and write the manifest with a valid hash."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("sha256")
     names = [entry["name"] for entry in manifest["files"]]
@@ -62,10 +62,10 @@ def _manifests() -> Iterator[tuple[str, Attack]]:
         return {"name": name, "size": size, "sha256": digest}
 
     def with_entry(run: Path, added: Any) -> None:
-        resealed(newest(run), lambda manifest: manifest["files"].append(added))
+        reseal(newest(run), lambda manifest: manifest["files"].append(added))
 
     def with_field(run: Path, key: str, value: Any) -> None:
-        resealed(newest(run), lambda manifest: manifest.update({key: value}))
+        reseal(newest(run), lambda manifest: manifest.update({key: value}))
 
     def raw(run: Path, content: bytes) -> None:
         (newest(run) / MANIFEST).write_bytes(content)
@@ -131,11 +131,11 @@ def _states() -> Iterator[tuple[str, Attack]]:
         state = json.loads((folder / STATE).read_text())
         change(state)
         (folder / STATE).write_text(json.dumps(state))
-        resealed(folder)
+        reseal(folder)
 
     def raw(run: Path, content: bytes) -> None:
         (newest(run) / STATE).write_bytes(content)
-        resealed(newest(run))
+        reseal(newest(run))
 
     def inner(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
         for part in path[:-1]:
@@ -186,32 +186,34 @@ def _tensors() -> Iterator[tuple[str, Attack]]:
         header, data = change(json.loads(content[8 : 8 + length]), content[8 + length :])
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        resealed(newest(run))
+        reseal(newest(run))
 
     def raw(run: Path, stem: str, content: bytes) -> None:
         (newest(run) / f"{stem}.safetensors").write_bytes(content)
-        resealed(newest(run))
+        reseal(newest(run))
 
-    def first(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any], bytes], tuple[Any, bytes]]:
-        def of(header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
+    def change_first_tensor(
+        change: Callable[[dict[str, Any]], None],
+    ) -> Callable[[dict[str, Any], bytes], tuple[Any, bytes]]:
+        def rewrite(header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
             change(header[next(name for name in header if name != "__metadata__")])
             return header, data
 
-        return of
+        return rewrite
 
     for stem in ("model", "optimizer", "random"):
         for title, content in {
             "empty": b"", "zip": b"PK\x03\x04" + b"\x00" * 100, "pickle": b"\x80\x04cposix\nsystem\n(S'touch /tmp/x'\ntR.",
-            "length of 2**63": struct.pack("<Q", 2**63) + b"{}", "length 0": struct.pack("<Q", 0), "short": b"\x01",
-            "no JSON": struct.pack("<Q", 3) + b"abc", "deep": struct.pack("<Q", 100_000) + b"[" * 100_000,
+            "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{}", "a header of 0 bytes": struct.pack("<Q", 0), "short": b"\x01",
+            "not JSON": struct.pack("<Q", 3) + b"abc", "deep": struct.pack("<Q", 100_000) + b"[" * 100_000,
         }.items():  # fmt: skip
             yield f"{stem} is {title}", partial(raw, stem=stem, content=content)
         for title, change in {
-            "negative shape": first(lambda one: one.update(shape=[-1])), "giant shape": first(lambda one: one.update(shape=[2**62, 2**62])),
-            "overlap": first(lambda one: one.update(data_offsets=[0, 4])), "offsets beyond": first(lambda one: one.update(data_offsets=[0, 2**60])),
-            "offsets turned": first(lambda one: one.update(data_offsets=[8, 0])), "other dtype": first(lambda one: one.update(dtype="F64")),
-            "unknown dtype": first(lambda one: one.update(dtype="EVIL")), "text for a shape": first(lambda one: one.update(shape="4")),
-            "all gone": lambda header, data: ({}, b""), "one gone": lambda header, data: ({name: header[name] for name in list(header)[1:]}, data),
+            "negative shape": change_first_tensor(lambda one: one.update(shape=[-1])), "giant shape": change_first_tensor(lambda one: one.update(shape=[2**62, 2**62])),
+            "overlap": change_first_tensor(lambda one: one.update(data_offsets=[0, 4])), "offsets beyond": change_first_tensor(lambda one: one.update(data_offsets=[0, 2**60])),
+            "reversed offsets": change_first_tensor(lambda one: one.update(data_offsets=[8, 0])), "other dtype": change_first_tensor(lambda one: one.update(dtype="F64")),
+            "unknown dtype": change_first_tensor(lambda one: one.update(dtype="EVIL")), "text for a shape": change_first_tensor(lambda one: one.update(shape="4")),
+            "no tensors": lambda header, data: ({}, b""), "one tensor less": lambda header, data: ({name: header[name] for name in list(header)[1:]}, data),
             "another name": lambda header, data: ({f"\x1b[2J{name}": value for name, value in header.items()}, data),
         }.items():  # fmt: skip
             yield f"{stem} has {title}", partial(rewritten, stem=stem, change=change)

@@ -76,7 +76,7 @@ class Samples:
         if index in self.bad and index % 2:
             raise ValueError(f"sample {index} cannot be read")
         noise = torch.randn(6, dtype=torch.float64).numpy() + np.random.normal(size=6) + random.gauss(0, 1)
-        if index in self.bad:  # after it has drawn
+        if index in self.bad:  # after random numbers have been drawn
             raise ValueError(f"sample {index} cannot be read")
         x = 0.05 * noise + sample_rng(5, 0, index).standard_normal(6) + 0.5
         y = int(x[:3].sum() > 1.5)
@@ -129,12 +129,12 @@ class Points(Task):
         x, y = batch
         if torch.is_grad_enabled():
             reached("update", self.update, self.phase)
-            x = x + self.noise * (self.drawn() - 0.5)
+            x = x + self.noise * (self.draw() - 0.5)
         total = F.cross_entropy(model(x) * (1 + self.share), y, reduction="sum")
         return total, len(y)
 
-    def drawn(self):
-        """Return a number from every generator that the runner restores, and from the task's own."""
+    def draw(self):
+        """Return the sum of one number from each generator that the runner restores, and from the task's own."""
         result = torch.rand(()).item() + np.random.random() + random.random()
         if self.own:
             shift, generator = self.model[0], torch.Generator()

@@ -135,11 +135,11 @@ def test_a_clock_that_jumps_changes_nothing_that_is_computed(
 def test_save_intervals_use_a_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = SavePolicy(seconds=60.0)
     monkeypatch.setattr(time, "time", lambda: 4e9)
-    assert not policy.is_late()
+    assert not policy.is_due_by_time()
     began = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began + 61)
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert policy.is_late()
+    assert policy.is_due_by_time()
 
 
 @pytest.mark.parametrize("started", ["2001-01-01T00:00:00+00:00", "2199-01-01T00:00:00+00:00"])

@@ -1,7 +1,7 @@
-"""Acknowledged data survive power cuts: real ones, on ext4, at random operations and between them.
+"""Acknowledged data survive power cuts, which are simulated by shutting down an ext4 file system during operations.
 
-Short form: some dozens of cuts of a saving process with a few mount options, and of a complete run. Systems that do not
-wait for the disk must lose data. Long: 10,000 and 300.
+Short form: 40 cuts of a saving process with several mount options, and 1 of a complete run; long form: 10,000 and 300.
+Variants of `System` that skip fsync must lose data; otherwise the test could not detect lost data.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ SETTINGS = {
 }
 
 
-def build(*, width: int = 8, positive: float = 3.0) -> Task:
-    return Table(Network(width), positive)
+def build(*, width: int = 8, pos_weight: float = 3.0) -> Task:
+    return Table(Network(width), pos_weight)
 
 
 class Network(nn.Module):
@@ -39,8 +39,8 @@ class Network(nn.Module):
 class Table(Task):
     item = "row"
 
-    def __init__(self, model, positive):
-        self.model, self.positive = model, positive
+    def __init__(self, model, pos_weight):
+        self.model, self.pos_weight = model, pos_weight
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
@@ -54,13 +54,13 @@ class Table(Task):
 
     def loss(self, model, batch):
         logits, labels = model(batch["categories"], batch["numbers"]), batch["label"].to(batch["numbers"].dtype)
-        weight = torch.tensor(self.positive, device=logits.device)
+        weight = torch.tensor(self.pos_weight, device=logits.device)
         return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="sum"), len(labels)
 
     def metrics(self, split):
         return {"auroc": torchmetrics.AUROC(task="binary"), "confusion": torchmetrics.ConfusionMatrix(task="binary")}
 
     def evaluate(self, model, batch):
-        chance = model(batch["categories"], batch["numbers"]).sigmoid()
-        given = chance, batch["label"]
+        probability = model(batch["categories"], batch["numbers"]).sigmoid()
+        given = probability, batch["label"]
         return {"loss": self.loss(model, batch), "auroc": given, "confusion": given}

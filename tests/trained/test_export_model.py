@@ -83,7 +83,7 @@ def exported(*formats: str, options: tuple[str, ...] = ()) -> Exit:
         return export(Request(("run=first", *options)), formats)
 
 
-def format_that(change: Callable[[list[Tensor]], Any]) -> ExportFormat:
+def make_changing_format(change: Callable[[list[Tensor]], Any]) -> ExportFormat:
     """Return a format whose models return changed outputs."""
 
     def write(model: nn.Module, _: Outputs, file: Path) -> Callable[[Outputs], Outputs]:
@@ -111,14 +111,14 @@ CHANGES: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {
     "none": (lambda _: None, 0.0),
     "rounding": (replaced(Y, lambda y: y + 2e-5 * y.abs().max()), 2e-5),
     "a small difference": (replaced(Y, lambda y: y + 4 * TOLERANCE * y.abs().max()), 4 * TOLERANCE),
-    "below": (replaced(MASKED, lambda y: y - 0.5 * y[y.isfinite()].abs().max()), 0.5),
+    "finite values beside infinities": (replaced(MASKED, lambda y: y - 0.5 * y[y.isfinite()].abs().max()), 0.5),
     "another shape": (replaced(Y, lambda y: y[:, :1]), math.inf),
     "another type": (replaced(FLAGS, lambda flags: flags.float()), math.inf),
     "another flag": (replaced(FLAGS, lambda flags: ~flags), math.inf),
     "no infinity": (replaced(MASKED, lambda y: y.nan_to_num(neginf=0.0)), math.inf),
     "another infinity": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.inf)), math.inf),
-    "no number": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.nan)), math.inf),
-    "a number": (replaced(NANS, torch.nan_to_num), math.inf),
+    "infinity becomes NaN": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.nan)), math.inf),
+    "NaN becomes 0": (replaced(NANS, torch.nan_to_num), math.inf),
     "the batch size of the example": (replaced(Y, lambda y: y if len(y) > 1 else y + 1e3), math.nan),
     "the batch size of one sample": (replaced(Y, lambda y: y if len(y) == 1 else y + 1e3), math.nan),
 }
@@ -129,7 +129,7 @@ def test_an_exported_model_is_compared_in_every_output(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, expected = CHANGES[name]
-    monkeypatch.setattr(export_model, "FORMATS", {"own": format_that(change)})
+    monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(change)})
     if expected <= TOLERANCE:
         assert exported() == Exit.DONE
     else:
@@ -148,14 +148,14 @@ def test_an_exported_model_is_compared_in_every_output(
 
 
 def test_another_number_of_outputs_is_a_failure_of_the_format(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_model, "FORMATS", {"own": format_that(lambda outputs: outputs[:-1])})
+    monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(lambda outputs: outputs[:-1])})
     with pytest.raises(ConfigError) as caught:
         exported("own")
     assert caught.value.problems[0].where == "format=own"
     assert not any((run / "export").iterdir())
 
 
-def fails(error: Exception) -> ExportFormat:
+def make_failing_format(error: Exception) -> ExportFormat:
     def write(_: nn.Module, __: Outputs, file: Path) -> Any:
         file.write_bytes(b"half")
         raise error
@@ -167,7 +167,9 @@ def fails(error: Exception) -> ExportFormat:
 def test_other_formats_are_written_if_one_fails(
     error: Exception, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export_model, "FORMATS", {"bad": fails(error), "own": format_that(lambda _: None)})
+    monkeypatch.setattr(
+        export_model, "FORMATS", {"bad": make_failing_format(error), "own": make_changing_format(lambda _: None)}
+    )
     assert exported("bad", "own") == Exit.DONE
     assert sorted(path.name for path in (run / "export").iterdir()) == ["model.own", "parity.json"]
     assert json.loads((run / "export" / "parity.json").read_text()).keys() == {"checkpoint_update", "tolerance", "own"}
@@ -183,7 +185,9 @@ def test_other_formats_are_written_if_one_fails(
 
 def test_an_error_of_the_runner_ends_the_export(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = DataError("is damaged")
-    monkeypatch.setattr(export_model, "FORMATS", {"bad": fails(error), "own": format_that(lambda _: None)})
+    monkeypatch.setattr(
+        export_model, "FORMATS", {"bad": make_failing_format(error), "own": make_changing_format(lambda _: None)}
+    )
     with pytest.raises(DataError) as caught:
         exported("bad", "own")
     assert caught.value is error

@@ -19,7 +19,7 @@ from tests.rounding import allowed
 
 GIB = 2**30
 SCHEDULES = ["gpipe", "1f1b"]
-ROUNDED = allowed(torch.float64, 2 * 8 * 4)  # 8 micro-batches in 4 stages; times of more are integers
+ROUNDED = allowed(torch.float64, 2 * 8 * 4)  # at most 8 micro-batches in 4 stages; tests with more use integers
 
 
 @pytest.mark.parametrize("balance", ["memory", "time"])
@@ -31,11 +31,11 @@ def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance
     assert [list(part) for part in result.ranges] == [list(range(6)), list(range(6, 10))]
 
 
-def test_nineteen_equal_layers_on_11_and_8_gb_split_as_the_memory() -> None:
+def test_nineteen_equal_layers_on_11_and_8_gb_are_split_in_proportion_to_memory() -> None:
     assert str(split([1.0] * 19, [GIB // 2] * 19, [StageDevice(11 * GIB), StageDevice(8 * GIB)])) == "11 : 8"
 
 
-def test_equal_times_are_split_by_memory() -> None:
+def test_memory_decides_between_equal_times() -> None:
     """Both 1 : 2 and 2 : 1 have a slowest stage of 2 s."""
     large_first, small_first = (
         [StageDevice(4 * GIB), StageDevice(2 * GIB)],
@@ -69,7 +69,7 @@ def every_split(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, num_layers]))
 
 
-def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> tuple[float, ...] | None:
+def cost_of(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> tuple[float, ...] | None:
     """Return the cost of a split, or None if it does not fit on a device."""
     seconds, shares, start = [], [], 0
     for stage, size in enumerate(sizes):
@@ -98,9 +98,9 @@ def test_no_other_split_is_better(case: dict[str, list[int]], balance: partition
         in_flight=case["in_flight"],
     )
     possible = {
-        sizes: worth
+        sizes: cost
         for sizes in every_split(len(case["costs"]), len(devices))
-        if (worth := judged(case, sizes, balance)) is not None
+        if (cost := cost_of(case, sizes, balance)) is not None
     }
     if not possible:
         assert isinstance(result, Problem)

@@ -167,7 +167,7 @@ class Saver:
     ) -> None:
         """Take a snapshot and start writing it.
 
-        value           metric, if it is saved as one of the best; a failed save is not among them
+        value           value of `checkpoint.best`'s metric if this checkpoint is one of the best; a failed save is not
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
         counts_as_cost  another update follows, so the time is a cost of saving
         overwrite       replace an existing checkpoint of the same update
@@ -185,7 +185,7 @@ class Saver:
             self.add_best(value, number)
         try:
             snapshot = take_snapshot()
-        except BaseException:  # the held one is still the best
+        except BaseException:  # not saved, so not one of the best
             self.bests = self._bests_before
             raise
         if value is not None:
@@ -204,12 +204,12 @@ class Saver:
                     f" {waited_s:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
                 )
 
-    def is_late(self) -> bool:
-        """Return True if a save is due and the disk is ready; waiting for the disk would block training.
+    def is_due_by_time(self) -> bool:
+        """Return True if the time between saves has passed and the disk is ready; waiting for it would block training.
 
         Warns once if a write takes longer than the interval between saves.
         """
-        if not self.policy.is_late():
+        if not self.policy.is_due_by_time():
             return False
         busy_s = self.writer.busy_s
         if busy_s is None:
@@ -219,7 +219,7 @@ class Saver:
             self._warn_once(
                 "disk",
                 f"checkpoints are requested faster than the disk can write them: one is due every {interval_s:.0f} s,"
-                f" but the previous one has been written for {busy_s:.1f} s; {self.policy.advice}",
+                f" but writing the previous one has already taken {busy_s:.1f} s; {self.policy.advice}",
             )
         return False
 

@@ -80,7 +80,7 @@ class SavePolicy:
             return True
         return self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0
 
-    def is_late(self) -> bool:
+    def is_due_by_time(self) -> bool:
         """Return True if the save interval has elapsed; `restart_interval` resets it."""
         now = time.monotonic()
         has_elapsed = self.seconds is not None and now - self._last_saved >= self.seconds

@@ -412,7 +412,7 @@ class _BatchComparison:
             draws = Draws()
             verdicts = self._compare_once(seed, draws)
             found = [verdict.values for verdict in verdicts.values() if verdict.values is not None]
-            if not self._agree(bool(draws.firsts) and any(values.is_degenerate for values in found)):
+            if not self._agree(bool(draws.first_draws) and any(values.is_degenerate for values in found)):
                 break
         return verdicts
 

@@ -19,20 +19,22 @@ class ChangesWeights(Exception):
 class Draws:
     """The random numbers of one comparison. Operations are identified by their number in the pass and their name.
 
-    firsts           operation -> its limits, and its first number in the first pass
-    selects_samples  True if the limits of an operation depend on the size of the batch: it selects samples of it
+    first_draws      operation -> its numeric arguments, and the first element that it drew in the first pass
+    selects_samples  True if an operation draws indices of samples: randperm, or one whose arguments depend on the size
+                     of the batch
     """
 
-    firsts: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = field(default_factory=dict)
+    first_draws: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = field(default_factory=dict)
     selects_samples: bool = False
 
 
 class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give all samples the same random numbers, and raise before an operation changes a model parameter.
 
-    Each tensor of random numbers is filled with its first element, and those of halves with the one of the batch.
-    Otherwise the numbers of a sample would depend on the size of its batch. Operations that select samples of the batch
-    are left as they are: the sample of the batch may not be in a half. Fused kernels run without dropout.
+    Every element of a tensor of random numbers is replaced by the first one; in the passes over the two halves, by the
+    first one drawn in the pass over the whole batch. Otherwise the numbers of a sample would depend on the size of its
+    batch. Operations that draw sample indices are unchanged, because an index of the whole batch may not exist in a
+    half. Fused kernels run without dropout.
     """
 
     def __init__(self, model: nn.Module, draws: Draws) -> None:
@@ -42,7 +44,7 @@ class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Compiled code runs eagerly inside; torch's guard around each operation would import the compiler."""
+        """Return False: torch must not wrap `__torch_dispatch__` in `disable`, which would import the compiler."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,13 +60,13 @@ class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = _without_dropout(function, args, kwargs)
         result = function(*args, **kwargs)
         if function._schema.name in _DRAWING and result.numel():
-            limits = tuple(value for value in args if isinstance(value, int | float))
+            numbers = tuple(value for value in args if isinstance(value, int | float))
             if function._schema.name == "aten::multinomial":
-                limits = (args[0].shape[-1],)
+                numbers = (args[0].shape[-1],)
             operation = self.num_draws, function._schema.name
             self.num_draws += 1
-            first_limits, first = self.draws.firsts.setdefault(operation, (limits, result.flatten()[0].clone()))
-            if function._schema.name == "aten::randperm" or limits != first_limits:
+            first_numbers, first = self.draws.first_draws.setdefault(operation, (numbers, result.flatten()[0].clone()))
+            if function._schema.name == "aten::randperm" or numbers != first_numbers:
                 self.draws.selects_samples = True
             else:
                 result.fill_(first)
@@ -84,6 +86,7 @@ def _without_dropout(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tup
 
 
 def _storage_id(tensor: Tensor) -> int:
+    # The address of the storage (private), not of its data: views at other offsets have other data pointers.
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return int(local.untyped_storage()._cdata)
 

@@ -97,7 +97,7 @@ def validate_metrics(
         total, count = (_to_number(pair[0]), _to_number(pair[1])) if is_pair else (None, None)
         if total is None or count is None:
             raise TaskFault(
-                f"{value} must have (sum, count) for each metric, two numbers or tensors with one element, but"
+                f"{value} must contain (sum, count) for each metric, each a number or a tensor with one element, but"
                 f" {name} is {describe_value(pair)}",
                 where=locate_definition(evaluate, source),
                 fix=METRIC_FIX,

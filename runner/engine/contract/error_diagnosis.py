@@ -73,7 +73,7 @@ def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> A
     return HostMemoryError(
         f"the machine is out of memory: {cause.text}",
         where=what,
-        fix=f"use {smaller}, or fewer dataloader.num_workers",
+        fix=f"use {smaller}, or reduce dataloader.num_workers",
     )
 
 

@@ -74,14 +74,14 @@ def evaluate(
 ) -> EvaluationResult | None:
     """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
 
-    should_stop    called before each batch
+    should_stop    called before each batch; ignored in lockstep
     on_last_batch  called after the last batch, before `summarize`
     split          of the samples, for `Task.metrics`
 
-    After an out-of-memory error, this rank repeats all of its batches in smaller ones, without a collective.
+    After an out-of-memory error, this rank runs all of its batches again, in smaller ones and without a collective.
 
     The generators are seeded with the seed of the run, so that metrics based on sampling are comparable. Afterwards the
-    model is in train mode again and the generators have their previous state.
+    modes of all modules and the states of the generators are restored.
     """
     task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
     world, size_before = parallel.world, sizes.current
@@ -135,7 +135,7 @@ def evaluate(
 def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
     """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
 
-    This includes code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
+    Also used for code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
     """
     with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
         seed_everything(seed)

@@ -80,7 +80,7 @@ class MetricStates:
             raise TaskFault(
                 f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, returned))}",
                 where=locate_definition(self.task.evaluate, self.source),
-                fix=f'return {{"{missing[0]}": (scores, labels)}}: the arguments of its update',
+                fix=f'also return "{missing[0]}": (scores, labels), the arguments of the update method of the metric',
             )
         for name, state in self.states.items() if micro.counts else ():
             assert micro.samples is not None, "an evaluation reads known samples"

@@ -55,7 +55,7 @@ class Checkpointing(Hook):
         self.is_unsaved = False
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
-        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers that checkpoints contain, as a new model has them
+        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, in a new model
         start = phase.start
         self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
@@ -103,16 +103,15 @@ class Checkpointing(Hook):
     def wants(self) -> Wants:
         if self.phase.update_s is not None:
             self.saver.record_update(self.phase.update_s)
-        return Wants(save=self.phase.parts.world.is_first and self.saver.is_late())
+        return Wants(save=self.phase.parts.world.is_first and self.saver.is_due_by_time())
 
     def after_update(self, step: StepInfo) -> None:
         phase, sync = self.phase, self.phase.hook(RankSync)
         # The request may be one update old, and a checkpoint may have been saved since.
         is_late = sync.agreed.save and sync.agreed_at > self.saved_at
-        if (
-            is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
-        ) and self._has_next_update():
-            self.save()  # `end` saves the last update
+        is_due = is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
+        if is_due and self._has_next_update():  # `end` saves the last update
+            self.save()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
         self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
@@ -140,7 +139,8 @@ class Checkpointing(Hook):
         if too_late:
             self.is_unsaved = True
             self._report_newest(too_late)
-        phase.progress_mark.advance(CHECKPOINT, phase.position.update)  # until the phase is closed
+        # The watchdog applies the timeout of checkpoints until the phase is closed.
+        phase.progress_mark.advance(CHECKPOINT, phase.position.update)
         with phase.stopwatch.during("saving"):
             observers.metrics.sync()
             if self.saver.newest_number() != phase.number and not too_late:
@@ -165,7 +165,7 @@ class Checkpointing(Hook):
     # ------------------------------------------------------------ when
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
-        """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
+        """Save or hold the state of this update if its value of the metric `checkpoint.best` is one of the best."""
         name, broadcast = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
@@ -202,7 +202,7 @@ class Checkpointing(Hook):
     def save(self, value: float | None = None) -> str | None:
         """Start writing the state of this update; return None, or why it is not written.
 
-        value  value of `checkpoint.best`, if it is saved as one of the best
+        value  value of the metric `checkpoint.best` if this checkpoint is one of the best
         """
         # A run stopped in its last evaluation was saved before it was finished: save it again, marked as finished.
         is_saved = self.saved_at == self.phase.position.update
@@ -232,7 +232,7 @@ class Checkpointing(Hook):
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
 
     def _marked(self) -> AbstractContextManager[None]:
-        """Report to the watchdog that a checkpoint is written."""
+        """Report to the watchdog that a checkpoint is being written."""
         return self.phase.progress_mark.doing(CHECKPOINT, self.phase.position.update)
 
     def _write_held_best(self) -> None:
@@ -295,7 +295,10 @@ class Checkpointing(Hook):
     # ------------------------------------------------------------ what
 
     def snapshot(self) -> Snapshot:
-        """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
+        """Return the state of this update in host memory. A collective, which every rank must call.
+
+        Rank 0 gets all of the state; if checkpoints have parts, each rank gets its own part.
+        """
         phase, run, parts = self.phase, self.phase.run, self.phase.parts
         copy = self.saver.buffer.copy
         parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
@@ -365,9 +368,9 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite: the loss does not depend on all of them.
+        """Raise NumericError if learned values are not finite: a finite loss may not depend on all of them.
 
-        Raises TaskFault if a buffer has another shape than that of a new model, which could not load the checkpoint.
+        Raises TaskFault if the shape of a buffer is not that in a new model, which could not load the checkpoint.
         """
         model = snapshot.tensors["model"]
         changed = [name for name, shape in self._shapes.items() if name in model and model[name].shape != shape]

@@ -68,7 +68,7 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
             _check_state(result, source, name)
         expected, fix = _RETURN_TYPES.get(method.__name__, (object, ""))
         if not isinstance(result, expected):
-            what = f"{method.__name__} of the hook {name} must return a {expected.__name__}, but returned"
+            what = f"{name}.{method.__name__}() must return a {expected.__name__}, but returned"
             raise TaskFault(f"{what} {describe_value(result)}", where=locate_definition(method, source), fix=fix)
         return result
 

@@ -16,7 +16,7 @@ from torch import nn
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import AccelRunError, DataError
 from runner.base.order import MicroBatchKey
-from runner.base.sample_rng import EverySample, keyed_generators
+from runner.base.sample_rng import SeedEverySample, keyed_generators
 from runner.base.text import describe_exception, error_line
 from runner.engine.sources.stream_source import OpenShard, StreamSource
 from runner.engine.sources.training_identity import hash_content
@@ -197,7 +197,7 @@ class StreamSamples:
     """
 
     def __init__(self, source: StreamSource, lengths: tuple[int, ...] | None, seed: int) -> None:
-        self.source, self.lengths, self.draws = source, lengths, EverySample(source.split)
+        self.source, self.lengths, self.draws = source, lengths, SeedEverySample(source.split)
         self._seed, self._epoch = seed, 0
         self._start: Mapping[int, ShardMark] = {}
         self._readers: dict[int, ShardReader] = {}

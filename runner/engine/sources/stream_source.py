@@ -170,7 +170,7 @@ def _even_part(total: int, shard: int, num_shards: int) -> int:
 
 @contextmanager
 def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
-    """Set what torch's `get_worker_info` returns. Checked on torch 2.13."""
+    """Set what torch's `get_worker_info` returns, by which datasets divide themselves (private, torch 2.13)."""
     before = worker._worker_info
     worker._worker_info = info
     try:

@@ -28,7 +28,7 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
     if found.flags and not {"avx2", "asimd"} & set(found.flags):
         fix = "train on a GPU, or on a processor with AVX2"
         yield warn(
-            "vectors", f"{found.name} has no AVX2", fix, "without wide vectors arithmetic is several times slower"
+            "vectors", f"{found.name} has no AVX2", fix, "without wide vector instructions, it is several times slower"
         )
     load, num_threads, share = os.getloadavg()[0], os.cpu_count() or 1, _measure_core_share()
     seen = f"a busy loop got {share:.0%} of a core; load average {load:.1f} on {num_threads} threads"

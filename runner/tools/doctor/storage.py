@@ -19,15 +19,15 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
     """Output folder: space, writing with fsync."""
     folder = nearest_existing(context.root)
     if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
-        yield failed("room", f"{folder} must be a folder that this user may write", _FIX_SPACE)
+        yield failed("space", f"{folder} must be a folder that you can write to", _FIX_SPACE)
         return
     note = "" if folder == context.root else f" ({context.root} does not exist yet)"
     free = shutil.disk_usage(folder).free
     seen = f"{free / GIB:.1f} GiB free in {folder}{note}"
     if free < 64 * MIB:
-        yield failed("room", seen, _FIX_SPACE, figures={"free_gib": free / GIB})
+        yield failed("space", seen, _FIX_SPACE, figures={"free_gib": free / GIB})
         return
-    yield (ok if free >= 4 * GIB else _warn_low_space)("room", seen, free_gib=free / GIB)
+    yield (ok if free >= 4 * GIB else _warn_low_space)("space", seen, free_gib=free / GIB)
     context.begin("write")
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # without a name: nothing is left if the check is killed
@@ -55,7 +55,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
         return
     yield warn(
         "",
-        f"{seen}; {workers} workers with {_BATCHES_PER_WORKER} batches each of {_IMAGES} take {needed / GIB:.2f}",
+        f"{seen}; {workers} workers, each with {_BATCHES_PER_WORKER} batches of {_IMAGES}, need {needed / GIB:.2f} GiB",
         "docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm; or dataloader.num_workers=0",
         figures={"free_gib": usage.free / GIB},
     )
@@ -82,6 +82,6 @@ def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, _FIX_SPACE, "a checkpoint is written completely before an older one is removed", figures)
 
 
-_FIX_SPACE = "accel-run train output_root=/path/with/space"
+_FIX_SPACE = "accel-run train output_root=/path/on/a/larger/disk"
 _IMAGES, _IMAGES_BYTES = "32 images of 224 x 224", 32 * 3 * 224 * 224 * 4
 _BATCHES_PER_WORKER = 2  # torch's own prefetch_factor

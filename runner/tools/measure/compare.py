@@ -114,8 +114,8 @@ class Comparison:
         """Measure the variants, interleaved; the first is the baseline.
 
         The overrides of a variant are added to those of the request. The error that ends a variant becomes its
-        `why_not`. Raises AccelRunError if the baseline cannot be measured, ComparisonInterrupted on Ctrl-C after the
-        first block.
+        `why_not`. Raises AccelRunError if the baseline cannot be measured, ComparisonInterrupted on Ctrl-C once the
+        baseline runs.
         """
         began = self.clock()
         self.limits, self.deadline = limits, began + limits.budget_s
@@ -185,7 +185,7 @@ class Comparison:
     def start(self, trial: VariantResult, deadline: float) -> VariantProcess | None:
         """Start the process of a variant and warm it up; if that fails, set its `why_not` and return None.
 
-        deadline  by `clock`: an unfinished start is ended then
+        deadline  time on `clock` at which an unfinished start is ended
         """
         self.num_started += 1
         self.prepare(trial.variant)
@@ -273,8 +273,8 @@ class Comparison:
     def _start_waiting(self, result: ComparisonResult, since: float, log: LogFunction) -> bool:
         """Start the waiting variants as time allows, compiled ones last; return whether any was started.
 
-        Time for rounds is reserved: with more than two variants, half of the time from `since` to the deadline. No
-        start begins in the reserved time, and an unfinished start is ended when it begins.
+        Time for rounds is reserved: with more than two variants, half of the time from `since` to the deadline. At the
+        beginning of the reserved time, an unfinished start is ended, and no further one begins.
         """
         half_s = (self.deadline - since) / 2 if len(result.variants) > 2 else 0.0
         active = [trial for trial in result.variants if trial.is_active]
@@ -307,8 +307,8 @@ class Comparison:
     def _run_rounds(self, result: ComparisonResult, *, is_last: bool = False) -> bool:
         """Run rounds until every interval is narrow; return whether time is left.
 
-        No block starts that would end after the deadline. While some variants wait, active ones leave as soon as their
-        blocks agree; the variation between processes is measured once no variant waits.
+        No block starts that would end after the deadline. While variants wait to be started, an active one is left out
+        as soon as the interval from its blocks is narrow; the variation between processes is considered later.
 
         is_last  no waiting variant can be started
         """
@@ -320,7 +320,7 @@ class Comparison:
         last_restart = first
         turns_s = sum(self._expected_turn_s(result, trial) for trial in result.variants if not trial.why_not)
         if can_restart and first and self.clock() + SLACK * MIN_ROUNDS * turns_s <= self.deadline:
-            for trial in result.variants:  # variants that left for waiting ones return
+            for trial in result.variants:  # resume variants that were left out to make time for waiting ones
                 trial.is_out = False
             leave_out(result, max_rounds)
         if all(not trial.is_active for trial in result.variants[1:]) and first:
@@ -388,7 +388,10 @@ class Comparison:
         return self.clock() + SLACK * (starts_s + rounds_s) <= self.deadline
 
     def _find_due(self, result: ComparisonResult, share: float) -> list[VariantResult]:
-        """Return the variants whose process has run the minimum of blocks, for this share of the time of a restart."""
+        """Return the variants whose process has run the minimum number of blocks, and for long enough to be restarted.
+
+        share  required running time, as a fraction of the time that a restart takes
+        """
         running = [trial for trial in result.variants if trial.is_active and trial.name in self.processes]
         numbers = {trial.name: self.processes[trial.name].number for trial in running}
         return [
@@ -476,10 +479,11 @@ def choose_block_updates(process: VariantProcess, trial: VariantResult, limits: 
 
 
 def leave_out(result: ComparisonResult, max_rounds: int, *, with_processes: bool = True) -> None:
-    """Leave out variants that need no more blocks: narrow interval, clearly slower, or the maximum of blocks.
+    """Leave out variants that need no more blocks: narrow interval, clearly slower, or the maximum number of blocks.
 
-    A variant that others are compared with stays until all of them are left out. Leaving out is final: a later
-    estimate of the variation between processes would bring variants back for single blocks.
+    A variant that others are compared with stays until all of them are left out. A variant that is left out stays out
+    until new rounds start: otherwise, later estimates of the variation between processes would bring it back for single
+    blocks.
     """
     for trial in result.variants[1:]:
         if trial.is_out:
@@ -537,4 +541,4 @@ CONTEXT_GIB = 0.6  # GPU memory of a process besides what torch has reserved
 SLOWER_RATIO = 0.95
 IDLE_SAMPLE_S = 0.05  # duration of the measurement of busy cores before each round
 RESTART_TIMEOUT_FACTOR = 5  # times the duration of the previous start
-NEARLY_DUE_SHARE = 0.5  # share of the restart time in blocks from which variants restart together with due ones
+NEARLY_DUE_SHARE = 0.5  # after this fraction of its restart time, a variant restarts together with those that are due

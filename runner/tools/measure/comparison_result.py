@@ -113,7 +113,7 @@ class VariantResult:
     report     memory, losses and kernels from its process at the end
     why_not    reason why nothing, or nothing more, was measured; empty if the variant did not fail
     is_out     left out of further rounds, because its ratio is known well enough
-    is_over    could not restart: its blocks so far count
+    is_over    its process could not be restarted: only its blocks so far count
     is_short   the budget ended before its third block
     """
 
@@ -211,7 +211,7 @@ class Numerics:
 
     @property
     def differ(self) -> bool:
-        """True if the differences are larger than rounding or another number format can explain."""
+        """True if the differences are larger than rounding or a different number format can explain."""
         weights_differ = self.moved is not None and self.moved > self.moved_tolerance
         losses_differ = max(self.loss, self.later) > self.tolerance
         return weights_differ or losses_differ or self.grad_norm > GRADIENT_FACTOR * self.tolerance
@@ -227,7 +227,7 @@ class TrialOutcome:
 
     ratio    speed relative to its baseline; None: not compared, for the reason in `why_not`
     later_s  start-up time in seconds beyond the baseline's; None: unknown
-    pays_at  number of updates after which faster updates make up for a longer start-up; None: no longer start-up known
+    pays_at  number of updates after which faster updates make up for a longer start-up; None: not longer, or unknown
     updates  number of updates of the run; None: unknown
     """
 
@@ -326,7 +326,7 @@ class ComparisonResult:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Return name -> reason for variants that were not measured, or not to the end."""
+        """Return name -> reason for variants that were not measured, or only in part."""
         return {trial.name: trial.why_not for trial in self.variants if trial.why_not}
 
     def outcome(self, trial: VariantResult) -> TrialOutcome:

@@ -82,13 +82,13 @@ def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(mon
     policy.restart_interval()
     result = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
     now += 61.0
-    assert not result.is_late(), "the writer is busy"
+    assert not result.is_due_by_time(), "the writer is busy"
     assert not printed, "the write has just started, for example that of a best checkpoint: the disk is not slow"
     writer.busy_s = 61.0
-    assert not result.is_late()
+    assert not result.is_due_by_time()
     assert len(printed) == 1
     assert "61.0 s" in printed[0]
-    assert not result.is_late()
+    assert not result.is_due_by_time()
     assert len(printed) == 1
     writer.busy_s = None
-    assert result.is_late()
+    assert result.is_due_by_time()

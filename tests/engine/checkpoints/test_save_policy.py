@@ -75,14 +75,14 @@ def test_minutes_are_counted_from_the_last_save(every: Any, seconds: float, monk
     policy = default(every=every)
     policy.restart_interval()
     now += seconds - 0.1
-    assert not policy.is_late()
+    assert not policy.is_due_by_time()
     now += 0.1
-    assert policy.is_late()
-    assert policy.is_late(), "due until it is saved"
+    assert policy.is_due_by_time()
+    assert policy.is_due_by_time(), "due until it is saved"
     policy.restart_interval()
-    assert not policy.is_late()
+    assert not policy.is_due_by_time()
     now += seconds
-    assert policy.is_late()
+    assert policy.is_due_by_time()
 
 
 @pytest.mark.parametrize("every", [100, "2epochs", "10min"])
@@ -94,21 +94,23 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         policy.restart_interval()
         policy.record_result(has_succeeded=False)
         now += 59.0
-        assert not policy.is_late()
+        assert not policy.is_due_by_time()
         now += 1.0
-        assert policy.is_late()
+        assert policy.is_due_by_time()
         policy.restart_interval()
         policy.record_result(has_succeeded=False)
         now += 90.0
-        assert not policy.is_late(), "three in a row end the run; a disk that is unavailable for minutes must not"
+        assert not policy.is_due_by_time(), (
+            "three in a row end the run; a disk that is unavailable for minutes must not"
+        )
         policy.restart_interval()
         policy.record_result(has_succeeded=True)
         now += 90.0
-        assert not policy.is_late()
+        assert not policy.is_due_by_time()
     without = off()
     without.record_result(has_succeeded=False)
     now += 90.0
-    assert not without.is_late()
+    assert not without.is_due_by_time()
 
 
 @pytest.mark.parametrize(

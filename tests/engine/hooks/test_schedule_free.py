@@ -49,7 +49,7 @@ def trained(folder: Path, *args: str, world: World | None = None) -> None:
         assert phase.run_updates() is None
 
 
-def metrics(folder: Path) -> list[float]:
+def validation_losses(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "mine" / "metrics.jsonl").read_text().splitlines()]
     return [row["val/loss"] for row in rows if "val/loss" in row]
 
@@ -93,7 +93,7 @@ def test_training_and_evaluation_equal_a_plain_loop(tmp_path: Path) -> None:
     trained(tmp_path)
     assert_close(saved(tmp_path, "model"), weights, TOLERANCE)
     assert_close(saved(tmp_path), averaged, TOLERANCE)
-    assert metrics(tmp_path) == pytest.approx(measured, rel=TOLERANCE)
+    assert validation_losses(tmp_path) == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
@@ -127,19 +127,21 @@ def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
-def test_neither_accumulation_nor_ranks_change_the_weights(args: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "world_size"), [("micro_batch_size=2", 1), ("parallelism=ddp", 2), ("parallelism=fsdp", 2)]
+)
+def test_neither_accumulation_nor_ranks_change_the_weights(setting: str, world_size: int, tmp_path: Path) -> None:
     trained(tmp_path / "one", "micro_batch_size=8")
     if world_size == 1:
-        trained(tmp_path / "other", args)
+        trained(tmp_path / "other", setting)
     else:
-        ranks = (f"parallelism={args}", f"parallelism.world_size={world_size}")
+        ranks = (setting, f"parallelism.world_size={world_size}")
         run_ranks(lambda world: trained(tmp_path / "other", *ranks, world=world), world_size)
     for stem in ("model", "optimizer_average"):
         assert_close(saved(tmp_path / "other", stem), saved(tmp_path / "one", stem), TOLERANCE)
 
 
-def test_inference_and_initial_weights_equal_those_of_evaluation(server: ForkServer, tmp_path: Path) -> None:
+def test_inference_and_initialization_from_a_run_use_the_evaluation_weights(server: ForkServer, tmp_path: Path) -> None:
     args = [word for word in request_of(tmp_path).overrides if not word.startswith("output_root")]
     assert server.run(["train", "--task", str(TASK), *args], tmp_path).code == 0
     folder = tmp_path / "outputs"

@@ -22,7 +22,9 @@ from runner.loading.stream_order import StreamSampler
     ("num_shards", "workers", "ranks", "numbers"),
     [(1, 0, 1, [16, 1]), (1, 2, 1, [16, 1, 2]), (4, 2, 2, [16, 4]), (2, 0, 4, [16, 2, 4])],
 )
-def test_more_processes_than_shards_are_stated(num_shards: int, workers: int, ranks: int, numbers: list[int]) -> None:
+def test_description_reports_more_processes_than_shards(
+    num_shards: int, workers: int, ranks: int, numbers: list[int]
+) -> None:
     stream: Any = SimpleNamespace(
         lengths=[16 // num_shards] * num_shards, source=SimpleNamespace(num_shards=num_shards)
     )
@@ -34,7 +36,7 @@ def test_more_processes_than_shards_are_stated(num_shards: int, workers: int, ra
 
 
 STREAMS = Path(__file__).parents[2] / "end_to_end" / "task_of_streams.py"
-SHARES = ("parallelism=ddp", "parallelism.world_size=1")
+DDP = ("parallelism=ddp", "parallelism.world_size=1")
 BY_EPOCH = ("updates=null", "epochs=1")
 
 
@@ -51,10 +53,10 @@ def opened(folder: Path, *args: str, task: Path = STREAMS) -> Iterator[Any]:
     [
         (("sampler=sequential",), ["sampler=sequential"]),
         (("data.shards_per_update=3",), ["data.shards_per_update=3"]),
-        ((*SHARES, "parallelism.shares=speed"), ["parallelism.shares=speed"]),
+        ((*DDP, "parallelism.shares=speed"), ["parallelism.shares=speed"]),
         (BY_EPOCH, ["epochs=1"]),
         (
-            (*BY_EPOCH, *SHARES, "parallelism.shares=speed", "data.shards_per_update=3", "sampler=sequential"),
+            (*BY_EPOCH, *DDP, "parallelism.shares=speed", "data.shards_per_update=3", "sampler=sequential"),
             ["sampler=sequential", "data.shards_per_update=3", "parallelism.shares=speed", "epochs=1"],
         ),
         (("dataloader.cache=memory",), ["dataloader.cache=memory"]),
@@ -69,10 +71,10 @@ def opened(folder: Path, *args: str, task: Path = STREAMS) -> Iterator[Any]:
 def test_settings_that_a_stream_does_not_support_are_reported_together(
     args: tuple[str, ...], places: list[str], tmp_path: Path
 ) -> None:
-    own = tmp_path / "streaming.py"
-    reads = "def own(read, requests):\n    yield from map(read, requests)\n\n\nDATALOADERS = {'own': own}\n"
-    own.write_text(f"{STREAMS.read_text()}\n\n{reads}")
-    with pytest.raises(ConfigError) as caught, opened(tmp_path, *args, task=own):
+    task_file = tmp_path / "streaming.py"
+    loader_source = "def own(read, requests):\n    yield from map(read, requests)\n\n\nDATALOADERS = {'own': own}\n"
+    task_file.write_text(f"{STREAMS.read_text()}\n\n{loader_source}")
+    with pytest.raises(ConfigError) as caught, opened(tmp_path, *args, task=task_file):
         pass
     assert [problem.where for problem in caught.value.problems] == places
     assert all(problem.fix for problem in caught.value.problems)
@@ -82,7 +84,7 @@ def test_settings_that_a_stream_does_not_support_are_reported_together(
     "args",
     [
         ("data.shards_per_update=2",),
-        (*SHARES, "parallelism.shares=equal"),
+        (*DDP, "parallelism.shares=equal"),
         ("task.kind=length", *BY_EPOCH),
         ("data.train_samples=24", *BY_EPOCH),
         ("dataloader=thread", "dataloader.cache=none"),

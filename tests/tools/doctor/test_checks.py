@@ -139,7 +139,7 @@ def test_the_disk_check_writes_syncs_and_removes_its_file(context: CheckContext)
     result = by_subject(storage.disk(context))
 
     assert {each.state for each in result.values()} <= {"ok", "warn"}
-    assert {"room", "write"} == set(result)
+    assert {"space", "write"} == set(result)
     assert not context.root.exists()
     assert list(context.root.parent.iterdir()) == []
 
