@@ -43,7 +43,10 @@ def _group(group: str) -> Schema:
         for name, key in (signature.keys if signature else {}).items():
             found.setdefault(name, []).append(key)
     known = {name: _any_of([_key(key) for key in keys]) for name, keys in found.items()}
-    option = {"enum": list_options(group), "description": "the option of which a file with another name is a variant"}
+    option = {
+        "enum": list_options(group),
+        "description": "the option that this file is a variant of, if its name is not that of an option",
+    }
     return _object({"defaults": {"type": "array"}, "option": option, **known}) | {"type": ["object", "null"]}
 
 

@@ -233,7 +233,7 @@ def is_zip(node: ast.AST) -> bool:
 
 
 def is_message(node: ast.AST) -> bool:
-    """Return whether a node only says something: an error's text, a warning, a type."""
+    """Return whether a node only produces text: an error's message, a warning, a type."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Subscript):
@@ -910,7 +910,7 @@ def reason_of(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], 
 
 
 def is_equivalent(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], str]) -> bool:
-    """Return whether a mutant that was not killed need not be: it is no program, or behaves like the original."""
+    """Return whether a mutant that was not killed need not be: it is not a program, or behaves like the original."""
     why = reason_of(row, known)
     return row["status"] == "invalid" or (bool(why) and not why.startswith("not equivalent"))
 

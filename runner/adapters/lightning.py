@@ -182,7 +182,7 @@ class LightningSteps(nn.Module):
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
-            what = f"self.log({name!r}) gets {type(value).__name__}, and only numbers can be added over batches"
+            what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
         self._logged[name] = torch.as_tensor(value).detach(), batch_size
 

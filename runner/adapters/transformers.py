@@ -140,7 +140,7 @@ def _problem_type(model: nn.Module) -> str:
 
 def _load_data(folder: Path) -> Mapping[str, Any]:
     if not folder.is_dir():
-        raise InputMissing(f"{folder} is not a folder", where="data.path", fix="name one that save_to_disk wrote")
+        raise InputMissing(f"{folder} is not a folder", where="data.path", fix="use a folder that save_to_disk wrote")
     loaded: Any = require("datasets", "transformers").load_from_disk(str(folder))
     return loaded if isinstance(loaded, Mapping) else {"train": loaded}
 

@@ -165,8 +165,8 @@ def _copy_gradients_before_replay(module: nn.Module) -> None:
     """Before each call, copy gradients out of the memory of CUDA graphs, because the call overwrites them.
 
     Autograd does not copy the first gradient of a parameter: it is memory of the graph, and the backward pass of the
-    next micro-batch would add to it. torch raises an error then. Without accumulation, there are no gradients here.
-    Those of fsdp, DTensors, are in memory of its reduce-scatter.
+    next micro-batch would add to it, for which torch raises an error. Without accumulation, there are no gradients
+    here. Those of fsdp, DTensors, are in memory of its reduce-scatter.
     """
     # Private, checked on torch 2.13: a forward pre-hook would become part of the graph, and could not run before it.
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]

@@ -85,7 +85,7 @@ def selective(
 ) -> Lines:
     """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
 
-    Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected.
+    Gradients are the same as with memory=checkpoint; forward passes without gradients are not affected.
 
     save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
     Call before compiling, wrapping and building the optimizer.
@@ -116,7 +116,7 @@ def budget(
 ) -> Lines:
     """Recompute only as many of the task's blocks as the device's memory requires.
 
-    Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected. The plan traces
+    Gradients are the same as with memory=checkpoint; forward passes without gradients are not affected. The plan traces
     the run on fake tensors and takes the blocks that free most bytes per operation, until the prediction is below the
     limit.
 

@@ -62,7 +62,7 @@ class SampleNoise:
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Return integers from low to high - 1, int64. The deviation from uniform is below (high - low) / 2**63."""
         if high <= low:
-            raise ValueError(f"integers(low, high) needs low < high, but is given {low} and {high}")
+            raise ValueError(f"integers(low, high) needs low < high, but got {low} and {high}")
         return _high_bits(self._bits(shape), 63).remainder_(high - low).add_(low)
 
     def bernoulli(self, p: float | Tensor, *shape: int) -> Tensor:

@@ -154,7 +154,7 @@ def format_table(
 
 
 def terminal_width(stream: IO[str] | None = None) -> int:
-    """Return the width of the stream, by default standard output; 0 if it is no terminal."""
+    """Return the width of the stream, by default standard output; 0 if it is not a terminal."""
     stream = sys.stdout if stream is None else stream
     try:
         # no stream: the parent process closed it

@@ -202,7 +202,7 @@ def resolve_references(
 ) -> Mapping[str, Any]:
     """Return the tree with each ${...} replaced by its value.
 
-    Raises ConfigError if a value is a secret then.
+    Raises ConfigError if a resolved value is a secret.
     """
     values = composed
     try:

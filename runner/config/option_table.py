@@ -70,7 +70,7 @@ def load_file(file: Path) -> ModuleType:
         raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
         raise TaskFault(
-            f"has the name of a module in use, {file.stem}", where=str(file), fix=f"call it my_{file.stem}.py"
+            f"has the name of a module in use, {file.stem}", where=str(file), fix=f"rename it to my_{file.stem}.py"
         )
     folder = str(file.parent)
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]

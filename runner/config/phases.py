@@ -55,7 +55,7 @@ def parse_phases(
             continue
         earlier = [phase.name for phase in phases]
         problems += [
-            Problem(f"needs {needed}, which is no phase before it", where, did_you_mean(str(needed), earlier))
+            Problem(f"needs {needed}, which is not an earlier phase", where, did_you_mean(str(needed), earlier))
             for needed in needs
             if needed not in earlier
         ]

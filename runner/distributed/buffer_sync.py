@@ -53,7 +53,7 @@ class BufferSync:
         self._track(self._list_buffers())
 
     def begin_phase(self) -> None:
-        """Start a phase, which may change other buffers than the previous one."""
+        """Start a phase, which may change different buffers than the previous one."""
         self._is_first = True
 
     @contextmanager

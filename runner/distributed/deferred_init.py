@@ -324,7 +324,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 values[ref.storage] = _storage_like(ref, leaf)
 
     def replace_leaked(self, model: nn.Module) -> None:
-        """Give all other deferred tensors that still exist, such as those of datasets, their values in place.
+        """Compute the values of all other deferred tensors that still exist, such as those of datasets, in place.
 
         Raises RuntimeError if one cannot be replaced.
         """

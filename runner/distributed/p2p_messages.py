@@ -92,7 +92,7 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
         return ["plain", value]
     raise TaskFault(
         "to be sent between ranks, the model's output must be tensors in tuples, lists and dicts,"
-        f" but there is a {type(value).__name__}",
+        f" but contains a {type(value).__name__}",
         where="parallelism=pipeline",
     )
 

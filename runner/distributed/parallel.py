@@ -96,7 +96,7 @@ class Parallel:
     init              full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes
                       from `deferred`; auto: meta, or full if the task does not allow it
 
-    If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
+    If micro-batches fail on some rank, all ranks discard the update, unless they run in lockstep: a failure inside a
     collective leaves the other ranks blocked in it, and the ranks must be restarted.
     """
 

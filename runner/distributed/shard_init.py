@@ -95,8 +95,8 @@ class DeferredShards:
     def materialize(self, model: nn.Module) -> None:
         """Allocate this rank's shards and initialize them; host memory holds one full parameter at a time.
 
-        All shards are allocated first: if each took the place of the full parameter before it, malloc could not use
-        that place for the next one.
+        All shards are allocated first: otherwise, a shard could take the memory of the full parameter that was freed
+        before it, and malloc could not reuse that memory for the next full parameter.
         """
         shards: dict[int, nn.Parameter] = {}
         names: dict[str, int] = {}

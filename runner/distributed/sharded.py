@@ -511,7 +511,7 @@ def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: 
     if strided:
         problems.append(
             Problem(
-                f"parameters must be stored in row-major order to be sharded, but {abbreviate(strided)} do not",
+                f"parameters must be stored in row-major order to be sharded, but {abbreviate(strided)} are not",
                 "parallelism=fsdp",
                 "use memory.channels_last=false",
             )

@@ -54,8 +54,8 @@ class SharedCalls:
         """Announce each call inside to the other ranks, and complete the gathers of calls that fail.
 
         On exit without an error, takes part in the calls of the other ranks until all have finished. Raises TaskFault
-        on all ranks if some run a collective of torch.distributed while others call the model, or have finished. Not
-        seen are collectives that were imported by name, and those of other groups.
+        on all ranks if some run a collective of torch.distributed while others call the model, or have finished.
+        Collectives that were imported by name, and those of other groups, are not detected.
         """
         plain = {name: getattr(dist, name) for name in COLLECTIVES}
         self._is_watched = True
@@ -94,7 +94,7 @@ class SharedCalls:
             if self._is_watched and not self._depth and group in (None, dist.group.WORLD):
                 with self._own_collectives():
                     self._agree(_RUNS_COLLECTIVE)
-                    return function(*args, **kwargs)  # which may consist of others
+                    return function(*args, **kwargs)  # which may call other collectives
             return function(*args, **kwargs)
 
         return announced

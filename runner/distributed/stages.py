@@ -247,7 +247,7 @@ def run_stage(
                 tensors = value if type(value) is tuple else (value,)
                 if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
                     raise TaskFault(
-                        "the output of a stage must be a floating-point tensor or a tuple of such, but is"
+                        "the output of a stage must be a floating-point tensor or a tuple of such tensors, but is"
                         f" {_describe_type(value)} after stage {stage.number}",
                         where="parallelism=pipeline",
                         fix="split the model at other points in layers()",

@@ -97,7 +97,7 @@ class RunDirectory:
                 raise SecurityRefusal(
                     f"the run directory must be in {root}, but is a link to {link_target}",
                     where=f"run={name}",
-                    fix="remove the link, or set output_root to the folder it leads to",
+                    fix="remove the link, or set output_root to the folder that it points to",
                 )
             is_new = not files.exists(path)
             files.make_directory(path)
@@ -158,7 +158,7 @@ class RunDirectory:
         what = f"there is no run {run!r} in {root}"
         if sweep := find_sweep(root, run):
             trials = [path.name for path in list_runs(sweep)]
-            fix = f"name one of its runs, newest first: {abbreviate(trials, _MAX_SUGGESTIONS)}; " if trials else ""
+            fix = f"use one of its runs, newest first: {abbreviate(trials, _MAX_SUGGESTIONS)}; " if trials else ""
             fix += "the command that started the sweep resumes it"
             num_runs = f"{len(trials)} run{'s' * (len(trials) != 1)} so far"
             raise InputMissing(f"{run} is a sweep, of {num_runs}", where=f"run={run}", fix=fix)

@@ -20,7 +20,7 @@ class InvalidFormat(Exception):
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the entries of the header by the names of the tensors, and the position of the first tensor.
 
-    Raises InvalidFormat if this is no header, StorageError if the file cannot be read.
+    Raises InvalidFormat if this is not a header, StorageError if the file cannot be read.
     """
     size = files.file_size(path)
     length = int.from_bytes(read_at(path, 0, min(8, size)), "little")
@@ -52,7 +52,7 @@ def refusal(file: Path, error: InvalidFormat, where: str) -> AccelRunError:
             where=where,
             fix=f"convert it to safetensors without executing it: accel-run import {shlex.quote(str(file))}",
         )
-    fix = "it may be truncated: download it again" if file.suffix == ".safetensors" else "name a .safetensors file"
+    fix = "it may be truncated: download it again" if file.suffix == ".safetensors" else "use a .safetensors file"
     return DataError(f"is not in the safetensors format: {error}", where=where, fix=fix)
 
 

@@ -131,7 +131,7 @@ def _resolve_run_name(override: str, root: Path) -> str:
 
 
 def _not_found_error(where: str, runs: str) -> InputMissing:
-    fix = "name a run, a checkpoint, a .safetensors file, or a folder with model.safetensors or its shards"
+    fix = "use a run, a checkpoint, a .safetensors file, or a folder with model.safetensors or its shards"
     return InputMissing("does not exist", where=where, fix=f"{fix}\n{runs}".strip())
 
 
@@ -172,7 +172,7 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
         _check_complete(shards, where)
         return WeightSource(f"{path} ({len(tensors)} shards)", tuple((path / name).resolve() for name in tensors))
     if tensors:
-        fix = f"name one of them: {shlex.quote(format_override('weights', str(path / tensors[0])))}"
+        fix = f"use one of them: {shlex.quote(format_override('weights', str(path / tensors[0])))}"
         raise ConfigError(Problem(f"has several safetensors files and no index: {abbreviate(tensors, 5)}", where, fix))
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
@@ -182,7 +182,7 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
             fix=f"convert one without executing it: accel-run import {shlex.quote(str(path / pickles[0]))}",
         )
     what = "has no weights: it is not a run or a checkpoint, and has no .safetensors file"
-    fix = "name a folder with model.safetensors, or with model.safetensors.index.json and its shards"
+    fix = "use a folder with model.safetensors, or with model.safetensors.index.json and its shards"
     raise ConfigError(Problem(what, where, fix))
 
 

@@ -94,7 +94,7 @@ def _check_names(run: TrainingRun) -> None:
                 raise TaskFault(
                     f"{member} has {name}, but the phases of kind {kind} are {', '.join(phases) or 'none'}",
                     where=str(run.parts.source),
-                    fix=did_you_mean(name, phases) or "name it in PHASES",
+                    fix=did_you_mean(name, phases) or "add it to PHASES",
                 )
 
 

@@ -47,10 +47,10 @@ class _NoModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(f"the model is not in data workers that are spawned, but its attribute {name} was accessed")
+        raise RuntimeError(f"spawned data workers have no copy of the model, but its attribute {name} was accessed")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("the model is not in data workers that are spawned, but it was called")
+        raise RuntimeError("spawned data workers have no copy of the model, but it was called")
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11

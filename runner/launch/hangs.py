@@ -165,7 +165,7 @@ class HangDetector:
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:
             what = f"{subject} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
-            fix = "`kill -CONT` in time lets it continue"
+            fix = "`kill -CONT` before the limit lets it continue"
             return Hang(what, fix=f"{fix}\n{format_hang(stacks_by_name)}")
         if state.is_silent:
             what = f"{subject} has not run Python code {doing} for {state.silent_s:.0f} s"

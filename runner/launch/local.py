@@ -268,7 +268,7 @@ class _Supervisor:
                 self._report(self.failures[-1])
                 self._handle_requests()
             if time.monotonic() > self.limit + KILL_TIMEOUT_S:
-                text = "a process does not exit after SIGKILL: it is blocked in the kernel, as by a hanging disk"
+                text = "a process does not exit after SIGKILL: it is blocked in the kernel, perhaps by a hanging disk"
                 self.on_notice(text, None)
                 return
         if self.failures and not self.is_reported:

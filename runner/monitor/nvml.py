@@ -326,7 +326,9 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Vis
         gpu = _find_by_name(entry, gpus) if is_by_name else _find_by_index(entry, gpus)
         if gpu is None:
             if not entry.startswith("-"):
-                note = f"CUDA_VISIBLE_DEVICES={selected}: {entry!r} is not one GPU; it and later entries are ignored"
+                note = (
+                    f"CUDA_VISIBLE_DEVICES={selected}: {entry!r} is not a unique GPU; it and later entries are ignored"
+                )
             break
         if gpu in found:
             return Visible((), f"CUDA_VISIBLE_DEVICES={selected} names a GPU twice, so CUDA shows none")

@@ -156,7 +156,7 @@ class SampleReader:
         columns = next(csv.reader([header.decode(errors="replace")]), [])
         if not {"timestamp", "device"} <= set(columns):
             what = "is not a table of the monitor: it has no columns timestamp and device"
-            raise DataError(what, where=str(path), fix="name a gpu.csv")
+            raise DataError(what, where=str(path), fix="use a gpu.csv")
         self.names: Mapping[str, str] = {}
         self.devices: Mapping[str, SampledGpu] = {}
         self.notes: list[str] = []

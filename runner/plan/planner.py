@@ -219,7 +219,7 @@ class _Planner(Decisions):
         """Assign a device to each rank; return the least capable GPU, which limits precision, or None for the CPU."""
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.uses("single"):
-            what = f"cannot be one of the {len(ranks)} ranks that were started"
+            what = f"cannot be used with the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.uses("single"):
             self.ranks = self._limit_memory(ranks or [RankDevice.of(chosen, self.inventory)])

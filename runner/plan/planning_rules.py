@@ -129,7 +129,7 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
         planner.choose("prefetch", "none", "no GPU")
         planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
     if planner.choices["prefetch"].uses("stream") and not planner.choices["dataloader"].options["pin_memory"]:
-        why = "copies from pageable memory block the program and do not overlap with anything"
+        why = "copies from pageable memory block the host and do not overlap with computation"
         planner.notes.append(f"prefetch=stream with dataloader.pin_memory=false: {why}; use dataloader.pin_memory=true")
 
 

@@ -162,7 +162,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is no plan."""
+        """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is not a plan."""
         tree = json.loads(text)
         settings, phases = tree["settings"], tree["phases"]
         if not isinstance(settings["weights"], dict):  # the source alone

@@ -81,8 +81,8 @@ def sweep(request: Request, options: SweepOptions) -> int:
     """Train each combination in a subprocess or a job, print a table, and return the exit code of the first failure.
 
     The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
-    ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75; so does a trial that was
-    stopped. Raises AccelRunError with the problems of every combination before anything is started, and RunInUse if
+    ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75, as does a stopped
+    trial. Raises AccelRunError with the problems of every combination before anything is started, and RunInUse if
     another process has locked the folder.
     """
     requests = expand_sweep(request)

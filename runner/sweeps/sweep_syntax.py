@@ -129,7 +129,7 @@ def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
         if not override.is_sweep_override():
             continue
         if key in _SWEEP_KEYS:
-            problems.append(Problem("names the sweep, so it has one value", key, f"use {key}=NAME"))
+            problems.append(Problem("names the sweep, so it must have one value", key, f"use {key}=NAME"))
         elif count[key] > 1:
             others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
             problems.append(Problem(f"{key} is given twice, here and by {others[0]}", text, "give one of them"))
@@ -137,7 +137,7 @@ def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
 
 
 def _expand(override: Override, request: Request, problems: list[Problem]) -> list[str]:
-    """Expand an override to a list, with one item if it is no sweep; empty after a problem."""
+    """Expand an override to a list, with one item if it is not a sweep; empty after a problem."""
     if not override.is_sweep_override():
         return [_text(override)]
     key, text = override.get_key_element(), _text(override)

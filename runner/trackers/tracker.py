@@ -81,7 +81,7 @@ class Tracker:
         """Wait up to `timeout_s` seconds until all rows are stored, and end the process.
 
         hand_over  hand the remaining rows to the process, which exits some seconds later; `note` has the command that
-                   uploads what is missing then. This may take HAND_OVER_EXTRA_S longer on a busy machine.
+                   uploads what is still missing. This may take HAND_OVER_EXTRA_S longer on a busy machine.
         """
 
 

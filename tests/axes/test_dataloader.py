@@ -206,7 +206,7 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
     try:
         batches = loader.batches(MicroBatchKey(0, [index], last=True) for index in range(2))
         assert next(batches).batch.tolist() == [0]
-        with pytest.raises(RemoteError, match="the model is not in data workers that are spawned"):
+        with pytest.raises(RemoteError, match="spawned data workers have no copy of the model"):
             next(batches)
     finally:
         loader.close()

@@ -68,7 +68,7 @@ def compare(
     trained  number of updates of the phase in the checkpoint
     """
     if "task" in before and before["task"] != now.get("task"):  # all other differences follow from this one
-        what = f"this run was trained with task {before['task']}, and the task is {now.get('task')} now"
+        what = f"this run was trained with task {before['task']}, but the task is now {now.get('task')}"
         raise IncompatibleResume(what, where="task", fix="start a new run with another run=NAME, or use the run's task")
     allowed = tuple(allowed)
     classes = {

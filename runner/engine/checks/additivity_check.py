@@ -91,9 +91,9 @@ class _Values(NamedTuple):
 
     @property
     def is_per_batch(self) -> bool:
-        """True for a value between those of the halves, with their count: as a mean with a count of 1.
+        """True if the value is between those of the halves and the counts are equal, as for a mean with a count of 1.
 
-        With a count of 1, also for three equal values, as of a model whose last layer is initialized with zeros.
+        If the count is 1, three equal values also qualify: the last layer may be initialized with zeros.
         """
         low, high = sorted(loss for loss, _ in self.halves)
         margin = 1e-3 * (high - low)
@@ -198,9 +198,10 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
     """Raise TaskFault on every rank if `couple` returns a mean with the number of samples as count.
 
     The loss of samples that are compared with each other is not the sum over two halves. A sum still roughly doubles
-    from a half to the batch, and from each row taken twice to four times, while the mean of a cross-entropy grows by
-    log(2). Both growths must be small, because the terms of some sums become smaller in larger batches. From each row
-    once to twice, they do, too: a row gets another one of its class. The count must grow; that of classes does not.
+    from a half to the batch, and from rows repeated twice to rows repeated four times; the mean of a cross-entropy
+    grows by log(2). The loss is refused only if both growths are small, because the terms of some sums become smaller
+    in larger batches. Single rows are not compared with rows repeated twice: the first repetition gives each row
+    another one of its class. The count must grow; the number of classes does not.
     """
     task = parts.task
 
@@ -225,7 +226,7 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
             if once.grows_as_mean and is_constant and more_count > 1.5 * count:
                 what = (
                     f"couple returns a mean with a count of {once.batch[1]:g}, but must return the sum over the items:"
-                    f" the loss of a batch is {once}, with each row taken twice {twice:.4g} and four times {more:.4g}"
+                    f" the loss of a batch is {once}, with rows repeated twice {twice:.4g}, four times {more:.4g}"
                 )
                 fix = (
                     'return the sum, as with reduction="sum", or the mean with a count of 1; if it is a sum, write in'

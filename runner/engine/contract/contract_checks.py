@@ -110,7 +110,7 @@ def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: 
     """Call `begin_update`, and again if it changes the model: the second call must not change it further.
 
     A moving average that it computes would move twice at an update at which a run resumes, evaluates or retries.
-    Changes in place through `.data` are not detected, and rounding is allowed, as of weights that are normalized again.
+    Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of weights.
     Raises TaskFault with the names of the tensors that the second call changes.
     """
     named = chain(model.named_parameters(), model.named_buffers())

@@ -242,7 +242,7 @@ class _TorchMetricState:
                 f"metric {self.name} does not accept what evaluate returned, {describe_value(contribution)}:"
                 f" {error_line(error)}",
                 where=str(self.source),
-                fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
+                fix=f'return {{"{self.name}": (predictions, targets)}}, the arguments of its update method',
             ) from error
 
     def result(self, world: World) -> Mapping[str, float]:

@@ -28,7 +28,7 @@ from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.hooks.timekeeping import Timekeeping
 
 HOOKS: Sequence[type[Hook]] = [
-    DataChanges,  # refuses other data before anything is computed with it
+    DataChanges,  # refuses changed data before anything is computed with it
     StreamPosition,  # checks a stream before anything is computed with it, and notes what an update has read
     NanSearch,  # explains an update that is not finite before other hooks interpret its error
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
@@ -40,10 +40,10 @@ HOOKS: Sequence[type[Hook]] = [
     ShowProgress,  # draws an update before its evaluation is printed
     # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
-    AttributeCheck,  # after ForwardState: its forward passes change what is a buffer by now
+    AttributeCheck,  # after ForwardState has registered changed state as buffers: its passes restore them
     Averaging,  # averages the weights before an evaluation uses the average
     OptimizerAverage,  # likewise, for the average of an optimizer
-    EarlyStopping,  # counts an evaluation before a checkpoint is made of it
+    EarlyStopping,  # counts an evaluation before a checkpoint includes the count
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
     Checkpointing,  # after every hook with a state: a resumed run would lack what it did after this update
     Timekeeping,  # accounts for everything above

@@ -263,7 +263,7 @@ def _is_moved(before: _Weight, now: _Weight) -> bool:
     is_same_storage = before.address == now.address
     if is_same_storage and before.version != now.version:
         return True
-    # The sum is rounded in another order at another alignment. NaN equals NaN.
+    # At a different alignment, the sum is computed in a different order and rounds differently. NaN equals NaN.
     tolerance = 0.0 if is_same_storage else 4 * torch.finfo(now.format[1]).eps
     return repr(before.norm) != repr(now.norm) and not math.isclose(before.norm, now.norm, rel_tol=tolerance)
 

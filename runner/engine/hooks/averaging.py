@@ -94,7 +94,7 @@ class Averaging(Hook):
 
 
 def expand_shared_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Add each tensor under all names of a shared parameter: of several names, the last one that is loaded counts."""
+    """Store the tensor of a shared parameter under all of its names, because loading uses the last of them."""
     names_by_parameter = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter[parameter].append(name)

@@ -176,7 +176,7 @@ class Checkpointing(Hook):
             else:
                 text = f"no best checkpoint is kept: the evaluation has no {name}"
                 example = next(iter(metrics), None)
-                fix = f"; name another metric, such as checkpoint.best={example}" if example else ""
+                fix = f"; use another metric, such as checkpoint.best={example}" if example else ""
                 self.phase.run.observers.screen.info(text + fix)
             return
         value = metrics[name]

@@ -180,7 +180,7 @@ class _UpdateSearch:
             yield calls
 
     def _search_coupled(self, coupled: CoupledSource) -> _Origin:
-        """Couple the embeddings of the whole update, as training does: a part of it may have another origin, or none.
+        """Couple the embeddings of the whole update, as training does: those of a part may be finite.
 
         A collective. Each module is checked only if `couple` is not finite, or in the backward pass.
         """

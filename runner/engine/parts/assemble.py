@@ -106,7 +106,7 @@ def assemble(
 
 
 def _check_compile_caches(plan: Plan) -> None:
-    """Check the caches of Inductor and Triton; called before anything imports Inductor, which reads them then."""
+    """Check the caches of Inductor and Triton; called before anything imports Inductor, which reads them on import."""
     choice = plan.choices["compile"]
     if not choice.uses("off") and choice.options.get("backend", "inductor") == "inductor":
         check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
@@ -210,7 +210,7 @@ def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[
     if make is None:
         return None
     if not memory.uses("none"):  # the backward pass would recompute activations outside of the context
-        what = f"does not work with precision={choice.name}, whose context is not entered in recomputations"
+        what = f"does not work with precision={choice.name}, whose context is not active during recomputation"
         raise ConfigError(Problem(what, f"memory={memory.name}", "use memory=none, or another precision"))
 
     def make_context() -> AbstractContextManager[Any]:

@@ -210,7 +210,7 @@ def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str])
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
         if new in renamed:
             what = f"two tensors would be named {new}"
-            raise ConfigError(Problem(what, "weights.rename", "rename one of them to another name"))
+            raise ConfigError(Problem(what, "weights.rename", "use another new name for one of them"))
         renamed[new] = tensor
     return renamed
 

@@ -81,7 +81,7 @@ class Screen:
         epochs = total / order.updates_per_epoch
         left = f"{total - done} of {total}" if done else str(total)
         unit = "epoch" if epochs == 1 else "epochs"
-        data = ", from a stream" if samples is None else f" ({epochs:.2g} {unit} of {samples:,} samples)"
+        data = ", from a stream" if samples is None else f" ({_format_epochs(epochs)} {unit} of {samples:,} samples)"
         self.info(f"{phase}: {left} updates, batch {order.global_batch_size}{data}")
         is_terse = self._level not in ("debug", "info")
         draws = self.speaks and (sys.stdout.isatty() or not is_terse)
@@ -139,3 +139,9 @@ def warnings_on(screen: Screen) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
         yield
+
+
+def _format_epochs(epochs: float) -> str:
+    if epochs < 0.001:
+        return "under 0.001"
+    return f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"

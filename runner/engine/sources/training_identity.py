@@ -133,7 +133,7 @@ def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise IncompatibleResume if the length of a dataset changed, because the sample order then differs."""
     problems = [
         Problem(
-            f"the dataset of split {split} had {before[split]['samples']:,} samples, and has {data['samples']:,} now",
+            f"the dataset of split {split} had {before[split]['samples']:,} samples, but now has {data['samples']:,}",
             f'dataset("{split}")',
             "use the data that the run was trained with, or start a new run with another run=NAME",
         )

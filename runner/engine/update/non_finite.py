@@ -21,7 +21,7 @@ UNREACHED_FIX = (
     "values that the loss does not depend on keep their initial values: initialize them, or do not train them"
 )
 STATISTICS_FIX = (
-    "these buffers were finite at the start of the phase; accumulated statistics, as of batch norms, are not finite"
+    "these buffers were finite at the start of the phase; statistics such as those of batch norms are not finite"
 )
 
 

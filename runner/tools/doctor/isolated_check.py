@@ -38,7 +38,7 @@ def run_check(
         process = _CheckProcess(check, context)
     except OSError as error:
         what = f"no process could be started: {error.strerror}"
-        yield _label(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
+        yield _label(failed("", what, "raise ulimit -u and ulimit -n, or end other processes"), name, check, 0.0)
         return
     since = context.clock()
     try:
@@ -116,7 +116,9 @@ class _CheckProcess:
             return failed(subject, "was killed by another process; out of memory?", "dmesg | tail; free some memory")
         how = f"crashed ({signal.Signals(number).name})" if number > 0 else f"exited with code {self._status}"
         said = f": {last}" if last else ""
-        return failed(subject, f"{how}{said}{at}", "reinstall what the line names, or report it to its maintainers")
+        return failed(
+            subject, f"{how}{said}{at}", "reinstall the package that the line names, or report it to its maintainers"
+        )
 
     def close(self) -> None:
         """Kill the process and its descendants; a process that cannot be killed is left behind."""

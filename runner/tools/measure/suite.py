@@ -69,7 +69,7 @@ class SuiteRequest:
         values = _split_list(self.options[key])
         unknown = [value for value in values if value not in known]
         if unknown:
-            what = f"must be some of {', '.join(known)}, but {unknown[0] or 'an empty value'} is none of them"
+            what = f"must be values from {', '.join(known)}, but {unknown[0] or 'an empty value'} is not one of them"
             problem = Problem(what, f"{key}={self.options[key]}", f"use {key}={','.join(known)}")
             raise ConfigError(problem, of_known_keys=True)
         return tuple(dict.fromkeys(values))

@@ -147,7 +147,7 @@ def _read_technique(file: Path, root: Path) -> Technique:
 
 def _to_technique(name: str, content: Any, where: str) -> Technique:
     if not is_valid_name(name):
-        what = "cannot be the name of a technique: it is reserved, or has more than letters, digits, '.', '_' and '-'"
+        what = "cannot be the name of a technique: it is reserved, or not made of letters, digits, '.', '_' and '-'"
         raise ConfigError(Problem(what, where, f"rename {name}"))
     error = find_technique_error(content)
     if error:

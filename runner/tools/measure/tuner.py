@@ -263,17 +263,15 @@ def make_profile(report: TuneReport) -> Profile:
     result = report.result
     lines = [f"Task {report.task} on {report.device_name}: an update took {report.update_ms:.4g} ms without it."]
     if result.proof is None:
-        lines.append("No setting: nothing that was tried is clearly faster.")
+        lines.append("No settings: nothing that was tried is clearly faster.")
     elif result.overrides:
-        lines.append(
-            f"All of it: {result.proof.outcome.summary}, {_format_rounds(result.proof)} after everything was chosen."
-        )
+        lines.append(f"Together: {result.proof.outcome.summary}, {_format_rounds(result.proof)} after the selection.")
         lines += [
             f"{tried.candidate.name}: {tried.outcome.summary}, {_format_rounds(tried)}" for tried in result.adopted
         ]
     else:
         reason = result.proof.outcome.reason
-        lines.append(f"No setting: {result.proof.candidate.name} failed in new rounds, {reason}")
+        lines.append(f"No settings: {result.proof.candidate.name} failed in new rounds, {reason}")
     for tried in (tried for tried in result.tried if tried not in result.adopted):
         title = "Not tried" if tried.outcome.is_untried else "Tried"
         lines.append(f"{title}: {tried.candidate.name}: {tried.outcome.reason.removeprefix('not tried: ')}")

@@ -82,7 +82,15 @@ def test_the_name_of_a_phase_is_shown_beside_the_progress_if_it_is_not_printed(
         assert ("pretrain" in notes) == (level == "warning" and has_several)
 
 
-@pytest.mark.parametrize(("done", "total", "texts"), [(0, 8, ["8", "1 epoch"]), (4, 16, ["12 of 16", "2 epochs"])])
+@pytest.mark.parametrize(
+    ("done", "total", "texts"),
+    [
+        (0, 8, ["8", "1 epoch "]),
+        (4, 16, ["12 of 16", "2 epochs"]),
+        (0, 12_000, ["1,500 epochs"]),
+        (0, 0, ["under 0.001 epochs"]),
+    ],
+)
 def test_a_phase_begins_with_its_updates_and_epochs(
     done: int, total: int, texts: list[str], run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -545,7 +545,7 @@ def test_after_a_failed_verification_the_profile_is_empty_and_states_it(
 
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
         assert composed == plain | {"hardware": "mine"}
-        assert "# No setting: " in file.read_text()
+        assert "# No settings: " in file.read_text()
         assert "profile is empty" in "\n".join(format_result(tuned(proof)))
 
 

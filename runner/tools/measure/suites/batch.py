@@ -119,9 +119,9 @@ def _make_report(context: MeasurementContext, selection: Selection, skipped: dic
     if any(
         _samples_per_update(trial) != _samples_per_update(result.baseline) for trial in result.variants if trial.opened
     ):
-        notes.append("another number of samples per update is another training: the gain is in samples per second")
+        notes.append("a different number of samples per update changes the training: the gain is in samples per second")
     if result.baseline.opened["has_batch_norm"]:
-        notes.append("the statistics of batch norms depend on the micro-batch: another size changes the results")
+        notes.append("the statistics of batch norms depend on the micro-batch: a different size changes the results")
     now = int(result.baseline.opened["micro_batch_size"])
     size = now if best is None else int(best.opened["micro_batch_size"])
     headline = selection.describe_no_gain(f"micro_batch_size={now}")

@@ -240,7 +240,7 @@ class Ladder:
             if not result.baseline.blocks:
                 what = "must be longer: the time budget was used up before the first block"
                 raise ConfigError(
-                    Problem(what, f"budget_s={self.suite_request.budget_s:g}", "or name fewer techniques=")
+                    Problem(what, f"budget_s={self.suite_request.budget_s:g}", "or list fewer techniques=")
                 )
             self._add_row(result, BASELINE, BASELINE, ())
         return result
