@@ -172,7 +172,7 @@ def save(
 def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
     """Create the checkpoint `target` from files that `fill` writes durably into a temporary folder.
 
-    An existing one of this name is moved aside. Raises DataError if the files are no valid checkpoint of this name,
+    An existing one of this name is moved aside. Raises DataError if the files are not a valid checkpoint of this name,
     StorageError, and what `fill` raises; no name has then changed.
     """
     directory = target.parent

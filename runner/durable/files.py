@@ -293,7 +293,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`, an empty one if it is missing, damaged or no object."""
+    """Return the JSON object in the file `path`, an empty one if it is missing, damaged or not an object."""
     try:
         return parse_object(read(path, at_most=_MAX_OBJECT_BYTES)) or {}
     except StorageError:

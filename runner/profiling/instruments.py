@@ -294,7 +294,7 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
 # Annotations in the trace.
 DATA = "accel-run: data"  # the wait for a batch
 PROFILER_WAIT = "accel-run: wait of the profiler"  # not a wait of the run
-EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is no part of an update
+EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is not part of an update
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
 CUDA_ACTIVITIES = ("cuda_runtime", "cuda_driver", "overhead")
 # cudaLaunchKernel, cuLaunchKernelEx, and the kinds of overhead in Kineto's CuptiActivity.h

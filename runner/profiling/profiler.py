@@ -54,7 +54,7 @@ class Profiler:
         """End an update."""
 
     def exclude(self) -> AbstractContextManager[object]:
-        """Return a context that is no part of an update, such as an evaluation or a save."""
+        """Return a context that is not part of an update, such as an evaluation or a save."""
         return nullcontext()
 
     def close(self) -> None:

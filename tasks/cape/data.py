@@ -184,7 +184,7 @@ def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
     """Return the set restricted to these categories. Raises ConfigError for an unknown name."""
     known = {category.name for category in poses.categories}
     if unknown := [name for name in names if name not in known]:
-        what = f"{unknown[0]!r} is no category of {poses.path}"
+        what = f"{unknown[0]!r} is not a category of {poses.path}"
         raise ConfigError(Problem(what, "task.categories", f"known are {', '.join(sorted(known)[:20])}"))
     kept = tuple(category for category in poses.categories if category.name in names)
     annotations = tuple(annotation for annotation in poses.annotations if annotation.category.name in names)

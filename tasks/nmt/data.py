@@ -71,7 +71,7 @@ class Sequences:
 
     @classmethod
     def of_padded(cls, rows: Tensor) -> Sequences:
-        """Return sequences from rows (N, L) that are padded with 0, which is no token of a text."""
+        """Return sequences from rows (N, L) that are padded with 0, which is not a token of a text."""
         lengths = (rows != 0).sum(dim=1).numpy()
         return cls(rows[rows != 0].numpy(), np.concatenate([[0], np.cumsum(lengths)]))
 
