@@ -543,7 +543,7 @@ def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
     name = poses.categories[1].name
     few = select_categories(poses, [name])
     assert {annotation.category.name for annotation in few.annotations} == {name}
-    with pytest.raises(ConfigError, match=r"'\?' is no category"):
+    with pytest.raises(ConfigError, match=r"'\?' is not a category"):
         select_categories(poses, ["?"])
 
 

@@ -134,7 +134,7 @@ def test_inference_of_one_category(folder: Path) -> None:
     *single, _ = predictions(task, split="test", category=name, samples=None, pictures=0)
     assert len(single) == sum(annotation.category.name == name for annotation in task.sets["test"].annotations)
     assert all(prediction.text.startswith(f"{name}:") for prediction in single)
-    with pytest.raises(ConfigError, match="is no category"):
+    with pytest.raises(ConfigError, match="is not a category"):
         predictions(task, category="no such")
 
 
