@@ -289,18 +289,39 @@ def polynomial(
     return Schedule(lambda update: _line(final_factor, 1.0, (1.0 - _progress(update, start, updates)) ** power), start)
 
 
+_CURVE_FIX = "return a function such as lambda update: 0.99**update"
+
+
 def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
     """Build the schedule of an option, which may be defined by a task as a function from update to factor.
 
-    Raises TaskFault if the result is neither a Schedule nor a function.
+    Raises TaskFault if the result is neither a Schedule nor a function of the update that returns valid factors.
     """
     schedule: object = call_option(SCHEDULERS, function, updates, **options)
     if isinstance(schedule, Schedule):
         return schedule
     if callable(schedule):
+        _check_factors(schedule, updates, function)
         return Schedule(schedule)
     what = f"must return a function from the number of updates to a factor, but returned {type(schedule).__name__}"
-    raise TaskFault(what, where=function, fix="return a function such as lambda update: 0.99**update")
+    raise TaskFault(what, where=function, fix=_CURVE_FIX)
+
+
+def _check_factors(curve: Callable[[int], float], updates: int, function: str) -> None:
+    """Call the function of a task for at most about 1,000 updates, the first of them twice."""
+    factors: dict[int, float] = {}
+    for update in (*range(0, max(1, updates), max(1, updates // 1000)), 0):
+        try:
+            factor = float(curve(update))
+        except Exception as error:
+            what = f"the schedule raised {type(error).__name__} for update {update}: {error}"
+            raise TaskFault(what, where=function, fix=_CURVE_FIX) from error
+        if not (math.isfinite(factor) and factor >= 0.0):
+            what = f"the factor must be a number of at least 0, but is {factor} for update {update}"
+            raise TaskFault(what, where=function, fix=_CURVE_FIX)
+        if factors.setdefault(update, factor) != factor:
+            what = f"the factor must depend only on the update, but is {factors[update]} and then {factor} for update 0"
+            raise TaskFault(what, where=function, fix="do not count calls: a resumed run starts at another update")
 
 
 def _warmup(value: float, updates: int) -> int:

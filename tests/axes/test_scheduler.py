@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import lr_scheduler
 from runner.axes.scheduler import (
     SCHEDULERS,
     Schedule,
+    build_schedule,
     constant,
     cosine,
     inverse_sqrt,
@@ -27,7 +29,7 @@ from runner.axes.scheduler import (
     warm_restarts,
     wsd,
 )
-from runner.base.errors import ConfigError, IncompatibleResume
+from runner.base.errors import ConfigError, IncompatibleResume, TaskFault
 from tests.rounding import allowed
 
 UPDATES = 60
@@ -234,3 +236,24 @@ def test_the_inverse_root_decays_from_the_peak(warmup: int, peak: int) -> None:
     assert factor(peak - 1) == 1.0
     assert factor(4 * peak - 1) == 0.5
     assert factor(16 * peak - 1) == 0.25
+
+
+CURVES = {
+    "lambda update: None": "TypeError",
+    "lambda optimizer, update: 1.0": "TypeError",
+    "torch.optim.lr_scheduler.StepLR": "TypeError",
+    "lambda update: 1 / (4 - update)": "update 4",
+    "lambda update: float('nan')": "nan",
+    "lambda update: 0.5 - update": "-0.5",
+    "lambda update, calls=[0]: calls.append(0) or 1 / len(calls)": "depend only on the update",
+    "0.5": "float",
+}
+
+
+@pytest.mark.parametrize(("text", "what"), CURVES.items())
+def test_an_invalid_schedule_of_a_task_is_refused_before_training(text: str, what: str, tmp_path: Path) -> None:
+    lines = f"import torch\n\ndef mine(updates):\n    return {text}\n\nSCHEDULERS = {{'mine': mine}}\n"
+    file = tmp_path / f"{tmp_path.name}.py"
+    file.write_text(lines)
+    with pytest.raises(TaskFault, match=what):
+        build_schedule(f"{file}:SCHEDULERS:mine", 20, {})
