@@ -17,6 +17,7 @@ nesterov      use Nesterov momentum
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNega
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
-from runner.tensors.schedule_free import keep_counters_in_state
+from runner.tensors.step_counters import keep_changed_numbers_in_state, keep_counters_in_state
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 
@@ -372,17 +373,29 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     if not isinstance(optimizer, Optimizer):
         what = f"must return a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
         raise TaskFault(what, where=function, fix="return an optimizer, such as torch.optim.SGD(parameters, lr=lr)")
+    if any(parameter.default is parameter.empty for parameter in _step_parameters(optimizer)):
+        what = f"{type(optimizer).__name__}.step needs a closure: it would compute the loss several times in an update"
+        raise TaskFault(what, where=function, fix="use an optimizer whose step needs no arguments")
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if {id(parameter) for parameter in held} != set(names):
+    if sorted(map(id, held)) != sorted(names):
         what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise TaskFault("a group of the optimizer has no lr", where=function, fix='use defaults={"lr": lr}')
     for group in optimizer.param_groups:
         # Checkpoints store optimizer state by parameter name (tensors/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
         group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])
+    if function not in OPTIMIZERS:
+        keep_changed_numbers_in_state(optimizer, function)
     return optimizer
+
+
+def _step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
+    named = inspect.signature(optimizer.step).parameters.values()
+    return [each for each in named if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def check_library(function: str, options: Mapping[str, Any], device: torch.device) -> None:
