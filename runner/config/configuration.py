@@ -14,7 +14,7 @@ from runner.base.errors import ConfigError, InputMissing
 from runner.base.secret_refusal import refuse_secrets
 from runner.config.config_files import flatten, shadowing_notes
 from runner.config.custom_options import find_custom_hooks, table_problems
-from runner.config.custom_tables import HOOK
+from runner.config.custom_tables import HOOK, omit_consequences
 from runner.config.known_keys import PhaseKeys, Schema, build_schema, check_phases, find_functions
 from runner.config.layers import (
     choose_phase_options,
@@ -174,6 +174,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     resolve_size = partial(task_size, command_line, before_task["task"], before_task["hardware"], request)
     problems += table_problems(request.task_file)
     task = read_task(before_task["task"], request, resolve_size, problems)
+    notes += task.notes
     groups += implied_groups(command_line, merge(groups))
     chosen = merge([*groups, *task_group_settings(task, request, problems)])
 
@@ -207,7 +208,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
     problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(omit_consequences(problems))
     return _build_configuration(
         setting_values(merged),
         choices,

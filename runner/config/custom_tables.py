@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,16 @@ from typing import Any
 from runner.base.errors import Problem
 from runner.base.paths import PACKAGE, shipped_path
 from runner.config.aliases import PRECISION_NAMES
-from runner.config.schema import Expression, Key, Signature, read_classes, read_docstring, read_functions, read_module
+from runner.config.schema import (
+    Expression,
+    Key,
+    Signature,
+    find_nearest,
+    read_classes,
+    read_docstring,
+    read_functions,
+    read_module,
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,12 @@ OPTION_TABLES: Mapping[str, OptionTable] = {
 HOOK_TABLE, HOOK = "HOOKS", "hook"
 TECHNIQUE_TABLE, TECHNIQUE = "TECHNIQUES", "technique"
 RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # a column of the results, and arguments
+_HOOK_FILE = PACKAGE / "engine" / "hooks" / "hook.py"
+_HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # those for hooks of a task
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
-_TABLES = {*OPTION_TABLES, HOOK_TABLE, TECHNIQUE_TABLE}
+TABLES = {*OPTION_TABLES, HOOK_TABLE, TECHNIQUE_TABLE}
 
 
 @dataclass(frozen=True)
@@ -108,10 +119,11 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         return {}, (unparsed,) if package else ()  # a task file is reported by read_task
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for table, value in _find_tables(tree):
         group = table_group(table)
         if table == HOOK_TABLE:
-            for name, signature in _read_hooks(value, classes, functions, where, problems):
+            for name, signature in _read_hooks(value, classes, functions, where, problems, used):
                 options[group, name] = CustomOption(group, name, table, location, signature, package)
         elif table == TECHNIQUE_TABLE:
             for name, content in _read_techniques(value, where, problems):
@@ -129,6 +141,13 @@ def table_group(table: str) -> str:
     """Return the group of a table's entries; empty for an unknown table."""
     groups = {HOOK_TABLE: HOOK, TECHNIQUE_TABLE: TECHNIQUE}
     return groups.get(table) or (OPTION_TABLES[table].group if table in OPTION_TABLES else "")
+
+
+def omit_consequences(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems without unknown options of tables that have an invalid entry, which may be this option."""
+    groups = [of.group for table, of in OPTION_TABLES.items() if any(f": {table}[" in each.where for each in problems)]
+    unknown = tuple(f"unknown {group};" for group in groups)
+    return [problem for problem in problems if not problem.what.startswith(unknown)]
 
 
 def find_name_error(group: str, name: object) -> tuple[str, str] | None:
@@ -152,7 +171,7 @@ def _find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ) if name in _TABLES:
+            ) if name in TABLES:
                 yield name, value
 
 
@@ -161,7 +180,7 @@ def find_changed_tables(values: Mapping[str, Any], options: Options) -> Iterator
 
     values  variables of the module
     """
-    for table in sorted(_TABLES):
+    for table in sorted(TABLES):
         num_parsed = sum(option.table == table for option in options.values())
         if len(values.get(table, ())) != num_parsed:
             yield table
@@ -269,7 +288,9 @@ def _read_hooks(
     functions: Mapping[str, Signature],
     where: str,
     problems: list[Problem],
+    used: Collection[str],
 ) -> Iterator[tuple[str, Signature]]:
+    """Yield the name and the constructor of each valid hook; `used` has the attributes that the file reads."""
     if not isinstance(value, (ast.List, ast.Tuple)):
         what = f"{HOOK_TABLE} must be a literal list of classes of this file, such as [LogImages]"
         problems.append(Problem(what, where))
@@ -279,7 +300,7 @@ def _read_hooks(
         hook_class = classes.get(entry.id) if isinstance(entry, ast.Name) else None
         name = hook_name(hook_class.name) if hook_class else ""
         signature = _find_constructor(hook_class, classes, functions) if hook_class else None
-        error = _find_hook_error(hook_class, signature)
+        error = _find_hook_error(hook_class, signature) or (hook_class and _find_uncalled(hook_class, used))
         if not error and name in names:
             error = f"the hook {name} is listed twice", "remove one of them, or rename its class"
         if error:
@@ -320,6 +341,18 @@ def _find_hook_error(kind: ast.ClassDef | None, signature: Signature | None) -> 
     if ENABLED in signature.keys:
         return f"{ENABLED} is a key of every hook", "choose another name for this parameter"
     return _find_key_error(signature)
+
+
+def _find_uncalled(kind: ast.ClassDef, used: Collection[str]) -> tuple[str, str] | None:
+    """Return a method that nothing calls: one of another framework (`on_...`), or a typo in one of runner.Hook."""
+    methods = [name.partition(".")[2] for name in read_functions(_HOOK_FILE) if name.startswith("Hook.")]
+    for member in kind.body:
+        if isinstance(member, ast.FunctionDef) and member.name not in {*methods, *used}:
+            nearest = find_nearest(member.name, methods)
+            if nearest or member.name.startswith("on_"):
+                fix = f"did you mean {nearest}?" if nearest else f"a hook has {', '.join(_HOOK_METHODS)}"
+                return f"{kind.name}.{member.name}, line {member.lineno}, is never called", fix
+    return None
 
 
 def hook_keys(hook: CustomOption) -> dict[str, Key]:

@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
+from runner.base.paths import PACKAGE
 from runner.base.secret_refusal import secret_problems
-from runner.config.custom_tables import find_changed_tables, read_tables
+from runner.config.custom_tables import TABLES, find_changed_tables, read_tables
 from runner.config.options import list_options, shipped_tasks, task_source
 from runner.config.phases import DeclaredPhase, parse_phases
 from runner.config.request import Request
-from runner.config.schema import REQUIRED, Expression, Keys, did_you_mean, read_functions, read_module
+from runner.config.schema import (
+    REQUIRED,
+    Expression,
+    Keys,
+    did_you_mean,
+    find_nearest,
+    read_functions,
+    read_module,
+)
 
+_TASK_CONTRACT = PACKAGE / "base" / "task.py"
 _LITERALS = ("SETTINGS", "SIZES", "PHASES")
 
 
@@ -25,6 +35,7 @@ class TaskFile:
 
     label       source of its values in messages: `task gpt`
     objectives  OBJECTIVES, if it is a literal; checked when the task is loaded
+    notes       names that the runner does not read, and probably should
     """
 
     source: Path
@@ -34,6 +45,7 @@ class TaskFile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[DeclaredPhase, ...] = ()
     objectives: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
@@ -93,7 +105,16 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         if phase not in names:
             problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
     run_settings = {key: value for key, value in settings.items() if key not in phase_settings}
-    return TaskFile(source, label, build, predict, run_settings, declared_phases, read_objectives(source))
+    for node in tree.body:
+        match node:
+            case ast.Assign(
+                targets=[ast.Name("OBJECTIVES")], value=ast.List() | ast.Tuple() | ast.Set() | ast.Constant()
+            ):
+                what = "OBJECTIVES must be a mapping of names to objectives"
+                example = 'OBJECTIVES = {"generator": {"trains": ["generator"]}}'
+                problems.append(Problem(what, f"{source}:{node.lineno}", example))
+    notes = tuple(find_misspelled_names(tree, source))
+    return TaskFile(source, label, build, predict, run_settings, declared_phases, read_objectives(source), notes)
 
 
 def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
@@ -150,6 +171,26 @@ def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Prob
     return {}
 
 
+def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
+    """Yield a note for each table, and each method of a Task, whose name has a typo and that the file does not use."""
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    tables = {*_LITERALS, "OBJECTIVES", *TABLES}
+    members = [name.partition(".")[2] for name in read_functions(_TASK_CONTRACT) if name.startswith("Task.")]
+    declared = [
+        (target.id, node.lineno, tables)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Dict, ast.List, ast.Tuple))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    declared += [(member.name, member.lineno, {*members}) for _, member in _task_methods(tree)]
+    for name, line, known in declared:
+        nearest = None if name in known or name in used else find_nearest(name, known, 0.85)
+        if nearest:
+            yield f"{source.name}:{line}: {name} is not read by accel-run: did you mean {nearest}?"
+
+
 # methods of Lightning and transformers, which a Task would never call
 FOREIGN_METHODS = {
     "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "optimizer_step",
@@ -157,22 +198,25 @@ FOREIGN_METHODS = {
     "predict_dataloader", "get_train_dataloader", "get_eval_dataloader", "create_optimizer", "create_scheduler",
     "on_fit_start", "on_train_start", "on_train_end", "on_train_batch_start", "on_train_batch_end",
     "on_train_epoch_start", "on_train_epoch_end", "training_epoch_end", "on_validation_epoch_end",
-    "validation_epoch_end",
+    "validation_epoch_end", "on_before_optimizer_step", "on_after_backward", "on_save_checkpoint",
+    "on_load_checkpoint", "on_validation_end", "configure_model", "compute_loss", "compute_metrics",
+    "prediction_step", "create_optimizer_and_scheduler", "get_test_dataloader", "train_step", "val_step",
 }  # fmt: skip
 
 
 def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     """Yield a problem for each such method of a class that derives from Task, unless the file itself uses it."""
-    found = [
-        (node, member)
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("Task", "runner.Task") for base in node.bases)
-        for member in node.body
-        if isinstance(member, ast.FunctionDef) and member.name in FOREIGN_METHODS
-    ]
+    found = [(node, member) for node, member in _task_methods(tree) if member.name in FOREIGN_METHODS]
     used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if found else set()
     for node, member in found:
         if member.name not in used_names:
             what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
             fix = "define loss, evaluate and predict, or use runner.adapters.lightning: docs/adapters.md"
             yield Problem(what, f"{source}:{member.lineno}", fix)
+
+
+def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
+    """Yield the methods of the classes that derive from Task, with their class."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("Task", "runner.Task") for base in node.bases):
+            yield from ((node, member) for member in node.body if isinstance(member, ast.FunctionDef))

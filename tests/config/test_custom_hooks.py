@@ -204,3 +204,23 @@ def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
     assert hook.function == f"{name}.hooks:HOOKS:log_images"
     assert [note for note in off.notes if f"{name} 1.5" in note and "log_images" in note]
     assert name not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("method", "fix"),
+    [("on_train_batch_end(self, trainer)", "after_update"), ("after_updat(self, step)", "did you mean after_update?")],
+)
+def test_a_method_of_a_hook_that_is_never_called_is_refused(
+    method: str, fix: str, write: Callable[[str], Path]
+) -> None:
+    text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    def {method}: ...")
+    (problem,) = problems_of(write(f"{text}\ndef build(): ...\n"))
+    assert problem.where.endswith("HOOKS[LogImages]")
+    assert method.split("(", maxsplit=1)[0] in problem.what
+    assert fix in problem.fix
+
+
+def test_a_hook_may_have_methods_that_it_calls_itself(write: Callable[[str], Path]) -> None:
+    more = "def after_updates(self): ...\n    def begin(self): self.after_updates()"
+    text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    {more}")
+    assert len(compose(Request((), write(f"{text}\ndef build(): ...\n"))).hooks) == 2

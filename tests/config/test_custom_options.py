@@ -14,10 +14,11 @@ from runner.cli import main
 from runner.commands.complete import candidates
 from runner.config import custom_options
 from runner.config.configuration import compose
+from runner.config.custom_tables import read_tables
 from runner.config.option_table import call_option
 from runner.config.options import find_signature
 from runner.config.request import Request
-from runner.config.schema import did_you_mean
+from runner.config.schema import did_you_mean, read_functions, read_module
 from tests.suggestions import suggested
 
 TABLES = '''
@@ -193,6 +194,42 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
     assert [problem.where for problem in problems_of(file)] == [f"{file}{where}"]
     assert main(["plan", "--task", str(file)]) == 78
     assert capsys.readouterr().err.count("accel-run:") == 1
+
+
+def test_an_invalid_entry_that_is_selected_is_one_problem(write: Callable[[str], Path]) -> None:
+    """Not also an unknown option, on the command line or in SETTINGS."""
+    table = "def own(parameters, more): ...\nOPTIMIZERS = {'own': own}\n"
+    where = "OPTIMIZERS['own']"
+    settings = "SETTINGS = {'optimizer': 'own'}\n"
+    for text, args in ((table, ("optimizer=own",)), (settings + table, ())):
+        (problem,) = problems_of(write(f"{text}\ndef build(): ...\n"), *args)
+        assert problem.where.endswith(where)
+        read_module.cache_clear()
+        read_functions.cache_clear()
+        read_tables.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("SETTING = {'updates': 3}", "SETTINGS"),
+        ("OPTIMISERS = {'signed': signed}", "OPTIMIZERS"),
+        ("HOOK = []", "HOOKS"),
+        ("class Mine(Task):\n    def metric(self, split): ...", "metrics"),
+        ("class Mine(Task):\n    def evalute(self, model, batch): ...", "evaluate"),
+    ],
+)
+def test_a_misspelled_name_that_the_file_does_not_use_is_noted(
+    line: str, name: str, write: Callable[[str], Path]
+) -> None:
+    text = f"def build(): ...\n\n{line}\n"
+    (note,) = (note for note in compose(Request((), write(text))).notes if "not read" in note)
+    assert note.endswith(did_you_mean(name, [name]))
+    word = line.split(maxsplit=1)[0] if "class" not in line else f"x.{line.split('def ')[1].split('(', maxsplit=1)[0]}"
+    used = write(f"{text}print({word})\n")
+    for cached in (read_module, read_functions, read_tables):
+        cached.cache_clear()
+    assert not [note for note in compose(Request((), used)).notes if "not read" in note]
 
 
 def test_an_extension_has_the_keys_of_its_base_and_of_its_function(write: Callable[[str], Path]) -> None:

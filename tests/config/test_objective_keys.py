@@ -101,3 +101,12 @@ def test_explain_knows_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) 
     key = "objective.actor.optimizer.lr"
     assert main(["explain", key, "--task", str(task)]) == 0
     assert f"{key} = 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["['actor', 'critic']", "('actor',)", "'actor'"])
+def test_objectives_that_are_no_mapping_are_refused_with_their_line(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "listed.py"
+    file.write_text(f"def build(): ...\n\nOBJECTIVES = {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(Request((), file))
+    assert [problem.where for problem in caught.value.problems] == [f"{file}:3"]
