@@ -7,6 +7,7 @@ updated, as the generator of a GAN sees the discriminator.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from runner.engine.update.loop import Position, StepInfo, Training, UpdateWrappe
 from runner.plan.run_plan import PhasePlan
 
 GROUPS = ("optimizer", "scheduler")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # it is part of keys and of names of metrics
 KEYS = ("trains", "shares", "every", "max_grad_norm", *GROUPS)
 
 
@@ -50,12 +52,17 @@ class ObjectiveSpec:
     max_grad_norm: float | None
 
     def select_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return its parameters by name."""
-        return {
-            name: weight
-            for name, weight in model.named_parameters()
-            if weight.requires_grad and any(is_under(name, prefix) for prefix in self.trains)
-        }
+        """Return its parameters by name; a tied parameter by the first of its names, whichever of them is listed."""
+        listed = {id(weight) for weight in _parameters_under(model, self.trains)}
+        return {name: weight for name, weight in model.named_parameters() if id(weight) in listed}
+
+
+def _parameters_under(model: nn.Module, prefixes: Sequence[str]) -> list[nn.Parameter]:
+    return [
+        weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if weight.requires_grad and any(is_under(name, prefix) for prefix in prefixes)
+    ]
 
 
 def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
@@ -78,6 +85,8 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
             problems.append(Problem("must be a mapping of keys to values", where))
             continue
         new: list[Problem] = []
+        if not _NAME.fullmatch(str(name)):
+            new.append(Problem("the name must be a string of letters, digits, _ and -", where))
         for key in content:
             if key not in KEYS and key.partition(".")[0] not in GROUPS:
                 new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
@@ -142,7 +151,7 @@ def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
     owners: dict[str, list[ObjectiveSpec]] = {}
     for spec in specs:
         for prefix in (*spec.trains, *spec.shares):
@@ -152,7 +161,10 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():
-        undeclared = [spec for spec in several if not any(is_under(name, prefix) for prefix in spec.shares)]
+        weight = model.get_parameter(name)
+        undeclared = [
+            spec for spec in several if not any(weight is each for each in _parameters_under(model, spec.shares))
+        ]
         if len(several) > 1 and undeclared:
             others = ", ".join(spec.name for spec in several)
             yield Problem(
