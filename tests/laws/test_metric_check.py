@@ -214,6 +214,34 @@ def test_an_invalid_metric_is_found_before_the_first_update(metrics: Any) -> Non
         checked(lambda self, model, batch: {"mine": model(batch[0]), "other": model(batch[0])}, metrics=metrics)
 
 
+@pytest.mark.parametrize("result", ["good", torch.zeros(3), None, [1.0]], ids=str)
+def test_a_function_that_computes_no_number_is_found_before_the_first_update(result: Any) -> None:
+    metrics = {"mine": Gather(lambda rows: result)}
+    with pytest.raises(TaskFault, match="mine"):
+        checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics=metrics)
+
+
+def test_a_function_that_fails_for_a_few_samples_is_accepted() -> None:
+    metrics = {"mine": Gather(lambda rows: float(rows[10_000, 0]))}
+    checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(()),
+        (torch.zeros(3), torch.zeros(2)),
+        (1.0, torch.ones(3)),
+        (torch.zeros(3), 3),
+        (torch.zeros(1001), torch.ones(1001)),
+    ],
+    ids=str,
+)
+def test_a_metric_without_a_sum_and_a_count_is_found_before_the_first_update(wrong: Any) -> None:
+    with pytest.raises(TaskFault, match="mine"):
+        checked(lambda self, model, batch: {"mine": wrong})
+
+
 def test_what_a_metric_does_not_accept_is_found_before_the_first_update() -> None:
     metric = pytest.importorskip("torchmetrics").AUROC(task="binary")
     with pytest.raises(TaskFault):

@@ -82,7 +82,13 @@ class Points(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         x, y = batch
         scores = model(x).flatten()
-        return {"auroc": (scores, y), "order": scores, "score": scores, "mean": (scores.sum(), len(y))}
+        one_hot = F.one_hot(y, 2).double()
+        answers = {"auroc": (scores, y), "order": scores, "score": scores, "mean": (scores.sum(), len(y))}
+        return {
+            **answers,
+            "of": (scores @ one_hot, one_hot.sum(0)),
+            "table": (table := one_hot.T @ x[:, :2], torch.full_like(table, len(y))),
+        }
 
     def metrics(self, split: str) -> Mapping[str, Any]:
         weights = torch.arange(NUM_SAMPLES).double().cos()
@@ -134,6 +140,8 @@ def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) ->
     whole = {
         "auroc": auroc(scores, labels), "score.mean": scores.mean(), "score.median": scores.median(),
         "order": torch.arange(NUM_SAMPLES).double().cos() @ scores, "mean": scores.mean(),
+        **{f"of.{label}": scores[labels == label].mean() for label in range(2)},
+        **{f"table.{i}.{j}": data()[0][labels == i, j].sum() / NUM_SAMPLES for i in range(2) for j in range(2)},
     }  # fmt: skip
     for one in result:
         assert one == pytest.approx({name: float(value) for name, value in whole.items()}, rel=PROMISED[torch.float64])

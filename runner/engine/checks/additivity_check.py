@@ -253,6 +253,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     declared = states.states  # metrics that are not sums
     missing: list[str] = []
     returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
+    invalid: list[TaskFault] = []
     with _preserve_state(parts):
         try:
             split = _read_halves(read(indices, like), read, parts)
@@ -266,7 +267,11 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 if len(returned) < 2:
                     returned.append(result)
                 result = {name: value for name, value in result.items() if name not in declared}
-            return validate_metrics(result, task.evaluate, parts.source)
+            try:
+                return validate_metrics(result, task.evaluate, parts.source)
+            except TaskFault as error:
+                invalid.append(error)
+                raise
 
         comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
         for name, verdict in comparison.compare().items():
@@ -276,7 +281,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
-        for wrong in states.find_faults(returned[0], returned[-1]) if returned else ():
+        for wrong in (*invalid, *(states.find_faults(returned[0], returned[-1]) if returned else ())):
             fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
     if missing:
         fault = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, product
 from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
@@ -27,6 +27,7 @@ from runner.tensors.module_buffers import TensorVersion
 Number = Tensor | int | float  # a tensor has shape ()
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
 NUMBERS_FIX = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
+MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
@@ -87,23 +88,40 @@ def validate_metrics(
     if not isinstance(result, Mapping):
         what = f"{value} must be a mapping of names to (sum, count), but is {describe_value(result)}"
         raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
-    metrics = {}
+    metrics: dict[str, Any] = {}
     for name, pair in result.items():
         if not isinstance(name, str) or not name:
             what = f"metric names in {value} must be strings that are not empty, but one is {name!r}"
             raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
         _check_no_secret(name, evaluate, source)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        total, count = (_to_number(pair[0]), _to_number(pair[1])) if is_pair else (None, None)
-        if total is None or count is None:
+        named = _expand_pair(name, *pair) if is_pair else {name: (None, None)}
+        if any(number is None for numbers in named.values() for number in numbers):
             raise TaskFault(
-                f"{value} must contain (sum, count) for each metric, each a number or a tensor with one element, but"
+                f"{value} must contain (sum, count) for each metric, numbers or tensors of the same shape, but"
                 f" {name} is {describe_value(pair)}",
                 where=locate_definition(evaluate, source),
                 fix=METRIC_FIX,
             )
-        metrics[name] = (total, count)
+        metrics.update(named)
+        if len(named) > MAX_NUMBERS:
+            what = f"metric {name} of {value} has {len(named):,} numbers, but at most {MAX_NUMBERS:,} are reported"
+            raise TaskFault(what, where=locate_definition(evaluate, source), fix="reduce them, or use runner.Gather")
     return metrics
+
+
+def _expand_pair(name: str, total: Any, count: Any) -> dict[str, tuple[Number | None, Number | None]]:
+    """Return the sums and counts of a metric: those of a vector or a matrix have an index, `name.0` or `name.0.1`.
+
+    A vector with one count is a mistake: the values of the samples, which were not summed.
+    """
+    are_tensors = isinstance(total, Tensor) and isinstance(count, Tensor)
+    if not are_tensors or total.shape != count.shape or total.numel() <= 1:
+        return {name: (_to_number(total), _to_number(count))}
+    return {
+        ".".join(map(str, (name, *index))): (_to_number(total[index]), _to_number(count[index]))
+        for index in product(*map(range, total.shape))
+    }
 
 
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
@@ -261,7 +279,7 @@ def describe_value(value: Any) -> str:
         return f"{opening}{', '.join(describe_value(item) for item in value)}{closing}"
     if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) < _MAX_TEXT_LENGTH):
         return repr(value)
-    return type(value).__name__
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _callable_name(method: Callable[..., Any]) -> str:

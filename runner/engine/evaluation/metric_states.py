@@ -22,12 +22,10 @@ from runner.base.task import Gather, Task
 from runner.base.text import error_line
 from runner.distributed.agreement import gather_tensors
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import describe_value, validate_loss, validate_numbers
+from runner.engine.contract.contract_checks import MAX_NUMBERS, describe_value, validate_loss, validate_numbers
 from runner.engine.contract.error_diagnosis import is_library_file, locate_definition
 from runner.engine.evaluation.undeclared_states import AttributeWatch, are_equal_numbers
 from runner.engine.update.coupled import Embedding, check_rows, is_coupled, validate_embedding
-
-MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
 
 class MetricStates:
@@ -98,6 +96,8 @@ class MetricStates:
                 state.add(whole[name], 0)
                 if isinstance(state, _TorchMetricState):
                     state.check_attributes([half.get(name), whole[name]])
+                elif isinstance(state, _GatherState):
+                    state.check_result()
             except TaskFault as fault:
                 yield fault
 
@@ -125,7 +125,11 @@ class MetricStates:
         raise TaskFault(
             f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
             where=locate_definition(self.task.metrics, self.source),
-            fix=f'return {{"{name}": runner.Gather(lambda scores, labels: ...)}}',
+            fix=(
+                f'create an object: {{"{name}": {metric.__name__}(...)}}'
+                if isinstance(metric, type)
+                else f'return {{"{name}": runner.Gather(lambda scores, labels: ...)}}'
+            ),
         )
 
 
@@ -179,6 +183,14 @@ class _GatherState:
         return _name_values(
             self.name, _call_compute(self.compute, _concatenate(blocks).structure), self.compute, self.source
         )
+
+    def check_result(self) -> None:
+        """Raise TaskFault if the function returns other than numbers for the rows so far; it may need more of them."""
+        try:
+            result = _call_compute(self.compute, _concatenate(self.rows.blocks).structure)
+        except Exception:
+            return
+        _name_values(self.name, result, self.compute, self.source)
 
 
 class _CoupledState:

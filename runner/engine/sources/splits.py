@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from runner.axes.dataloader import DATALOADERS
 from runner.base.errors import ConfigError, DataError, Problem, TaskFault
@@ -79,6 +80,12 @@ class Splits:
             return StreamSource(split, wanted or 1, make=task.stream)
         with draws, self._rank_variables(), task_errors(self.source, f'dataset("{split}")', allow=allowed):
             dataset = undivided(task.dataset(split))
+        if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+            raise TaskFault(
+                f'dataset("{split}") returned a DataLoader, which yields batches instead of samples',
+                where=locate_definition(task.dataset, self.source),
+                fix="return its dataset, and define collate(samples) instead of collate_fn",
+            )
         if is_exhaustible(dataset):
             raise TaskFault(
                 f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
