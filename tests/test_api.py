@@ -55,6 +55,10 @@ def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
 
 
+def files_of(directory: Path) -> set[str]:
+    return {str(file.relative_to(directory)) for file in directory.rglob("*")}
+
+
 def test_a_run_from_python_has_the_bits_of_the_command(run: Run, folder: Path, server: ForkServer) -> None:
     typed = ("run=typed", f"output_root={folder}", "optimizer.lr=0.02", "evaluate.every=2", "seed=3")
     assert server.run(["train", *WORDS, *typed], folder).code == 0
@@ -65,6 +69,7 @@ def test_a_run_from_python_has_the_bits_of_the_command(run: Run, folder: Path, s
     ]
     assert bits[0] == bits[1]
     assert bits[2] == bits[3]
+    assert files_of(folder / "first") == files_of(folder / "typed")
 
 
 def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) -> None:
@@ -189,7 +194,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path) -> None:
+def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
     optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -203,6 +208,11 @@ def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path) -> None:
     values = [trial.value for trial in study.trials]
     assert values == [open_run(f"trial-{number}", output_root=tmp_path).metrics["val/loss"] for number in (0, 1)]
     assert len(set(values)) == 2
+    rate = f"optimizer.lr={study.trials[0].params['lr']!r}"
+    assert server.run(["train", *WORDS, rate, "run=typed", f"output_root={tmp_path}"], tmp_path).code == 0
+    one, other = (checkpoint_path(tmp_path / name / "checkpoints", 6) for name in ("trial-0", "typed"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert files_of(tmp_path / "trial-0") == files_of(tmp_path / "typed")
 
 
 RAY_TUNE = """
@@ -242,6 +252,7 @@ def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> 
         checkpoint_path(folder / name / "checkpoints", 6) / "model.safetensors" for name in ("first", "in-ray")
     )
     assert first.read_bytes() == other.read_bytes()
+    assert files_of(folder / "first") == files_of(folder / "in-ray")
 
 
 def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
@@ -282,7 +293,7 @@ def test_the_package_exports_the_functions() -> None:
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
+def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path, server: ForkServer) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     from nbformat.v4 import new_code_cell, new_notebook
@@ -303,6 +314,9 @@ def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
     assert any("image/png" in output.get("data", {}) for output in plotted)
     assert metrics[0].data["text/plain"] == "['val/loss']"
     assert refused[-1].ename == "ConfigError"
+    assert server.run(["train", *WORDS, "run=typed", "evaluate.every=2"], tmp_path).code == 0
+    one, other = (checkpoint_path(tmp_path / "outputs" / name / "checkpoints", 6) for name in ("cell", "typed"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
 def reply_to(client: Any, request: str) -> dict[str, Any]:

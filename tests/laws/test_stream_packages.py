@@ -120,6 +120,28 @@ def test_a_stream_of_a_package_is_read_once_and_resumed(
     assert [one + other for one, other in zip(*parts, strict=True)] == expected
 
 
+@pytest.mark.slow_beyond(1)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "num_shards"), [*((name, num) for name in PACKAGES for num in (1, 2, 5))][:7])
+@pytest.mark.parametrize("shares", [(8,), (5, 3), (3, 1, 4)], ids=str)
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_ranks_and_workers_divide_the_updates_of_a_package(
+    name: str, num_shards: int, shares: tuple[int, ...], workers: int, tmp_path: Path
+) -> None:
+    """Five files, so two shards have different numbers of files and samples."""
+    dataset = PACKAGES[name](tmp_path, shuffle=False)
+    source = StreamSource("train", num_shards, dataset)
+    sampler = StreamSampler(source.lengths(), num_shards, num_shards, BATCH)
+    whole = numbers_of(read(source, 12, order=Order(0, BATCH, BATCH, SEED, sampler=sampler)))
+    num_ranks = len(shares)
+    ranks = [
+        Order(0, BATCH, 2, SEED, sampler=sampler, shares=shares if num_ranks > 1 else (), rank=rank)
+        for rank in range(num_ranks)
+    ]
+    parts = [numbers_of(read(source, 12, order=each, workers=workers)) for each in ranks]
+    assert [[number for part in update for number in part] for update in zip(*parts, strict=True)] == whole
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path) -> None:
     """The state of `datasets` does not include the buffer of `shuffle`, so it cannot restore the position."""

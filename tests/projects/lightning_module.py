@@ -7,6 +7,11 @@ from torch.nn import functional as F
 from runner import Task
 from runner.adapters.lightning import LightningTask, configured_optimizer, configured_schedule
 
+try:
+    from lightning import LightningModule
+except ImportError:  # any module with these methods works
+    from torch.nn import Module as LightningModule
+
 SETTINGS = {
     "updates": 5,
     "global_batch_size": 8,
@@ -16,7 +21,7 @@ SETTINGS = {
 }
 
 
-class LitRegression(nn.Module):  # yours: import lightning as L; class LitRegression(L.LightningModule)
+class LitRegression(LightningModule):
     def __init__(self, hidden=16, lr=0.02):
         super().__init__()
         self.lr = lr

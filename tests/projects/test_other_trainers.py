@@ -34,7 +34,7 @@ from tests.projects.test_projects import (
     task_of,
 )
 
-NOISY = ("dcgan", "unet_diffusion")
+NOISY = ("dcgan", "unet_diffusion", "vae")
 AVERAGED = ("unet_diffusion",)  # at the end, Lightning has replaced the weights by their average
 CASES = [
     pytest.param(folder, file.stem, id=f"{folder}-{file.stem}")
