@@ -33,6 +33,7 @@ ALONE = World(CPU)
 WIDTH, NUM_SAMPLES = 6, 37
 HERE = Path(__file__)
 torchmetrics = pytest.importorskip("torchmetrics")
+FrechetInceptionDistance = pytest.importorskip("torchmetrics.image.fid").FrechetInceptionDistance
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Tensor:
@@ -304,6 +305,48 @@ def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
     whole = {name: float(value) for name, value in whole.items()}
     assert first == pytest.approx(whole, rel=PROMISED[torch.float32])
     assert all(other == first for other in others)
+
+
+class Features(nn.Module):
+    """Stands for the Inception network, whose weights would be downloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(images.float().flatten(1))  # type: ignore[no-any-return]
+
+
+class Distance(FrechetInceptionDistance):
+    """The Frechet distance of real and generated images of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(feature=Features(), input_img_size=(3, 2, 2))
+
+    def update(self, real: Tensor, generated: Tensor) -> None:
+        super().update(real, real=True)
+        super().update(generated, real=False)
+
+
+class Generated(Points):
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        return {"fid": Distance()}
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        images = torch.cat([batch[0], batch[0].flip(1)], 1).view(-1, 3, 2, 2)
+        return {"fid": tuple((255 * each).to(torch.uint8) for each in (images.sigmoid(), images.cos().abs()))}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_and_ranks_do_not_change_a_frechet_distance(world_size: int) -> None:
+    task, metric = Generated(), Distance()
+    metric.update(*task.evaluate(task.model, data())["fid"])
+    whole = float(metric.compute())
+    assert whole > 1
+    for result in run_ranks(lambda world: measured(world, Generated(), 5), world_size):
+        assert result == {"fid": pytest.approx(whole, rel=PROMISED[torch.float32])}
 
 
 class Words(torchmetrics.Metric):
