@@ -86,7 +86,7 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
             continue
         new: list[Problem] = []
         if not _NAME.fullmatch(str(name)):
-            new.append(Problem("the name must be a string of letters, digits, _ and -", where))
+            new.append(Problem("the name must be a string of letters, digits, _ and -", where, 'as in "generator"'))
         for key in content:
             if key not in KEYS and key.partition(".")[0] not in GROUPS:
                 new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
