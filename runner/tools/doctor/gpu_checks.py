@@ -169,7 +169,7 @@ def _judge_device(device: Device, inventory: Inventory) -> CheckResult:
         generation = f", {device.generation}" if device.capability or device.architecture else ""
         return ok(name, f"{device.name}, {size}{generation}{f', {device.uuid}' if device.uuid else ''}")
     seen = f"{device.name}, {size}: {device.why_not}"
-    if device.why_not.startswith(("hidden by", "cut into MIG")) and (inventory.usable or "hidden" in device.why_not):
+    if device.why_not.startswith(("hidden by", "split into MIG")) and (inventory.usable or "hidden" in device.why_not):
         return skip(name, seen)
     fix = next((fix for phrase, fix in _FIXES.items() if phrase in device.why_not), "nvidia-smi; restart the machine")
     return (warn if inventory.usable else failed)(name, seen, fix)
@@ -196,7 +196,7 @@ def _judge_unlisted_processes(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
     if is_idle or gpu.instances:  # memory and load of a MIG GPU are those of its instances
         return ok(name, f"no other processes; {' and '.join(parts)}")
     seen = f"{' and '.join(parts)}, by processes that the driver does not show here (in a container?)"
-    fix = f"{nvml.tool.name} on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
+    fix = f"run {nvml.tool.name} on the host to list them, or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, seen, fix)
 
 
@@ -243,7 +243,7 @@ def _check_cudnn(number: int, here: Inventory) -> CheckResult:
 def _suggest_order_fix() -> str:
     """Return a fix for different numbering; if CUDA_DEVICE_ORDER is set already, only UUIDs are reliable."""
     by_bus = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
-    by_name = "export CUDA_VISIBLE_DEVICES=GPU-..., the UUIDs that nvidia-smi -L shows"
+    by_name = "export CUDA_VISIBLE_DEVICES=GPU-..., with the UUIDs that nvidia-smi -L lists"
     if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return by_name
     return f"{by_bus}; {by_name}" if "CUDA_VISIBLE_DEVICES" in os.environ else by_bus
@@ -262,5 +262,5 @@ _FIXES = {
     "no kernels": _OTHER_TORCH,
     "ROCm": _OTHER_TORCH,
     "too old": "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started/locally",
-    "MIG": "export CUDA_VISIBLE_DEVICES=MIG-...; nvidia-smi -L has the names",
+    "MIG": "export CUDA_VISIBLE_DEVICES=MIG-..., with a name that nvidia-smi -L lists",
 }

@@ -6,13 +6,19 @@ import json
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from runner.monitor.machine_sample import pids_are_of_host
+from runner.monitor.nvml import Gpu
+from runner.plan.inventory import Cpu, Inventory, match_devices
+from runner.tools.doctor import gpu_checks
+from runner.tools.doctor.findings import CheckContext, CheckResult
 from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
+from tests.plan.test_inventory import OtherNvml, torch_with
 
 # Runs the checks that do not compute, with the GPUs that torch would see in the order of SEES.
 EXAMINE = """
@@ -196,3 +202,18 @@ def test_a_lost_single_gpu_is_not_a_driver_problem(nvml_stub: NvmlStub) -> None:
 def test_processes_of_mig_instances_are_listed(nvml_stub: NvmlStub) -> None:
     subjects = [each["subject"] for each in told(nvml_stub, SLICED)["processes"]]
     assert subjects == ["GPU 0", SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]]
+
+
+def test_a_gpu_whose_mig_instances_are_not_selected_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA shows a process one instance of one GPU; the other GPUs are no problem of this machine."""
+    instance = Gpu(0, "MIG-77aa", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, (8, 0))
+    split = [
+        Gpu(0, "GPU-one", "NVIDIA A100", 80 * GIB, (8, 0), mig=True, instances=(instance,)),
+        Gpu(1, "GPU-two", "NVIDIA A100", 80 * GIB, (8, 0), mig=True),
+    ]
+    devices, notes = match_devices(OtherNvml(split), torch_with(instance), {})
+    inventory = Inventory(devices, Cpu("a CPU", 1, 1, GIB), "2.13.0", "13.0", 91002, notes=notes)
+    monkeypatch.setattr(gpu_checks, "take_inventory", lambda: inventory)
+    found = [each for each in gpu_checks.gpus(CheckContext(tmp_path, tmp_path)) if isinstance(each, CheckResult)]
+
+    assert [each.state for each in found] == ["ok", "skip"]
