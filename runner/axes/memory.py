@@ -83,7 +83,7 @@ def selective(
     fraction: PositiveFraction | None = None,
     allocator: str | None = None,
 ) -> Lines:
-    """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
+    """Keep the inputs of the task's blocks and their costly results; recompute cheap results.
 
     Gradients are the same as with memory=checkpoint; forward passes without gradients are not affected.
 

@@ -191,7 +191,7 @@ def rmsprop(
 
     weight_decay  L2 penalty, added to the gradient
     alpha         decay rate of the running average of the squared gradient
-    eps           added to the square root of that mean
+    eps           added to the square root of the running average
     centered      normalize by an estimate of the gradient's variance
     Raises ConfigError if a name matches nothing.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6, 2012.
@@ -303,8 +303,8 @@ def schedulefree(
 
     lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
-    r                an update has a weight in the average proportional to its number to the power of r
-    weight_lr_power  exponent of the largest learning rate so far, another factor of that weight
+    r                the weight of update n in the average is proportional to n to the power of r
+    weight_lr_power  the weight is also proportional to the largest learning rate so far, to this power
     Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
     Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024.
     """

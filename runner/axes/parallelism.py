@@ -58,15 +58,16 @@ def fsdp(
 ) -> Parallel:
     """Fully sharded data parallel: each rank holds a shard of parameters, gradients and optimizer state.
 
-    world_size             number of ranks; auto: one per GPU; several need torch 2.13
+    world_size             number of ranks; auto: one per GPU; more than one rank needs torch 2.13
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
     shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
-                           auto: those of one machine if there are several equal ones and a shard fits
+                           auto: the ranks of one machine, if several machines have as many and the shards fit
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            communication format of parameters; a 16-bit format must match precision
-    gradients              between the micro-batches of an update. full: unsharded, reduced after the last one; sharded:
-                           reduced after each, which needs less memory and more communication; auto: full if it fits
+    gradients              full: keep unsharded gradients, and reduce them after the last micro-batch of an update;
+                           sharded: reduce them after each micro-batch, which needs less memory and more communication;
+                           auto: full if it fits
     evaluation             whole: each rank gathers the whole model for an evaluation; sharded: each call of the model
                            gathers one block after another, and only its forward pass can be called; auto: whole if it
                            fits
@@ -112,8 +113,9 @@ def pipeline(
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage, such as [8,6]; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
-    init        full: each rank builds the whole model, then frees other layers; meta: large tensors are built on the
-                meta device, and each rank initializes its layers to the same values; auto: meta if the task allows it
+    init        full: each rank builds the whole model, then frees the layers of other ranks; meta: large tensors are
+                built on the meta device, and each rank initializes its layers to the same values; auto: meta if the
+                task allows it
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
     """
     if world.world_size == 1:

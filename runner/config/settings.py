@@ -61,7 +61,8 @@ class WeightsSettings:
 
     source  a run, a checkpoint, a safetensors file, or a folder with a safetensors file or its shards; null: random
             weights
-    strict  every tensor must match; false: load those that match, and print which are missing and ignored
+    strict  true: every tensor must match; false: load the tensors that match, and print the missing and the ignored
+            ones
     only    modules or tensors of the model to load, e.g. [backbone]; []: all
     rename  names in the source -> names in the model, for modules or tensors, e.g. {encoder: backbone}
     """

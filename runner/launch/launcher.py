@@ -96,7 +96,7 @@ def ray(
 ) -> Launcher:
     """Run the ranks on a Ray cluster and wait for them; after the loss of a node, they restart from the checkpoint.
 
-    address         address of the cluster, such as head:6379; auto: the one that this machine belongs to
+    address         address of the cluster, such as head:6379; auto: the cluster of this machine
     nodes           machines
     gpus_per_node   GPUs per node
     ranks_per_node  ranks per node; auto: one per GPU, one if there are no GPUs

@@ -241,7 +241,7 @@ def trace(
     """Profile operators, modules and waits in a few updates of each phase; writes to profile/ of the run.
 
     skip           warm-up updates that are not recorded
-    updates        updates timed without instruments; then as many with operators and as many with modules
+    updates        updates timed without a profiler; then as many record operators, and as many modules
     depth          modules nested deeper than this count toward their parent
     sort_by        sort operators by self time, total time (including children) or calls
     with_stack     record the line of the task for each operator (slower, larger files)

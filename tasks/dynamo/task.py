@@ -118,7 +118,7 @@ def build(
     rank        rank of the adapters; alpha is twice the rank; null: depends on size (tiny 16, full 32)
     vocab_size  tokens in the vocabulary; null: depends on size (tiny 2048, full 4096)
     dropout     dropout probability of the adapter inputs
-    limits      task -> maximum number of its training records, the first of the file: {qa: 1000, code: 500}
+    limits      task -> maximum number of training records, taken from the beginning of its file: {qa: 1000, code: 500}
     requests    wordings of the built-in records: shared by all splits, which makes routing easy; held_out: no wording
                 is in two splits
     """
@@ -280,7 +280,7 @@ class DynamoTask(Task):
         A task's file is task-NAME.json: the runner writes its summary.json to the same folder.
 
         samples  test records of each task
-        text     a text instead of test records, whose task the router selects; null: the test records
+        text     text to process instead of test records; the router selects its task; null: the test records
         """
         if self.phase == "pretrain" or (self.phase == "lora" and text is not None):
             what = "answers need adapters" if self.phase == "pretrain" else "a text of your own needs the router"

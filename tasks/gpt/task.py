@@ -68,7 +68,7 @@ def build(
 
     size               tiny: for two CPU cores; 124m, 350m: the published sizes
     tokenizer          byte: 256 tokens; bpe: byte-pair encoding, trained once on the text; needs the package tokenizers
-    vocab_size         tokens in the vocabulary; null: 50257 as published, for tiny that of the tokenizer
+    vocab_size         tokens in the vocabulary; null: 50257 as published, the tokenizer's for tiny
     block_size         context length: tokens per sample; null: depends on size (tiny 64, others 1024)
     dropout            dropout probability after the embedding and at the end of each branch
     attention_dropout  dropout probability of attention weights; above 0, training uses no fused attention kernel
@@ -151,7 +151,7 @@ class GPT(Task):
 
         prompt          text to continue; empty: the beginning of a document
         samples         number of continuations
-        max_new_tokens  maximum number of tokens generated for each; the end of a document ends it earlier
+        max_new_tokens  maximum number of new tokens per continuation; the end of a document ends it earlier
         temperature     divides the logits: below 1 favors likely tokens, 0 is greedy decoding
         top_k           sample from the k most likely tokens only; null: from all
         batch_size      continuations generated at once: more raise throughput and latency, the results stay the same

@@ -66,10 +66,11 @@ def build(
                    1000 x 256 x 256 x 100
     head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
     data           photographs: scikit-image's, expanded to channels by a filter bank; synthetic: generated spectra
-    num_cubes      training cubes; null: depends on size. Validation and test have a quarter each, 8 to 64
+    num_cubes      training cubes; null: depends on size. The validation and test splits have a quarter of that number
+                   each, from 8 to 64
     height         cube height in pixels; null: depends on size
     width          cube width in pixels; null: depends on size
-    channels       channels of a cube, at least 3; null: depends on size, or those of data.path
+    channels       channels of a cube, at least 3; null: depends on size, or on the cubes in data.path
     components     learned principal components; null: a third of the channels
     orthogonality  weight of the penalty for components that are not orthonormal: squared distance of W W^T from I,
                    per component

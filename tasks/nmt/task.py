@@ -163,7 +163,7 @@ class Translation(Task):
         source      text to translate; empty: held-out pairs
         split       split of the held-out pairs
         samples     number of held-out pairs
-        beam        candidates kept while decoding; 1: greedy
+        beam        number of candidates kept during decoding; 1: greedy
         batch_size  sources decoded at once
         """
         device = generator.device

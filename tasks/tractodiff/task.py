@@ -170,15 +170,17 @@ class TractoDiff(Task):
     ) -> Iterator[Prediction]:
         """Yield the streamlines generated in each held-out subject, as .trk and .tck, with figures and a plot.
 
-        split       test, or val if there are no test streamlines: not used to choose the checkpoint; val: used for it
+        split       test: streamlines that were not used to choose the checkpoint, or val if there are none; val:
+                    streamlines that were used
         seeds       streamlines per subject
-        seeds_from  streamlines: points of held-out streamlines, which are compared with the generated ones; mask:
-                    random points in the mask
+        seeds_from  streamlines: points of held-out streamlines, which are compared with the generated streamlines;
+                    mask: random points in the mask
         steps       null: ancestral sampling with all diffusion steps; otherwise DDIM with this number of steps
-        batch_size  seeds tracked at once and written to separate files, which ranks share; null: all of a subject
-        advance     points to keep of each segment of 16 before the next one is sampled
+        batch_size  seeds tracked at once; each batch has separate files, and ranks divide the batches; null: all seeds
+                    of a subject
+        advance     points to keep of each segment of 16 points before the next segment is sampled
         max_points  maximum number of points on each side of a seed
-        shard       track only the batches whose number modulo num_shards is this
+        shard       track only batches b with b % num_shards == shard
         num_shards  ranks that share the batches
         """
         if advance > NUM_POINTS:

@@ -438,9 +438,11 @@ def default(
 
     update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: 50, or ten times the
                     recent maximum
-    first_update_s  timeout in seconds for the first one in a phase, including building, loading and compiling
+    first_update_s  timeout in seconds for the first update or evaluation batch of a phase, including building, loading
+                    and compiling
     data_s          timeout in seconds for loading a batch; auto: 50, or ten times the recent maximum
-    checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and for the end of the run
+    checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and timeout for the end of
+                    the run
     """
     return WatchdogLimits(
         None if update_s == "auto" else update_s,

@@ -33,7 +33,7 @@ def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
 
     An update takes twice the time, and memory for one more copy of the weights.
 
-    rho       length of the step to these weights, as the norm over all trained parameters
+    rho       distance to these weights: norm of the step over all trained parameters
     adaptive  scale the step of each weight by its magnitude (ASAM); rho is then about ten times as large
     Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
     ASAM, ICML 2021.
