@@ -132,6 +132,7 @@ def redact_message(text: str) -> str:
         if value in text and not _is_ordinary(value):
             instead = f"({name})".replace("\\", "/")
             text = re.sub(rf"(?:(?<![A-Za-z0-9])|(?<=[\[;\d]m)){re.escape(value)}(?![A-Za-z0-9])", instead, text)
+    text = _OPTION_AND_VALUE.sub(_redact_named_value, text) if "--" in text else text
     lowered = text.lower()  # 100 times faster than the pattern
     return _NAME_AND_VALUE.sub(_redact_named_value, text) if any(lead in lowered for lead in _NAME_PREFIXES) else text
 
@@ -235,7 +236,7 @@ def _redact_shapes(text: str) -> str:
 
 def _redact_named_value(match: re.Match[str]) -> str:
     before = _NAME_BEFORE.search(match.string[max(0, match.start() - 40) : match.start()])
-    name = f"{before[0] if before else ''}{match['name']}"
+    name = f"{before[0] if before else ''}{match['name']}".lstrip("-")
     value = match["value"].rstrip(".,:;")
     is_number = _NUMBER_OR_CONSTANT.fullmatch(value.replace(",", "")) is not None
     may_be_word = not re.search(r"\d", value) and value not in _secret_values()
@@ -346,6 +347,8 @@ _SHAPES: Mapping[str, str] = {
     r"|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}(?![\w-]))",
     "nvapi-": rf"{_DIGIT}[\w-]{{20,}}", "gsk_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}", "r8_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}",
     "pplx-": r"[A-Za-z0-9]{32,}", "xai-": r"[A-Za-z0-9]{32,}", "rpa_": r"[A-Za-z0-9]{32,}",
+    "csk-": rf"{_WORD_DIGIT}[A-Za-z0-9]{{40,}}", "fw_": rf"{_WORD_DIGIT}[A-Za-z0-9]{{22,}}{_WORD_BOUNDARY}",
+    "tgp_v1_": r"[\w-]{40,}", "fm2_": rf"{_DIGIT}[A-Za-z0-9+/=]{{60,}}", ".atlasv1.": r"[\w-]{60,}",
     **dict.fromkeys(("kgat_", "KGAT_"), r"[0-9a-f]{32}"), "jina_": r"[A-Za-z0-9]{40,}",
     "tvly-": rf"(?:dev-|prod-)?{_WORD_DIGIT}[A-Za-z0-9]{{24,}}",
     **dict.fromkeys(("lsv2_pt_", "lsv2_sk_"), r"[0-9a-f]{32}_[0-9a-f]{10}"), "pcsk_": r"\w{40,}",
@@ -397,6 +400,10 @@ _NAME_AND_VALUE = re.compile(
     rf"(?P<between>(?:\\?[\"'])?{_COLOR}\s{{0,3}}[=:]{_COLOR}\s{{0,3}}{_COLOR}(?:b?\\?[\"'])?(?:(?:Bearer|Basic) )?)"
     r"(?P<value>[^\s\\\"'&;(){}\[\]<>\x1b]{8,200})",
     re.IGNORECASE,
+)
+# of a command line, or of a list of its arguments
+_OPTION_AND_VALUE = re.compile(
+    r"(?P<name>--[\w-]{2,40})(?P<between>[\"']?,?\s{1,3}[\"']?)(?P<value>[^\s\\\"'&;(){}\[\]<>\x1b]{8,200})"
 )
 _NAME_BEFORE = re.compile(r"(?:(?<=\\[nrt])[\w-]*|(?<!\\)[\w-]*)$")
 _URL_PASSWORD = re.compile(rf"://[^/\s:@?#]*:({_PASSWORD})@")

@@ -46,7 +46,8 @@ SHAPES = (
     "https://x.webhook.office.com/webhookb2/{hex:32}@{hex:32}/IncomingWebhook/{hex:32}/{hex:32}",
     "abc8Q~{plain:34}", "tfp_{plain:59}", "pul-{hex:40}", "EAACEdEose0cBA{plain:60}", "AQVN{plain:35}",
     "kgat_{hex:32}", "ops_eyJ{plain:200}", "sntrys_eyJ{plain:80}", "nfp_{plain:36}", "jina_{plain:60}",
-    "tvly-dev-{plain:32}", "CFPAT-{plain:43}",
+    "tvly-dev-{plain:32}", "CFPAT-{plain:43}", "csk-{plain:48}", "fw_{plain:24}", "tgp_v1_{plain:43}",
+    "FlyV1 fm2_{plain:100}", "x.atlasv1.{plain:64}",
     "wandb_key={hex:40}", "password: hunter2{plain:16}", '"client_secret": "{plain:24}"', "Cookie: {plain:30}",
 )  # fmt: skip
 KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}

@@ -57,7 +57,7 @@ KINDS = {
     "processes": Kind(tuple(range(1, 28)), {(1, 1): (5,), (1, 2): (3, 6, 9), (2, 1): (2, 3)}),
     "address space": Kind((*range(0, 64, 4), *range(64, 1024, 16), 2048), {(1, 2): (16,), (2, 1): (0, 48)}),
 }
-SHAPES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2))
+SHAPES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3))
 # Exit codes under a limit. Ranks may also be lost (84): system libraries abort a rank that gets no thread.
 CODES = {Exit.DONE, Exit.SYSTEM, Exit.HOST_MEMORY}
 CODES_OF_RANKS = CODES | {Exit.RANK_LOST}

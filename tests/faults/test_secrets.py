@@ -614,7 +614,7 @@ def test_a_shape_is_recognized_after_color_codes_and_escapes(before: str) -> Non
 @pytest.mark.parametrize(
     "text",
     ["\x1b[36mpassword\x1b[0m=\x1b[35mX\x1b[0m", "password:\x1b[32m 'X'", "{'token': b'X'}", '{\\"pw\\": \\"X\\"}',
-     "postgres://me:p@X@host/db", "https://me:a@b@X@host"],
+     "postgres://me:p@X@host/db", "https://me:a@b@X@host", "psql --db-password X", "['psql', '--password', 'X']"],
 )  # fmt: skip
 def test_a_value_is_redacted_in_each_notation(text: str) -> None:
     assert "hunter2abc99" not in sanitize(text.replace("X", "hunter2abc99"))
