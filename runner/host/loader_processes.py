@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -108,9 +109,11 @@ def kill_on_partial_start() -> Iterator[None]:
     """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
 
     Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
-    an incomplete one accesses an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
+    an incomplete one accesses attributes that are set late, and prints a traceback if one is missing (torch 2.13).
     """
-    _MultiProcessingDataLoaderIter._shutdown = True  # class attribute: nothing to shut down
+    # Class attributes: there is nothing to shut down, and no worker to notify.
+    _MultiProcessingDataLoaderIter._shutdown = True
+    _MultiProcessingDataLoaderIter._workers_status = defaultdict(bool)  # type: ignore[assignment]
     before = set(active_children())
     try:
         yield

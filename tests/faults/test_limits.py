@@ -134,4 +134,5 @@ def test_a_run_under_a_limit_works_or_ends_with_a_message(
         wait_until(lambda: not left_in(folder), f"{plan}: no process outlives the run")  # noqa: B023 - called here
         assert result.code in (CODES_OF_RANKS if ranks > 1 else CODES), f"{plan}: exit {result.code}\n{result.err}"
         assert result.code == 0 or "accel-run: " in result.err, f"{plan}: no message\n{result.err}"
+        assert "Traceback" not in result.err, f"{plan}: {result.err}"
         tally.tried += 1
