@@ -142,6 +142,17 @@ def test_hooks_run_identically_on_one_and_two_ranks(write: Callable[[str], Path]
         torch.testing.assert_close(final_weights(two_ranks)[name], weight, rtol=PROMISED[torch.float32], atol=0)
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_hook_that_changes_weights_differently_on_each_rank_is_warned_about(
+    draws: bool, write: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only the weights of rank 0 are saved and evaluated."""
+    text = TASK.replace("+= self.sum\n", "+= self.sum * torch.rand(())\n", 1) if draws else TASK
+    train = ["train", "--task", str(write(text)), *WORDS, "updates=1"]
+    assert main([*train, "parallelism=ddp", "parallelism.world_size=2"]) == 0
+    assert ("torch.Generator" in "".join(capfd.readouterr())) == draws
+
+
 def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable[[str], Path]) -> None:
     train = ["train", "--task", str(write(TASK)), *WORDS, "run=first"]
     assert main([*train, "updates=2"]) == 0

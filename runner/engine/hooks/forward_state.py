@@ -77,6 +77,19 @@ class ForwardState(Hook):
             with self.phase.parts.parallel.buffer_update():  # each rank has changed them
                 pass
         self._record_changes()
+        if self.phase.run.plan.hooks and not self.phase.has_one_rank and self.phase.parts.parallel.splits_batch:
+            self._warn_of_unequal_copies()
+
+    def _warn_of_unequal_copies(self) -> None:
+        parts = self.phase.parts
+        weights = {name: tracked.tensor for name, tracked in _track_parameters(parts.bare)}
+        different = find_unequal(weights, parts.world)
+        if different:
+            self.phase.run.observers.screen.warn(
+                f"parameters differ between ranks after the first update: {abbreviate(different)}. A hook that changes"
+                " parameters or gradients must do the same on every rank; the global random generators differ: draw"
+                " from a torch.Generator with a fixed seed"
+            )
 
     @contextmanager
     def during_evaluation(self) -> Iterator[None]:
