@@ -206,6 +206,7 @@ class Pipelined(Parallel):
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
         self._copies.begin_update()
+        self.stage.failure = None
         micros, bad, failure = _read_update(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
         self.stopwatch.lap("data")
@@ -231,12 +232,14 @@ class Pipelined(Parallel):
                 step.step(*numbers, target=target, return_outputs=False)
             except Exception:
                 if self.stage.failure is not None:
-                    raise self.stage.failure from None  # torch wraps it in an error with all shapes
+                    raise self.stage.failure from None  # not the loss of another rank after it
                 raise
             finally:
                 self.stage.end()
             self.stopwatch.lap("wait")
             first += count
+        if self.world.any(self.stage.failure is not None):
+            raise_on_all_ranks(self.stage.failure, self.world, WHERE)
         if not micros:
             with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass

@@ -124,7 +124,7 @@ class Stage(nn.Module):
         handle_calls: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
         """Set the micro-batches of the next calls, in order."""
-        self._work, self._shapes, self._handle_calls, self._next, self.failure = work, shapes, handle_calls, 0, None
+        self._work, self._shapes, self._handle_calls, self._next = work, shapes, handle_calls, 0
 
     def before_last_pass(self) -> None:
         """Prepare for the last backward pass of the step."""
@@ -135,23 +135,38 @@ class Stage(nn.Module):
         del self._work
 
     def forward(self, *received: Tensor) -> Any:
+        """Return the output for the next micro-batch.
+
+        After a failure it is zero: the other ranks wait for messages, and learn of the failure after the last one.
+        """
         number, self._next = self._next, self._next + 1
+        if self.failure is None:
+            try:
+                return self._compute_micro_batch(received, number)
+            except Exception as error:  # of any type: the other ranks must be informed
+                self.failure = error
+        return self._zero_output()
+
+    def _compute_micro_batch(self, received: tuple[Tensor, ...], number: int) -> Any:
         work = self._work
-        try:
-            seed_everything(micro_batch_seed(work.seed + number, self.number + 1))
-            noise.switch_pass(work.micros[number].samples)
-            value: Any = received if self._shapes[self.number].is_tuple else received[0]
-            if self._works_in_place and self.number:
-                value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be modified in place
-            call = work.inputs[number] if self.number == 0 else None
-            with work.passes.forward():
-                output = self.compute(call, value)
-            if self.is_last:
-                return self._loss(output, work, number)
-            return tuple(_sendable(tensor) for tensor in (output if isinstance(output, tuple) else (output,)))
-        except Exception as error:
-            self.failure = error  # torch wraps it in an error with the shapes
-            raise
+        seed_everything(micro_batch_seed(work.seed + number, self.number + 1))
+        noise.switch_pass(work.micros[number].samples)
+        value: Any = received if self._shapes[self.number].is_tuple else received[0]
+        if self._works_in_place and self.number:
+            value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be modified in place
+        call = work.inputs[number] if self.number == 0 else None
+        with work.passes.forward():
+            output = self.compute(call, value)
+        if self.is_last:
+            return self._loss(output, work, number)
+        return tuple(_sendable(tensor) for tensor in (output if isinstance(output, tuple) else (output,)))
+
+    def _zero_output(self) -> Any:
+        """Return zeros of the shapes of the output; no backward pass uses them."""
+        if self.is_last:
+            return torch.zeros((), dtype=self.world.widest, device=self.world.device)
+        shapes = self._shapes[self.number + 1].meta_tensors()
+        return tuple(torch.zeros_like(tensor, device=self.world.device) for tensor in shapes)
 
     def compute(self, call: Call | None, value: Any) -> Any:
         """Apply the layers to the model's inputs, or to the output of the previous stage."""
@@ -185,6 +200,20 @@ class TimedStage(PipelineStage):
         output = super().forward_one_chunk(*args, **kwargs)
         stage.stopwatch.lap("forward")
         return output
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward pass; after a failure, return gradients of zeros."""
+        stage: Any = self.submod
+        if stage.failure is None:
+            try:
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            except Exception as error:  # of any type: the other ranks must be informed
+                is_wrapped = "Failed to run stage backward" in str(error)  # by torch 2.13, with all shapes
+                stage.failure = error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error
+        inputs = bwd_kwargs["input_values"]
+        return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod

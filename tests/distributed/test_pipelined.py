@@ -775,27 +775,61 @@ def test_an_error_of_one_rank_reaches_all() -> None:
             assert text.rsplit(": ", maxsplit=1)[-1] in other, (where, other)
 
 
-def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks() -> None:
-    """The other ranks wait for a message until the connection of the failing rank closes."""
+def failing_later(world: World, where: str, stages: int) -> list[str]:
+    """Return what a rank raises in two updates of five micro-batches; the third one of the first pipeline fails."""
+    calls = []
 
-    def run(world: World) -> None:
-        def loss(model: nn.Module, batch: Any) -> Any:
-            total, count = token_loss(model, batch)
-            calls.append(1)
-            if len(calls) == 4:  # the first call infers the shapes, before the schedule starts
-                raise TaskFault("as planned")
-            return total, count
+    def fail() -> None:
+        calls.append(1)
+        if len(calls) == 3 and world.rank < stages:
+            raise TaskFault(f"in the {where}")
 
-        calls: list[int] = []
-        model = plain(4, torch.float32)
-        parallel = Pipelined(world)
-        parallel.wrap(model, lambda: list(model), [])
-        parallel.accumulate(passes_of(model, loss), iter(batches([2] * 5, torch.float32)))
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            if where == "layer" and torch.is_grad_enabled():
+                fail()
+            if where == "backward pass" and result.requires_grad:
+                result.register_hook(lambda _: fail())
+            return result
 
-    with pytest.raises(AssertionError) as raised:
-        run_ranks(run, 2)
-    assert "TaskFault: as planned" in str(raised.value)
-    assert "did not end" not in str(raised.value)
+    def loss(model: nn.Module, batch: Any) -> Any:
+        total, count = token_loss(model, batch)
+        if where == "loss" and total.grad_fn is not None and not is_first_call.pop():
+            fail()
+        return total, count
+
+    class FirstOnly(list[bool]):
+        def pop(self, _: Any = -1) -> bool:  # the first call infers the shapes, before the schedule starts
+            result, self[:] = self[0], [False]
+            return result
+
+    is_first_call = FirstOnly([True])
+    model = plain(4, torch.float32)
+    model[2] = Broken(WIDTH, WIDTH)
+    parallel = Pipelined(world, stages=stages)
+    parallel.wrap(model, lambda: list(model), [])
+    parallel.begin(list(parallel.owned_parameters(dict(model.named_parameters())).values()))
+    texts = []
+    for _ in range(2):
+        try:
+            parallel.accumulate(passes_of(model, loss), iter(batches([2] * 5, torch.float32)))
+            texts.append("no error")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("where", ["backward pass", "layer", "loss"])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(3, 3), (4, 2)])
+def test_an_error_during_a_scheduled_pass_reaches_all_ranks(where: str, num_ranks: int, stages: int) -> None:
+    """The other ranks raise its text, not a lost connection, and the next update has all its messages."""
+    results = run_ranks(lambda world: failing_later(world, where, stages), num_ranks)
+    for first, second in results:
+        assert f"in the {where}" in first
+        assert second == "no error"
+    assert sorted(first.partition(":")[0] for first, _ in results) == ["RankLost"] * (num_ranks - 1) + ["TaskFault"]
 
 
 @pytest.mark.slow

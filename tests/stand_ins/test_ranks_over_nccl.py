@@ -171,8 +171,8 @@ GLOO_ONLY = {
     "distributed/test_pipelined.py::test_an_error_of_one_rank_reaches_all": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_pipelined.py::test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks": (
-        "gloo reports the closed connection; NCCL does not, and the launcher ends the ranks (test_ranks)"
+    "distributed/test_pipelined.py::test_an_error_during_a_scheduled_pass_reaches_all_ranks": (
+        "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
     "distributed/test_pipeline_copies.py::test_an_error_in_one_pipeline_reaches_all_ranks_with_its_rank_and_text": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
