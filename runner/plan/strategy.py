@@ -31,7 +31,7 @@ def choose_strategy(
     1. ddp if each device can hold the whole model and at least one sample. On unequal devices its shares follow speed,
        or memory if equal shares would not fit in one micro-batch.
     2. fsdp if the devices are equal and a shard fits.
-    3. A pipeline if its stages fit. fsdp shards evenly, so the smallest of unequal devices would limit the shard.
+    3. A pipeline if its stages fit. FSDP2 shards evenly (torch 2.13): the smallest of unequal devices limits the shard.
     4. fsdp on unequal devices.
 
     micro      micro-batch size; None: the whole share
@@ -80,8 +80,15 @@ def choose_strategy(
         and demand.model.num_layers >= count
         and _fits_together(demand, samples, ranks)
     ):
-        why = "fsdp shards evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
-        why = why if can_shard else "this version of torch cannot shard over several ranks"
+        why = "too large for fsdp"
+        if not can_shard:
+            why = "this version of torch cannot shard over several ranks"
+        elif are_unequal:
+            why = "fsdp shards evenly, " + (
+                "which would leave memory of the larger device unused"
+                if shards_fit
+                else "too much for the smaller device"
+            )
         return Strategy(
             "pipeline", {}, f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; {why} ({demand})"
         )

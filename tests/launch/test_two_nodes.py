@@ -164,13 +164,14 @@ def test_ranks_join_if_their_agents_have_counted_different_numbers_of_restarts(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shares", ["equal", "speed", "[11,5]"])
 def test_two_machines_train_like_one_process(
-    namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shares: str, namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
     args = ["train", "device=cpu", "task.size=tiny", "updates=5", "log_every=1", "evaluate.every=0", "monitor=off"]
-    args += ["evaluate.samples=4", "micro_batch_size=4", f"output_root={tmp_path}"]
-    two = [*args, "run=two", "parallelism=ddp"]
+    args += ["evaluate.samples=4", "micro_batch_size=4", "global_batch_size=16", f"output_root={tmp_path}"]
+    two = [*args, "run=two", "parallelism=ddp", f"parallelism.shares={shares}"]
     ranks = [started_elsewhere(two, tmp_path, rank, 2, f"{ADDRESSES[0]}:{PORT}") for rank in (0, 1)]
     result = forked(ranks, tmp_path, namespaces)
     assert [rank.value for rank in result] == [0, 0], result

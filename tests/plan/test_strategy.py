@@ -12,7 +12,7 @@ from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.memory_fit import GIB, Demand, MemoryNeeds, RankPart, TracedPoint, predict_memory
 from runner.plan.memory_trace import Bytes, ModelSizes
 from runner.plan.planner import make_plan
-from runner.plan.rank_devices import RankDevice
+from runner.plan.rank_devices import RankDevice, number_machines
 from runner.plan.strategy import choose_strategy
 
 
@@ -51,7 +51,8 @@ def needs(demand: Demand) -> MemoryNeeds:
         ),
         (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "equal shares fit"),
         (model(20), devices(16, 16), None, "fsdp", {}, "a shard fits"),
-        (model(14), devices(11, 8), None, "pipeline", {}, "fsdp shards evenly"),
+        (model(14), devices(11, 8), None, "pipeline", {}, "memory of the larger device unused"),
+        (model(17), devices(11, 8), None, "pipeline", {}, "too much for the smaller device"),
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
@@ -67,6 +68,37 @@ def test_the_simplest_fitting_strategy_is_chosen(
     assert (result.name, result.options) == (name, options), result.reason
     assert result.reason.startswith("auto: ")
     assert args in result.reason
+
+
+def on_unequal_machines(*gib: float) -> list[RankDevice]:
+    """Return the devices of machines with two ranks each."""
+    ranks = devices(*(size for size in gib for _ in range(2)))
+    return number_machines(ranks, [0, 1] * len(gib))
+
+
+@pytest.mark.parametrize(
+    ("need", "name", "options", "reason"),
+    [
+        (model(4), "ddp", {"shares": "speed"}, "4 unequal devices; equal shares fit, so speed decides"),
+        (model(4, activations=1.2), "ddp", {"shares": "memory"}, "4 unequal devices; equal shares do not fit"),
+        (model(20), "pipeline", {}, "memory of the larger device unused"),
+        (model(20, layers=None), "fsdp", {"shard_size": "auto"}, "even shards fit"),
+    ],
+)
+def test_machines_with_unequal_devices_get_unequal_parts(
+    need: Demand, name: str, options: dict[str, str], reason: str
+) -> None:
+    result = choose_strategy(needs(need), on_unequal_machines(16, 11), 32, None)
+    assert (result.name, result.options) == (name, options), result.reason
+    assert reason in result.reason
+
+
+def test_shares_by_memory_extend_over_machines() -> None:
+    args = ("parallelism=ddp", "parallelism.shares=memory", "global_batch_size=54", "device=cpu")
+    here = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
+    made = make_plan(compose(Request(args)), here, on_unequal_machines(16, 11))
+    assert made.batch.shares == (16, 16, 11, 11)
+    assert made.reasons["shares"] == "memory: proportional to 16 : 16 : 11 : 11 GiB"
 
 
 @pytest.mark.parametrize(("layers", "name"), [(4, "pipeline"), (None, "ddp")])
