@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib.util
 import re
 import shlex
 import shutil
@@ -23,6 +25,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 HOLDER = "accel-run contributors"
 START_OF_RELEASES = "<!-- towncrier release notes start -->"
 FRAGMENTS = sorted(path for path in (ROOT / "changelog.d").iterdir() if path.name != ".gitignore")
+
+
+# ---------------------------------------------------------------- scripts
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/measure/*.py")), ids=lambda path: path.stem)
+def test_a_script_imports_only_what_exists(path: Path) -> None:
+    """Most are not executed by any test: measurements take minutes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("runner", "tests"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                assert hasattr(module, alias.name) or importlib.util.find_spec(submodule), submodule
 
 
 # ---------------------------------------------------------------- version and licence

@@ -36,7 +36,7 @@ from runner.durable.checkpoint_parts import CheckpointPart
 from runner.engine.hooks.hook import Wants
 from runner.engine.hooks.rank_sync import Exchange
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
-from runner.launch.local import RankNotice, run_ranks
+from runner.launch.local import run_ranks
 
 UPDATES, ROWS, WIDTH = 5, 4, 256
 
@@ -152,12 +152,12 @@ def run(num_ranks: int, *, fails: bool) -> dict[str, float]:
             os._exit(0)
     while not (folder / "sums").exists():
         time.sleep(0.01)
-    named: list[tuple[float, RankNotice]] = []
+    named: list[float] = []
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     ending = run_ranks(
         partial(rank_main, folder, fails),
         num_ranks,
-        on_notice=lambda notice: named.append((time.monotonic(), notice)),
+        on_notice=lambda *_: named.append(time.monotonic()),
     )
     seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF)
     os.waitpid(hub, 0)
@@ -170,7 +170,7 @@ def run(num_ranks: int, *, fails: bool) -> dict[str, float]:
     if fails:
         assert ending.cause is not None
         assert ending.cause.rank == num_ranks // 2, ending.cause
-        return result | {"named": named[0][0] - started - ending.cause.seconds}
+        return result | {"named": named[0] - started - ending.cause.seconds}
     ranks: list[dict[str, Any]] = list(ending.results)
     result["read by rank 0"] = ranks[0]["read"]
     return result | {
