@@ -98,7 +98,7 @@ def test_shares_by_memory_extend_over_machines() -> None:
     here = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
     made = make_plan(compose(Request(args)), here, on_unequal_machines(16, 11))
     assert made.batch.shares == (16, 16, 11, 11)
-    assert made.reasons["shares"] == "memory: proportional to 16 : 16 : 11 : 11 GiB"
+    assert "16 : 16 : 11 : 11" in made.reasons["shares"]
 
 
 @pytest.mark.parametrize(("layers", "name"), [(4, "pipeline"), (None, "ddp")])
