@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import shutil
-import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ import torch
 from runner.cli import main
 from runner.durable.checkpoint import checkpoint_path, load, newest_first
 from tests.durable.faulty_storage import FaultyStorage
+from tests.faults import s3_server
+from tests.faults.s3_server import S3Server
 
 TASK = Path(__file__).with_name("task_with_everything.py")
 WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=6", "checkpoint.every=2"]
@@ -106,47 +105,27 @@ def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> No
 
 needs_s3 = pytest.mark.skipif(
     importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
-    reason="needs a server of S3: pip install -c scripts/constraints.txt 'moto[server]' s3fs",
+    reason="needs a server of S3: pip install s3fs 'aiobotocore[boto3]' 'moto[server]'",
 )
 
 
 @pytest.fixture(scope="module")
 def storage_threads() -> None:
-    """Start the two threads of fsspec for asynchronous storage, which never end."""
-    from fsspec.asyn import get_loop
-
-    loop = get_loop()
-    loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
-    asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
+    s3_server.start_storage_threads()
 
 
 @pytest.fixture
-def bucket(storage_threads: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start an S3 server and yield the URL of a folder in an empty bucket."""
-    from moto.server import ThreadedMotoServer
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port)
-    server.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    import s3fs
-
-    s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-    yield "s3://bucket/runs"
-    server.stop()
+def server(storage_threads: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server.with_bucket(monkeypatch) as result:
+        yield result
 
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore")
 def test_an_empty_machine_resumes_from_s3_and_no_credential_is_written(
-    bucket: str, there: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = [*WORDS, f"checkpoint.mirror={bucket}"]
+    args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
     assert main(args) == 0
     (there / "b").mkdir()
     monkeypatch.chdir(there / "b")
@@ -155,12 +134,36 @@ def test_an_empty_machine_resumes_from_s3_and_no_credential_is_written(
     for file in there.rglob("*"):
         if file.is_file():
             content = file.read_bytes()
-            assert b"wJalrXUtnFEMI" not in content, file
-            assert b"AKIAIOSFODNN7EXAMPLE" not in content, file
+            assert s3_server.SECRET.encode() not in content, file
+            assert s3_server.KEY_ID.encode() not in content, file
 
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore")
-def test_a_missing_bucket_ends_a_new_run_at_its_start(bucket: str, there: Path) -> None:
+def test_a_missing_bucket_ends_a_new_run_at_its_start(server: S3Server, there: Path) -> None:
     assert main([*WORDS, "checkpoint.mirror=s3://nosuchbucket/runs"]) in (74, 77)
     assert not list(there.rglob("*.safetensors"))
+
+
+@needs_s3
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_through_throttling_is_mirrored_completely(
+    server: S3Server, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every fourth request is throttled."""
+    count = [0]
+
+    def fourth(method: str, path: str) -> bool:
+        count[0] += 1
+        return count[0] % 4 == 0
+
+    server.throttles = fourth
+    args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
+    assert main(args) == 0
+    assert server.num_throttled > 0
+    (there / "b").mkdir()
+    monkeypatch.chdir(there / "b")
+    assert main(args) == 0
+    assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
+    assert rows(there / "b") == rows(there / "a")
