@@ -286,7 +286,7 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
         return old.keys() != new.keys() or any(old[key] is not new[key] for key in new)
     if isinstance(new, list | tuple | collections.deque):
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
-    return bool(old != new)
+    return bool(old != new)  # sets, numbers and text
 
 
 def _tensors(value: Any) -> list[Tensor]:
