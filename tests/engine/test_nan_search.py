@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from runner.axes.precision import NotFinite
-from runner.base.errors import NumericError
+from runner.base.errors import NumericError, TaskFault
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.engine.hooks import nan_search
 from runner.engine.opening import open_phase
 
@@ -206,3 +207,230 @@ def test_a_loss_of_coupled_samples_is_searched_as_a_whole(
     assert cause in str(located)
     assert located.place["update"] == (6 if has_sample else 1)
     assert located.place.get("samples") == ([42, 43] if has_sample else None)
+
+
+CHOSEN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+def build():
+    return Chosen()
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+class Chosen(Task):
+    loss_is_additive = False
+    def __init__(self):
+        self.model, self.fault, self.smallest = nn.Sequential(nn.Linear(1, 1), nn.Identity()), "", 1
+        self.differentiates, self.at = [], 5
+    def dataset(self, split):
+        if split != "train":
+            raise NotImplementedError
+        return TensorDataset(torch.arange(32.0)[:, None])
+    def collate(self, samples):
+        if len(samples) < self.smallest:
+            raise ValueError("a batch norm needs two")
+        x = torch.stack([sample[0] for sample in samples])
+        return torch.where(x == self.at, torch.nan, x) if self.fault == "sample" else x
+    def loss(self, model, batch):
+        self.differentiates.append(torch.is_grad_enabled())
+        y = model(batch)
+        if self.fault == "loss":
+            y = y * torch.where(batch == 5, torch.inf, 1)
+        if self.fault == "gradient":
+            y = Late.apply(y)
+        if self.fault == "items":
+            return y.sum() * 0, 0
+        return y.square().sum(), len(batch)
+"""
+
+
+class Search:
+    """The first update of a run whose batches have the samples 0 to 3 and 4 to 7, and the search in it."""
+
+    def __init__(self, phase: Any) -> None:
+        self.phase, self.task = phase, phase.run.parts.task
+
+    def train(self) -> Any:
+        """Return the error that the phase reports for the update that fails."""
+        with pytest.raises((NotFinite, TaskFault)) as raised:
+            list(self.phase.updates())
+        return self.phase.translate_error(raised.value) or raised.value
+
+
+@contextmanager
+def searching(folder: Path, *words: str) -> Iterator[Search]:
+    (folder / "chosen.py").write_text(CHOSEN)
+    settings = ("updates=2", "global_batch_size=8", "micro_batch_size=4", "device=cpu", "run=small", "monitor=off",
+                f"output_root={folder}", "backend.threads=1", "checkpoint=off", "evaluate.every=0",
+                "sampler=sequential", *words)  # fmt: skip
+    with open_phase(Request(settings, folder / "chosen.py")) as phase:
+        yield Search(phase)
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Iterator[Search]:
+    with searching(tmp_path) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("at", "splits_batch", "is_lockstep"), [(5, True, False), (13, True, True), (13, False, False), (5, False, True)]
+)
+def test_a_sample_that_is_not_finite_is_found_with_every_strategy(
+    at: int, splits_batch: bool, is_lockstep: bool, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search.task.fault = "sample"
+    monkeypatch.setattr(search.phase.parts.parallel, "splits_batch", splits_batch)
+    monkeypatch.setattr(search.phase.parts.parallel, "is_lockstep", is_lockstep)
+    closed: list[bool] = []
+    monkeypatch.setattr(search.phase.loader, "close", lambda: closed.append(True))
+    search.task.at = at
+    located = search.train()
+    assert closed == [True], "the search reads samples while a thread of the loader reads others"
+    assert located.place == {"update": 1 + at // 8, "samples": [at]}
+    assert located.problems[0].what.endswith(f": {at}")
+    assert "rank" not in located.problems[0].what
+    assert "bad_samples=skip" in located.problems[0].fix
+
+
+def test_a_batch_is_named_if_its_samples_cannot_be_collated_alone(search: Search) -> None:
+    search.task.fault, search.task.smallest = "sample", 2
+    located = search.train()
+    assert located.place == {"update": 1, "samples": [4, 5, 6, 7]}
+    assert "bad_samples=skip" in located.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_lockstep", "samples"),
+    [
+        ("loss", False, [4, 5, 6, 7]),
+        ("loss", True, [4, 5, 6, 7]),
+        ("gradient", False, [0, 1, 2, 3]),
+        ("gradient", True, None),
+    ],
+)
+def test_the_micro_batch_of_a_loss_is_named(
+    fault: str, is_lockstep: bool, samples: list[int] | None, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With collectives in the model, backward passes are not repeated, and the weights are gathered without them."""
+    gathered: list[bool] = []
+
+    @contextmanager
+    def gather_parameters(model: Any) -> Iterator[None]:
+        assert model is search.phase.parts.model
+        gathered.append(torch.is_grad_enabled())
+        yield
+
+    monkeypatch.setattr(search.phase.parts.parallel, "is_lockstep", is_lockstep)
+    monkeypatch.setattr(search.phase.parts.parallel, "gather_parameters", gather_parameters)
+    search.task.fault = fault
+    located = search.train()
+    assert located.place == {"update": 1} | ({} if samples is None else {"samples": samples})
+    assert located.problems[0].fix.startswith("fix the loss") == (samples is not None)
+    assert gathered == [True] * is_lockstep
+    assert search.task.differentiates[-1] == (not is_lockstep)
+
+
+def test_an_update_without_items_is_a_fault_of_the_task(search: Search) -> None:
+    search.task.fault = "items"
+    located = search.train()
+    assert isinstance(located, TaskFault)
+    assert "(update 1)" in located.problems[0].what
+
+
+@pytest.mark.parametrize("is_lockstep", [True, False])
+@pytest.mark.parametrize("has_bad_sample", [True, False])
+def test_weights_that_are_not_finite_before_the_update_are_named(
+    has_bad_sample: bool, is_lockstep: bool, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search.phase.parts.parallel, "is_lockstep", is_lockstep)
+    torch.nn.init.constant_(search.task.model[0].bias, torch.inf)
+    search.task.fault = "sample" if has_bad_sample else ""
+    located = search.train()
+    assert "0.bias" in located.problems[0].what
+    assert "0.weight" not in located.problems[0].what
+    assert located.problems[0].fix.startswith("lower optimizer.lr")
+    assert located.place == {"update": 1} | ({"samples": [5]} if has_bad_sample else {})
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_a_late_check_searches_the_update_before_and_names_what_the_step_changed(kernel: str, tmp_path: Path) -> None:
+    """A fused optimizer skips the step of an overflow itself."""
+    with searching(tmp_path, f"optimizer.kernel={kernel}") as search:
+        torch.nn.init.constant_(search.task.model[0].weight, torch.nan)
+        search.phase.position.update = 1
+        located = search.phase.translate_error(NotFinite("late", late=True))
+    assert located.place == {"update": 1}
+    assert ("optimizer.kernel=fused" in located.problems[0].fix) == (kernel == "foreach")
+    assert "0.weight" in located.problems[0].what
+
+
+def test_a_search_that_fails_does_not_hide_the_error(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search.phase.loader.fetcher, "__class__", type("Broken", (), {"__getitem__": lambda *_: 1 / 0}))
+    located = search.phase.translate_error(NotFinite("the loss", late=False))
+    assert isinstance(located, NumericError)
+    assert "ZeroDivisionError" in located.problems[0].what
+    assert located.place == {"update": 1}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "rank", "samples"),
+    [
+        ("loss", ["unknown", "", 4.0, [], []], 0, [4, 5, 6, 7]),  # what was found counts more than nothing
+        ("loss", ["module", "there", None, [], [9]], 1, [9]),  # a module says more than the loss
+        ("sample", ["module", "there", None, [], [9]], 0, [5]),
+        ("loss", ["module", "there", None, [7], [9]], 1, [7]),
+        ("loss", ["samples", "there", None, [11], [9]], 1, [11]),
+    ],
+)
+def test_the_most_informative_finding_of_all_ranks_is_reported(
+    here: str, there: list[Any], rank: int, samples: list[int], search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search.task.fault = here
+    monkeypatch.setattr(World, "gather", lambda _, value: [value, there] if isinstance(value, list) else [value, value])
+    located = search.train()
+    assert located.place["samples"] == samples
+    assert f"rank {rank}: " in located.problems[0].what
+    assert ("there" in located.problems[0].what) == (rank == 1)
+    assert located.problems[0].what.endswith("not finite: 7") == (samples == [7])
+
+
+@pytest.mark.parametrize(("items", "is_fault"), [(0.0, True), (float("nan"), True), (4.0, False), (None, False)])
+def test_ranks_without_items_are_a_fault_only_if_all_are(
+    items: float | None, is_fault: bool, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search.task.fault = "items"
+    there: list[Any] = ["unknown", "", items, [], []]
+    monkeypatch.setattr(World, "gather", lambda _, value: [value, there] if isinstance(value, list) else [value, value])
+    located = search.phase.translate_error(NotFinite("", late=False))
+    assert isinstance(located, TaskFault) == is_fault
+
+
+@pytest.mark.parametrize("is_coupled", [True, False])
+@pytest.mark.parametrize("is_lockstep", [True, False])
+def test_a_repetition_that_is_finite_names_no_sample(
+    is_lockstep: bool, is_coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward passes are not repeated if they contain collectives."""
+    (tmp_path / "finite.py").write_text(COUPLED if is_coupled else CHOSEN)
+    settings = ("updates=2", "global_batch_size=8", "micro_batch_size=2", "device=cpu", "run=small", "monitor=off",
+                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=0",
+                *(["task.fault=none"] if is_coupled else []))  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "finite.py")) as phase:
+        monkeypatch.setattr(phase.parts.parallel, "is_lockstep", is_lockstep)
+        located = phase.translate_error(NotFinite("the loss", late=False))
+    assert isinstance(located, NumericError)
+    assert located.place == {"update": 1}
+    (problem,) = located.problems
+    assert problem.what.startswith("the loss")
+    assert ("backward" in problem.what) == (is_lockstep and not is_coupled)
+    assert problem.fix.startswith("lower optimizer.lr")
