@@ -1,0 +1,151 @@
+"""Checks around the first update: gradients that are missing, and buffers that a new model would lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.errors import TaskFault
+from runner.distributed.world import World
+from runner.engine.hooks.first_update import FirstUpdate
+from runner.engine.hooks.timekeeping import Timekeeping
+from runner.engine.update.loop import StepInfo
+from tests.opened import opened
+
+
+class First:
+    """The hook of a phase whose first update a test describes."""
+
+    def __init__(self, phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.phase, self.hook = phase, FirstUpdate(phase)
+        self.warned: list[str] = []
+        self.infos: list[str] = []
+        self.gradients: dict[str, bool] = {"0.weight": True}
+        monkeypatch.setattr(phase.run.observers.screen, "warn", self.warned.append)
+        monkeypatch.setattr(phase.run.observers.screen, "info", self.infos.append)
+        monkeypatch.setattr(phase.work, "first_gradients", lambda: self.gradients)
+        self.hook.begin()
+
+    def update(self, number: int = 1) -> None:
+        self.phase.position.update = number
+        self.hook.after_update(StepInfo(number, None, 1, None, None, ()))
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[First]:
+    with opened(tmp_path, "checkpoint=off") as phase:
+        monkeypatch.setattr(type(phase.parts.task), "loss_is_additive", False)
+        yield First(phase, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "missed"),
+    [
+        ({"a": True, "b": False}, {"a": False, "b": False}, ["b"]),
+        ({"a": False}, {"a": True}, []),
+        ({"a": True}, {"b": False}, ["b"]),  # stages of a pipeline
+        ({"a": True}, {"b": True}, []),
+    ],
+)
+def test_a_parameter_that_no_rank_reaches_is_named(
+    here: dict[str, bool], there: dict[str, bool], missed: list[str], first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first.gradients = here
+    monkeypatch.setattr(World, "gather", lambda _, value: [value, there if isinstance(value, dict) else value])
+    first.update()
+    assert len(first.warned) == bool(missed)
+    assert all(f" {name} " in first.warned[0] for name in missed)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_missing_gradients_are_reported_after_the_first_update_of_the_phase_only(number: int, first: First) -> None:
+    """After a resume, the first update has other samples, which may reach other parameters."""
+    first.gradients = {"0.bias": False}
+    first.update(number)
+    first.update(1)
+    assert ["0.bias" in text for text in first.warned] == [True] * (number == 1)
+
+
+def add(model: Any) -> None:
+    model.register_buffer("late", torch.zeros(2))
+
+
+def grow(model: Any) -> None:
+    model.bank = torch.zeros(3)
+
+
+def remove(model: Any) -> None:
+    del model.bank
+
+
+def fill(model: Any) -> None:
+    model.bank += 1
+
+
+@pytest.mark.parametrize(("change", "name"), [(add, "late"), (grow, "bank"), (remove, None), (fill, None)])
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_buffer_that_a_new_model_lacks_is_refused_on_every_rank(
+    is_here: bool, change: Any, name: str | None, first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = first.phase.parts.bare
+    model.register_buffer("bank", torch.zeros(2))
+    first.hook.begin()
+    if is_here:
+        change(model)
+    there: dict[type, Any] = {bool: name is not None, list: [name] if name else []}  # of another rank
+    monkeypatch.setattr(World, "gather", lambda _, value: [value, there.get(type(value), value)])
+    if name is None:
+        first.update()
+        return
+    with pytest.raises(TaskFault) as raised:
+        first.update()
+    assert f": {name}" in raised.value.problems[0].what
+    assert f'register_buffer("{name}"' in raised.value.problems[0].fix
+
+
+def test_a_buffer_that_a_hook_leaves_out_of_checkpoints_may_be_added(first: First) -> None:
+    model = first.phase.parts.bare
+    add(model)
+
+    def leave_out(_: Any, state: dict[str, Any], *rest: Any) -> None:
+        del state["late"]
+
+    model.register_state_dict_post_hook(leave_out)
+    first.update()
+    assert first.hook.phase.run.has_started
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_work_at_the_start_of_a_process_is_done_once(
+    has_started: bool, first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase, run = first.phase, first.phase.run
+    run.has_started = has_started
+    shown: list[Any] = []
+    monkeypatch.setattr(run.observers.screen, "show_first_update", lambda *args: shown.append(args))
+    monkeypatch.setattr(phase.loader, "decision", "two workers", raising=False)
+    assert phase.hook(Timekeeping).until_first_update is None
+    first.update()
+    first.update(2)
+    num = 0 if has_started else 1
+    assert [args[0] for args in shown] == [1] * num
+    assert all(args[1] >= 0.0 for args in shown)
+    assert first.infos == ["two workers"] * num
+    assert run.has_started
+    assert (phase.hook(Timekeeping).until_first_update is not None) == (not has_started)
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+@pytest.mark.parametrize("was_compiled", [True, False])
+def test_a_model_that_is_not_compiled_as_requested_is_reported(
+    was_compiled: bool, is_off: bool, first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = first.phase.run.plan.choices["compile"]
+    monkeypatch.setattr(type(compiled), "uses", lambda _, name: is_off and name == "off")
+    monkeypatch.setattr("runner.engine.hooks.first_update.nothing_was_compiled", lambda: not was_compiled)
+    first.update()
+    assert ["compile=" in text for text in first.warned] == [True] * (not is_off and not was_compiled)
