@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check the assumptions of accel-run about the CUDA build of torch, without a GPU.
 #
-#   scripts/first_contact.sh hollow [CHECK]     CHECK: allocator, attention, waits, contexts, host_buffer, forks,
+#   scripts/first_contact.sh hollow [CHECK]     CHECK: allocator, attention, waits, contexts, host_buffer, forks, ranks,
 #                                               prediction, compiled or graphs; all without it
 #
 # Runs torch's host code on a hollow GPU (tests/stand_ins/hollow): a CUDA runtime with host memory, and kernels that do

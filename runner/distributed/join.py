@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
 
-    CPU tensors use gloo, and CUDA tensors use NCCL. After an error the group is abandoned, not destroyed.
+    CPU tensors use gloo, and CUDA tensors use NCCL. After an error, and if destroying the group takes longer than
+    `timeout_s`, the group is abandoned.
     Raises SystemLimit if the ranks cannot connect.
     """
     has_own_launcher = rank_info.store.startswith("file:")  # other launchers end all ranks when one exits
@@ -69,6 +71,13 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
                 call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
         raise
     gc.collect()  # drop remaining references to the group before it is destroyed
+    # NCCL may wait here for a rank that does not answer, and no watchdog runs any more. The results are complete.
+    with suppress(TimeoutError):
+        call_with_timeout(timeout_s, partial(_destroy_group, device))
+
+
+def _destroy_group(device: torch.device) -> None:
+    get_accelerator(device).activate()  # of this thread
     dist.destroy_process_group()
 
 

@@ -34,7 +34,9 @@ import torch.utils.data
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
 from runner.base.rank_env import RankInfo
+from runner.distributed import join
 from runner.distributed.join import join_process_group
+from runner.distributed.timeouts import call_with_timeout
 from runner.distributed.peer_loss import is_peer_loss
 from runner.distributed.world import World
 from runner.durable.signals import StopRequest
@@ -163,6 +165,24 @@ def test_ranks_rendezvous_in_the_private_folder() -> None:
             return 0, [mode, world.sum(torch.ones(1)).item()]
 
     assert run_ranks(main).results == ([0o700, 2.0], [0o700, 2.0])
+
+
+def test_ranks_end_although_destroying_the_process_group_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL, if another rank does not answer at the end."""
+    limits_s = []
+
+    def call_briefly(limit_s: float, call: Callable[[], Any]) -> Any:
+        limits_s.append(limit_s)
+        return call_with_timeout(0.01, call)
+
+    def main(member: RankInfo) -> tuple[int, Any]:
+        code, _ = in_world(reduce_once, timeout_s=123.0)(member)
+        return code, limits_s
+
+    monkeypatch.setattr(join, "call_with_timeout", call_briefly)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", threading.Event().wait)
+    ending = run_ranks(main)
+    assert (ending.code, ending.results) == (0, ([123.0], [123.0]))
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def prediction(args: str) -> Iterator[Result]:
     from runner.axes.precision import ScaledHalf
     from runner.config.configuration import compose
     from runner.config.request import Request
+    from runner.host.subprocesses import run_in_subprocess
     from runner.plan.inventory import take_inventory
     from runner.plan.overhead import cublas_workspace
     from runner.tools.doctor.contact_checks import RunPrediction, predict_run
@@ -83,7 +84,8 @@ def prediction(args: str) -> Iterator[Result]:
     own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {args}"
     compose(Request(tuple(own.split())))
     context = CheckContext(out, out, inventory=take_inventory())
-    expected = predict_run(Request(tuple(own.split())), context.required_inventory)
+    # Tracing queries CUDA, which children of this process, such as those of the run, could not use afterwards.
+    expected = run_in_subprocess(predict_run, Request(tuple(own.split())), context.required_inventory)
     assert isinstance(expected, RunPrediction), expected
     run(["train", *own.split()])
     import torch
@@ -171,6 +173,15 @@ def contexts(args: str) -> Iterator[Result]:
     library = ctypes.CDLL("libhollow.so")
     result = [number for number in range(int(os.environ["HOLLOW_GPUS"])) if library.hollow_context(number)]
     yield args, result == [int(device[-1])], f"contexts on {result}"
+
+
+def ranks(args: str) -> Iterator[Result]:
+    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; its collectives do nothing."""
+    out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
+    run(["train", "updates=4", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *args.split()])
+    record = json.loads((out / "r" / "run.json").read_text())
+    updates = record["phases"]["train"]["updates"]
+    yield "updates", updates == 4, f"{updates} of 4"
 
 
 HOST_BUFFER = """
@@ -293,7 +304,7 @@ def run(args: Sequence[str]) -> None:
 
 CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     function.__name__: function
-    for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, compiled, graphs)
+    for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, ranks, compiled, graphs)
 }
 # (check, its arguments, differences from one GPU with 8 GiB and capability 8.0)
 PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -310,6 +321,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("contexts", ("device=cuda:1 task=gpt micro_batch_size=8 prefetch=stream",), {"gpus": 2}),
     ("host_buffer", (), {"gpus": 2}),
     ("forks", (), {}),
+    *(("ranks", (f"task=gpt parallelism={name} micro_batch_size=8",), {"gpus": 2}) for name in ("ddp", "fsdp")),
     *(
         (
             "prediction",
