@@ -36,8 +36,8 @@ from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Prob
 from runner.base.rank_env import RankInfo
 from runner.distributed import join
 from runner.distributed.join import join_process_group
-from runner.distributed.timeouts import call_with_timeout
 from runner.distributed.peer_loss import is_peer_loss
+from runner.distributed.timeouts import call_with_timeout
 from runner.distributed.world import World
 from runner.durable.signals import StopRequest
 from runner.launch import local

@@ -176,7 +176,7 @@ def contexts(args: str) -> Iterator[Result]:
 
 
 def ranks(args: str) -> Iterator[Result]:
-    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; its collectives do nothing."""
+    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; collectives do nothing."""
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     run(["train", "updates=4", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *args.split()])
     record = json.loads((out / "r" / "run.json").read_text())
