@@ -86,36 +86,6 @@ def test_an_attribute_of_the_task_is_state_too(kept: str, body: str, server: For
     assert 'self.model.register_buffer("kept"' in result.err
 
 
-OUTSIDE = {
-    "a global counter": ("kept = 0", "global kept; kept += 1; x = x + 0.1 * kept"),
-    "a global tensor": ("kept = torch.zeros(3)", f"kept.mul_(0.9).add_({MEAN}); x = x - kept"),
-    "an attribute of a class": (
-        "class Counts:\n    pass", "Counts.kept = getattr(Counts, 'kept', 0) + 1; x = x + 0.1 * Counts.kept",
-    ),
-    "an object": (
-        "class Counts:\n    kept = 0",
-        "self.counts = getattr(self, 'counts', Counts()); self.counts.kept += 1; x = x + 0.1 * self.counts.kept",
-    ),
-    "a tensor in a mapping": (
-        "kept = {'mean': torch.zeros(3)}", f"kept['mean'].mul_(0.9).add_({MEAN}); x = x - kept['mean']",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize(("declared", "body"), OUTSIDE.values(), ids=OUTSIDE)
-def test_state_outside_of_the_task_stops_the_run(declared: str, body: str, server: ForkServer, tmp_path: Path) -> None:
-    """A resumed run imports the file again, and so starts with the first value."""
-    task = OF_TASK.replace("class Model(", f"{declared}\n\nclass Model(").replace(
-        "class Mine(Task):",
-        "class Mine(Task):\n    loss_is_additive = False",  # no earlier pass
-    )
-    result = trained("None", body, server, tmp_path, task=task)
-    assert result.code == 70, result
-    assert ".kept" in result.err
-    assert 'self.model.register_buffer("kept"' in result.err
-
-
 UNCOPIED = '{"__copy__": lambda self: 1 / 0}'
 DATA = {
     "an array larger than memory": "__import__('numpy').broadcast_to(1.0, (1 << 58,))",

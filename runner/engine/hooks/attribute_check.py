@@ -1,4 +1,4 @@
-"""Reject attributes of modules, the task and its files that forward passes change and later ones use: none is saved."""
+"""Reject attributes of modules and of the task that forward passes change and later ones use: they are not saved."""
 
 from __future__ import annotations
 
@@ -15,29 +15,22 @@ from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch, copy_batch
 from runner.base.errors import TaskFault
-from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.engine.checks.task_calls import repeatable_pass, without_effects
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
-from runner.engine.sources.training_identity import local_modules
 from runner.engine.update.loop import StepInfo
 from runner.tensors.bitwise import is_dense
 
-Place = tuple[str, str]  # (name of the holder, name of the attribute)
+Place = tuple[str | None, str]  # (module name, or None for the task; attribute name)
 
 
 class _Value(NamedTuple):
-    """A recorded attribute: the object itself, its elements, a copy of its content, and the versions of its tensors."""
+    """A recorded attribute: the object itself, a copy of its content, and the version of a tensor."""
 
     value: Any
-    elements: Any
     copied: Any
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Value:
-        return cls(value, _copy_elements(value), _copy(value), tuple(map(_version, _tensors(value))))
+    version: int
 
 
 class _Weight(NamedTuple):
@@ -50,17 +43,13 @@ class _Weight(NamedTuple):
 
 
 class AttributeCheck(Hook):
-    """Compares attributes before and after the first pass and evaluation of a process.
-
-    They belong to modules, the task, its local files and their classes, such as a global counter, and to objects of
-    these classes that they keep, such as a moving average.
+    """Compares attributes of modules and the task before and after the first pass and evaluation of a process.
 
     Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
     as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
     new values: an attribute is state only if the loss depends on it. Such state is lost when a run resumes, and makes
-    training depend on when it is evaluated. Containers are compared by the identity of their elements and the versions
-    of their tensors. Data sets that the task keeps, such as large arrays and memory maps, are not read: only their
-    replacement is detected.
+    training depend on when it is evaluated. Containers are compared by the identity of their elements. Data sets that
+    the task keeps, such as large arrays and memory maps, are not read: only their replacement is detected.
 
     Parameters of modules outside of the model are compared in the second update, too: a teacher that starts as a copy
     of the student has the same values after the first pass.
@@ -145,11 +134,17 @@ class AttributeCheck(Hook):
         parts, changed = self.phase.parts, self._changed
         used = self._find_used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
-        states = sorted({(holder, key) for places in parts.world.gather(used) for holder, key in places})
+        states = sorted(
+            {
+                ("task" if module is None else module, key)
+                for places in parts.world.gather(used)
+                for module, key in places
+            }
+        )
         if states:
-            names = [f"{holder}.{key}" for holder, key in states]
+            names = [f"{module}.{key}" if module else key for module, key in states]
             holder, key = states[0]
-            owner = "self" if f"{holder}.".startswith(_MODEL) else "self.model"
+            owner = "self.model" if holder == "task" else "self"
             raise TaskFault(
                 f"{what} changes attributes that later passes use and that no checkpoint contains: {abbreviate(names)}",
                 where=str(parts.source),
@@ -162,7 +157,7 @@ class AttributeCheck(Hook):
         if not batch.counts or not changed:
             return []
         parts, holders = self.phase.parts, self._holders()
-        now = {place: vars(holders[place[0]]).get(place[1], _ABSENT) for place in changed}
+        now = {place: holders[place[0]].get(place[1], _ABSENT) for place in changed}
         before = {place: self._before[place].copied if place in self._before else _ABSENT for place in changed}
         current = {place: _copy(value) for place, value in now.items()}
 
@@ -190,14 +185,13 @@ class AttributeCheck(Hook):
         return []
 
     def _outside_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of modules that the task, or what belongs to it, keeps outside of the model."""
-        models = self.phase.parts.bare, self.phase.parts.task.model
-        seen = {id(weight) for model in models for weight in model.parameters()}
-        for holder, values in self._holders().items():
-            for key, value in vars(values).items() if not isinstance(values, nn.Module) else ():
-                for name, weight in value.named_parameters(f"{holder}.{key}") if isinstance(value, nn.Module) else ():
-                    if id(weight) not in seen:
-                        seen.add(id(weight))
+        """Yield the parameters of modules that the task keeps outside of the model."""
+        task = self.phase.parts.task
+        inside = {*map(id, self.phase.parts.bare.parameters()), *map(id, task.model.parameters())}
+        for key, value in vars(task).items():
+            if isinstance(value, nn.Module):
+                for name, weight in value.named_parameters(f"task.{key}"):
+                    if id(weight) not in inside:
                         yield name, weight
 
     def _record_weights(self) -> dict[str, _Weight]:
@@ -218,37 +212,18 @@ class AttributeCheck(Hook):
             for (name, weight), norm in zip(weights.items(), norms, strict=True)
         }
 
-    def _holders(self) -> dict[str, object]:
-        """Return modules, task, local files, their classes, and objects of these classes that they keep, by name."""
-        model = {f"{_MODEL}{name}".rstrip("."): module for name, module in self.phase.parts.bare.named_modules()}
-        files = {module.__name__: module for module in local_modules()}
-        classes = {
-            f"{name}.{key}": value
-            for name, module in files.items()
-            for key, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == name
-        }
-        holders: dict[str, object] = {**files, **classes, **model, "task": self.phase.parts.task}
-        kept = {
-            f"{name}.{key}": value
-            for name, holder in holders.items()
-            for key, value in vars(holder).items()
-            if type(value).__module__ in files and not isinstance(value, (nn.Module, Task)) and _is_plain(value)
-        }
-        return {**kept, **holders}
+    def _holders(self) -> dict[str | None, dict[str, Any]]:
+        """Return the attributes of each module by name, and those of the task as None."""
+        modules = {name: vars(module) for name, module in self.phase.parts.bare.named_modules()}
+        return {**modules, None: vars(self.phase.parts.task)}
 
 
-def _is_plain(value: object) -> bool:
-    """Return whether an object has attributes and is neither a data set nor a class."""
-    return hasattr(value, "__dict__") and not hasattr(value, "__getitem__") and not isinstance(value, type)
-
-
-def _record_attributes(holders: Mapping[str, object]) -> dict[Place, _Value]:
+def _record_attributes(holders: Mapping[str | None, Mapping[str, Any]]) -> dict[Place, _Value]:
     return {
-        (name, key): _Value.of(value)
-        for name, holder in holders.items()
-        for key, value in vars(holder).items()
-        if key not in _MODULE_ATTRIBUTES and not key.startswith("__") and isinstance(value, _CHECKED_TYPES)
+        (name, key): _Value(value, _copy(value), _version(value))
+        for name, attributes in holders.items()
+        for key, value in attributes.items()
+        if key not in _MODULE_ATTRIBUTES and isinstance(value, _CHECKED_TYPES)
     }
 
 
@@ -275,13 +250,14 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
     new: Any = now.value
     if type(old) is not type(new) or (before.value is not now.value and isinstance(new, Tensor | np.ndarray)):
         return True
-    if before.versions != now.versions:
-        return True
-    if isinstance(new, Tensor) or old is new:  # the same tensor; immutable, or not copied
+    if isinstance(new, Tensor):
+        return before.version != now.version
+    if old is new:  # immutable, or not copied
         return False
     if isinstance(new, np.ndarray):
-        return not np.array_equal(old, new)
-    old = before.elements
+        with suppress(ValueError):  # elements of dtype object, such as arrays, may have no truth value
+            return not np.array_equal(old, new, equal_nan=new.dtype.kind in "fc")
+        return False
     if isinstance(new, Mapping):
         return old.keys() != new.keys() or any(old[key] is not new[key] for key in new)
     if isinstance(new, list | tuple | collections.deque):
@@ -289,51 +265,27 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
     return bool(old != new)  # sets, numbers and text
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors that a value is or directly contains."""
-    if isinstance(value, Tensor):
-        return [value]
-    if not isinstance(value, _CONTAINERS) or len(value) > _MAX_COPIED_ITEMS:
-        return []
-    elements = value.values() if isinstance(value, Mapping) else value
-    return [element for element in elements if isinstance(element, Tensor)]
-
-
 def _copy(value: Any) -> Any:
-    """Return a copy of a value and its tensors; what is large, or a file, may be a data set and is not copied."""
-    if sum(tensor.nbytes for tensor in _tensors(value)) > _MAX_COPIED_BYTES:
-        return value
+    """Return a shallow copy of a value; what is large, or a file, may be a data set and is not copied."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if is_dense(value) and value.nbytes <= _MAX_COPIED_BYTES else value
     if isinstance(value, np.ndarray):
         return value if isinstance(value, np.memmap) or value.nbytes > _MAX_COPIED_BYTES else copy.copy(value)
-    copied = _copy_elements(value)
-    elements = copied.items() if isinstance(copied, dict) else enumerate(copied) if isinstance(copied, list) else ()
-    for key, element in [*elements] if _tensors(copied) else ():
-        copied[key] = element.detach().clone() if isinstance(element, Tensor) else element
-    return copied
+    if isinstance(value, _CONTAINERS) and len(value) <= _MAX_COPIED_ITEMS:
+        with suppress(Exception):  # a subclass may forbid copies
+            return copy.copy(value)
+    return value
 
 
-def _copy_elements(value: Any) -> Any:
-    """Return a shallow copy of a container, or any other value itself."""
-    return copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= _MAX_COPIED_ITEMS else value
-
-
-def _set_attributes(holders: Mapping[str, object], values: Mapping[Place, Any]) -> None:
+def _set_attributes(holders: Mapping[str | None, dict[str, Any]], values: Mapping[Place, Any]) -> None:
     for (name, key), value in values.items():
-        holder = holders[name]
-        if value is _ABSENT and key not in vars(holder):
-            continue
-        if isinstance(holder, type):  # its attributes cannot be set through vars()
-            delattr(holder, key) if value is _ABSENT else setattr(holder, key, value)
-        elif value is _ABSENT:
-            del vars(holder)[key]
+        if value is _ABSENT:
+            holders[name].pop(key, None)
         else:
-            vars(holder)[key] = value
+            holders[name][key] = value
 
 
 _ABSENT = object()
-_MODEL = "model."  # prefix of the names of its modules
 _CONTAINERS = (list, tuple, dict, set, collections.deque)
 _CHECKED_TYPES = (bool, int, float, complex, str, type(None), Tensor, np.ndarray, *_CONTAINERS)
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -183,9 +183,12 @@ def changed_files(before: Hashes, now: Hashes) -> list[str]:
 
 
 def fingerprint_code(source: Path) -> Hashes:
-    """Return the hash of the task's file and of all local modules, by path relative to its folder."""
+    """Return the hash of the task's file and of all local modules that are loaded, by path relative to its folder.
+
+    Local modules are neither installed (site-packages) nor part of Python or accel-run.
+    """
     folder = f"{source.parent}{os.sep}"
-    local = sorted(map(_file_of, local_modules()), key=lambda file: (not file.startswith(folder), file))
+    local = sorted(filter(_is_local, _loaded_files()), key=lambda file: (not file.startswith(folder), file))
     hashes: Hashes = {}
     for file in [str(source), *local][:_MAX_FILES]:
         with suppress(OSError):
@@ -194,15 +197,15 @@ def fingerprint_code(source: Path) -> Hashes:
     return hashes
 
 
-def local_modules() -> list[ModuleType]:
-    """Return the loaded modules that are neither installed (site-packages) nor part of Python or accel-run."""
-    return [module for module in list(sys.modules.values()) if _is_local(_file_of(module))]
+def _loaded_files() -> Iterator[str]:
+    """Yield the file of each loaded module.
 
-
-def _file_of(module: object) -> str:
-    """Return the file of a module, or "", without a query: modules of torch search for missing attributes."""
-    file = getattr(module, "__dict__", {}).get("__file__")
-    return file if isinstance(file, str) else ""
+    There are thousands. Their attributes are not queried, because modules of torch search for missing ones.
+    """
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(name, str):
+            yield name
 
 
 def _is_local(file: str) -> bool:

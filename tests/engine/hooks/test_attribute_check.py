@@ -218,7 +218,7 @@ def test_the_message_names_the_attributes_that_are_used(
     assert "task.part0" in listed or 0 not in named
 
 
-@pytest.mark.parametrize(("module", "name"), [("", "model.kept"), ("0", "model.0.kept")])
+@pytest.mark.parametrize(("module", "name"), [("", "kept"), ("0", "0.kept")])
 def test_an_attribute_of_a_module_is_named_with_the_module(module: str, name: str, checked: Checked) -> None:
     holder: Any = checked.task.model.get_submodule(module)
     holder.kept = 1
@@ -230,6 +230,21 @@ def test_an_attribute_of_a_module_is_named_with_the_module(module: str, name: st
     assert f": {name}" in found
     assert 'self.register_buffer("kept"' in found
     assert "self.model.register_buffer" not in found
+
+
+class Frozen(dict[str, int]):
+    def __copy__(self) -> None:
+        raise TypeError("it is frozen")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([np.zeros(3), np.zeros(4)], dtype=object), torch.eye(3).to_sparse(), Frozen(a=1), np.array([math.nan])],
+    ids=["arrays of an array", "sparse", "no copy", "NaN"],
+)
+def test_an_attribute_that_cannot_be_compared_is_not_reported(value: Any, checked: Checked) -> None:
+    checked.task.kept = value
+    assert checked.found(lambda task: None, lambda task: len(task.kept) * 1.0) is None
 
 
 def test_only_the_first_evaluation_is_checked(checked: Checked) -> None:
