@@ -49,7 +49,7 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """
     argv = build_argv(arguments, settings)
     if {"-m", "--multirun"} & set(argv):
-        fix = "call train in a loop, or in the objective of a search"
+        fix = "call train() once per combination of values"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
     configuration = compose(parse_arguments(argv).request)
     name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
@@ -176,7 +176,7 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
     """Convert the arguments of a Python call to those of the command line. Raises ConfigError for other types."""
     for argument in arguments:
         if not isinstance(argument, str | os.PathLike):
-            what = f"arguments must be strings or paths, but one is of type {type(argument).__name__}"
+            what = f"must be a string or a path, but is of type {type(argument).__name__}"
             raise ConfigError(
                 Problem(what, repr(argument)[:40], 'pass settings by name: train("task=gpt", updates=200)')
             )

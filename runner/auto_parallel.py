@@ -140,8 +140,10 @@ class PipelineParallel(nn.Module):
         self.devices = _resolve_devices(devices)
         self.bytes_per_parameter = bytes_per_parameter
         if balance == "time" and split is None and example is None:
-            what = "must be the inputs of one call, used to time the layers for balance='time', but is None"
-            raise ConfigError(Problem(what, "example", "use example=(x,) with a complete batch, or balance='memory'"))
+            what = "is required for balance='time', which times the layers with it"
+            raise ConfigError(
+                Problem(what, "example", "pass example=(x,) with a complete batch, or use balance='memory'")
+            )
         parts = _layers(model, layers)
         if parts is None:
             raise ConfigError(_unknown_layers(model))
@@ -277,7 +279,7 @@ def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dim():
-            what = "the output must have the samples along its first dimension, but a tensor is a single number"
+            what = "the output must have the samples along its first dimension, but a tensor of it is a scalar"
             fix = "let the last layer return a value per sample, and sum or average over the batch outside of the model"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         return torch.cat(list(values))
@@ -343,7 +345,7 @@ def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_par
 def _replicated_choice(model: nn.Module, place: torch.device, need: int, limit: int) -> ParallelChoice:
     if need > limit:
         what = f"the model needs {_format_size(need)}, but {place} has {_format_size(limit)} available"
-        raise ConfigError(Problem(what, "", "use accel-run train parallelism=pipeline, or parallelism=fsdp"))
+        raise ConfigError(Problem(what, "", "train with accel-run and parallelism=pipeline or parallelism=fsdp"))
     wrapped = nn.parallel.DistributedDataParallel(model.to(place))
     memory = f"the model needs {_format_size(need)}, and {place} has {_format_size(limit)} available"
     reason = f"{dist.get_world_size()} processes; {memory}"
@@ -374,7 +376,7 @@ def _unknown_layers(model: nn.Module) -> Problem:
     return Problem(
         f"the layers of a {type(model).__name__} are unknown; only nn.Sequential is split automatically",
         "layers",
-        "use layers=[...], the modules that are applied in sequence",
+        "pass layers=[...], the modules in the order in which they are applied",
     )
 
 

@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
             _print_error("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
         except MemoryError:
-            _print_error("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
+            _print_error(
+                "accel-run: out of host memory\n           free some memory, or raise the limit with ulimit -v"
+            )
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
             limit = find_system_limit(error)
@@ -180,9 +182,9 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     arg = argv[0]
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
     if arg.startswith("-") or "=" in arg:
-        fix = "a command comes first, such as accel-run train"
+        fix = "put a command first, such as accel-run train"
     elif arg in ("sweep", "multirun"):
-        fix = "accel-run train -m trains every combination of values, accel-run search searches for the best one"
+        fix = "use accel-run train -m for every combination of values, or accel-run search to find the best one"
     elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.7):
         fix = f"did you mean accel-run {close[0]}?"
     else:

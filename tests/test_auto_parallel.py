@@ -184,7 +184,7 @@ class Summed(nn.Module):
         (lambda: PipelineParallel(Tied(), 2, ["cpu"] * 2), "layers of a Tied are unknown"),
         (
             lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time"),
-            "example: must be the inputs of one call",
+            "example: is required for balance",
         ),
         (
             lambda: Summed.piped(lambda x: x.sum())(torch.zeros(4, 8)),
@@ -208,7 +208,7 @@ def test_layers_are_balanced_by_time_with_an_example_and_a_split_that_is_given_n
 
 
 def test_foreign_layers_are_refused() -> None:
-    with pytest.raises(TaskFault, match="must hold the parameters of the model, but miss 9"):
+    with pytest.raises(TaskFault, match="must contain exactly the parameters of the model, but lacks 9"):
         PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
 
 

@@ -39,17 +39,17 @@ UNSUPPORTED: Mapping[str, str] = {
         ("on_after_backward", "on_before_optimizer_step"),
         "write a hook with before_step(parameters, objective): HOOKS = [MyHook]",
     ),
-    "on_before_backward": "do it at the end of training_step",
-    "on_before_zero_grad": "write a hook: before_step has the gradients, after_update the new weights",
+    "on_before_backward": "move its code to the end of training_step",
+    "on_before_zero_grad": "write a hook, whose before_step can read the gradients, and after_update the new weights",
     "on_train_batch_start": "define begin_update(progress) in a subclass of LightningTask",
     **dict.fromkeys(
         ("on_validation_epoch_end", "on_test_epoch_end", "validation_epoch_end", "training_epoch_end"),
         "define metrics(split) in a subclass of LightningTask",
     ),
-    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "keep the state in a buffer"),
+    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "store the state in a buffer (register_buffer)"),
     **dict.fromkeys(
         ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
-        "do it in the dataset, or in training_step",
+        "move its code to the dataset or to training_step",
     ),
 }  # fmt: skip
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -79,11 +79,11 @@ class LightningTask(Task):
                 fix += "; if a LightningDataModule has it, set module.train_dataloader = data.train_dataloader"
             raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
         if not getattr(module, "automatic_optimization", True):
-            what = "automatic_optimization=False: the module steps its optimizers itself"
+            what = f"{type(module).__name__} has automatic_optimization=False, but accel-run steps the optimizer itself"
             raise TaskFault(what, fix="write a task with OBJECTIVES")
         for name, fix in UNSUPPORTED.items():
             if _has(module, name):
-                raise TaskFault(f"{type(module).__name__}.{name} would never be called", fix=fix)
+                raise TaskFault(f"accel-run never calls {type(module).__name__}.{name}", fix=fix)
         self.module, self.items = module, items or count_samples
         self.trainer = TrainerStub()
         self.model = LightningSteps(module, self.trainer)
@@ -147,8 +147,8 @@ class LightningTask(Task):
             name = f"{split}_dataloader"
             loader = getattr(self.module, name)() if _has(self.module, name) else None
             if isinstance(loader, (list, tuple)):
-                what = f"{split}_dataloader returns {len(loader)} loaders"
-                raise TaskFault(what, fix="return one, of a torch.utils.data.ConcatDataset")
+                what = f"{split}_dataloader must return one loader, but returned {len(loader)}"
+                raise TaskFault(what, fix="return one loader of a torch.utils.data.ConcatDataset")
         self._loaders[split] = loader
         return loader
 
@@ -206,7 +206,7 @@ def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Opti
     ids = {id(parameter) for _, parameter in parameters}
     owner = next((module for module in _modules if any(id(weight) in ids for weight in module.parameters())), None)
     if owner is None:
-        raise TaskFault("no LightningTask of this process has these parameters", fix="return LightningTask from build")
+        raise TaskFault("the parameters do not belong to a LightningTask", fix="return a LightningTask from build")
     _configured[:] = [owner]
     optimizer, _ = configure(owner)
     for group in optimizer.param_groups:
@@ -235,7 +235,7 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
         raise TaskFault(what, fix="use scheduler=plateau")
     if not per_update and epochs is None:
         what = "the schedule of configure_optimizers steps once per epoch, but the number of epochs is unknown"
-        raise TaskFault(what, fix="call configured_schedule(updates, epochs)")
+        raise TaskFault(what, fix="pass it: configured_schedule(updates, epochs)")
     every = int(config.get("frequency", 1)) * (1 if per_update else max(1, round(updates / (epochs or 1))))
     return _factors(optimizer, scheduler, updates // every + 1, every)
 
@@ -248,8 +248,8 @@ def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Ca
         for _ in range(steps):
             ratios = {round(group["lr"] / group["initial_lr"], 12) for group in optimizer.param_groups}
             if len(ratios) > 1:
-                what = "the schedule gives parameter groups different factors"
-                raise TaskFault(what, fix="use optimizer.lr_scales and scheduler=NAME")
+                what = "the schedule of configure_optimizers must scale all parameter groups by the same factor"
+                raise TaskFault(what, fix="set optimizer.lr_scales, and select a schedule with scheduler=NAME")
             group = optimizer.param_groups[0]
             factors.append(group["lr"] / group["initial_lr"])
             scheduler.step()

@@ -19,17 +19,17 @@ IGNORED = -100  # label of positions without loss, as in torch and transformers
 _LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
 # argument of Trainer -> what to use instead
 UNSUPPORTED: Mapping[str, str] = {
-    "args": "use settings of accel-run; docs/coming-from.md lists those of TrainingArguments",
-    "data_collator": "pass collator=",
+    "args": "see docs/coming-from.md for the settings that correspond to TrainingArguments",
+    "data_collator": "pass it as collator=...",
     "train_dataset": 'pass data={"train": ..., "validation": ...}',
     "eval_dataset": 'pass data={"train": ..., "validation": ...}',
     "processing_class": "pass collator=DataCollatorWithPadding(tokenizer)",
     "tokenizer": "pass collator=DataCollatorWithPadding(tokenizer)",
     "model_init": "create the model in build()",
-    "compute_loss_func": "pass loss=",
+    "compute_loss_func": "pass loss=f with f(outputs, batch) -> (sum over the items, number of items)",
     "callbacks": "write a hook: HOOKS = [MyHook]",
-    "optimizers": "use optimizer=NAME scheduler=NAME, or OPTIMIZERS and SCHEDULERS for your own",
-    "optimizer_cls_and_kwargs": "use optimizer=NAME, or OPTIMIZERS for your own",
+    "optimizers": "use optimizer=NAME and scheduler=NAME; add your own to OPTIMIZERS and SCHEDULERS of the task file",
+    "optimizer_cls_and_kwargs": "use optimizer=NAME; add your own to OPTIMIZERS of the task file",
     "preprocess_logits_for_metrics": "define evaluate(model, batch) in a subclass of TransformersTask",
 }
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "dev"), "test": ("test",)}
@@ -120,8 +120,8 @@ def select_loss(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
         return _SEQUENCE_LOSSES[_problem_type(model)]
     if kind not in _LOSSES:
         known = ", ".join(["ForSequenceClassification", *_LOSSES])
-        what = f"the loss of {type(model).__name__} ({kind}) is not known; known: {known}"
-        raise TaskFault(what, fix="pass loss=function: (outputs, batch) -> (sum over the items, number of items)")
+        what = f"no loss is known for the head {kind} of {type(model).__name__}; supported heads: {known}"
+        raise TaskFault(what, fix="pass loss=f with f(outputs, batch) -> (sum over the items, number of items)")
     return _LOSSES[kind]
 
 

@@ -146,7 +146,7 @@ def refusal_reason(
     if device.type == "cpu":
         return "" if backend == "flash" else f"the CPU has no {backend} kernel"
     if device.type != "cuda":
-        return f"{device.type} has a separate kernel, which this option does not select"
+        return f"this option cannot select kernels on {device.type}"
     if capability is None:
         if not cuda_is_available():
             return "there is no CUDA device"
@@ -157,15 +157,15 @@ def refusal_reason(
     needed = (5, 0) if backend == "efficient" and dtype != torch.bfloat16 else (8, 0)
     if capability < needed:
         found, least = (".".join(map(str, version)) for version in (capability, needed))
-        return f"compute capability {least} is needed, but the device has {found}"
+        return f"it needs compute capability {least}, but the device has {found}"
     if dtype not in _DTYPES[backend]:
         return f"inputs must be {' or '.join(map(_dtype_name, _DTYPES[backend]))}, but are {_dtype_name(dtype)}"
     if backend == "flash" and masked:
-        return "it has an explicit mask (is_causal=True is not one)"
+        return "it does not support an explicit mask, only is_causal=True"
     if backend == "flash" and head_size > 256:
         return f"the head size must be at most 256, but is {head_size}"
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return "it is not deterministic, and backend=deterministic" if backend == "cudnn" and strict else ""
+    return "it is not deterministic, but backend=deterministic is set" if backend == "cudnn" and strict else ""
 
 
 def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -> Attention:
@@ -173,9 +173,7 @@ def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -
     reason = refusal_reason(name, torch.float16, device)
     if reason and strict:
         raise ConfigError(
-            Problem(
-                f"{name} cannot run: {reason}", f"attention={name}", "use attention=auto, or attention.strict=false"
-            )
+            Problem(f"is not available: {reason}", f"attention={name}", "use attention=auto, or attention.strict=false")
         )
     if reason:
         warnings.warn(f"attention={name} is not available ({reason}); the next best kernel is used", stacklevel=3)
@@ -189,7 +187,7 @@ def _amd_refusal(backend: str, architecture: str, dtype: torch.dtype) -> str:
     Source: check_flash_attention_hardware_support and check_mem_efficient_hardware_support of sdp_utils.cpp, USE_ROCM.
     """
     if backend == "cudnn":
-        return "cuDNN is NVIDIA's"
+        return "cuDNN needs an NVIDIA GPU"
     if not amd_formats(architecture).flash:
         return f"AOTriton has no kernels for {architecture or 'this architecture'}"
     if backend == "flash" and dtype not in _HALF:

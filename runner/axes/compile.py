@@ -77,7 +77,7 @@ def reduce_overhead(
     """
     _check_compiler(device, "inductor")
     if device.type != "cuda":
-        warnings.warn(f"compile=reduce-overhead has no effect beyond compile=default on {device.type}", stacklevel=2)
+        warnings.warn(f"compile=reduce-overhead is the same as compile=default on {device.type}", stacklevel=2)
     _compile(model, mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
     return _use_cuda_graphs(model) if device.type == "cuda" else None
 
@@ -120,7 +120,7 @@ def regional(
     """
     _check_compiler(device, backend)
     if not blocks:
-        warnings.warn("compile=regional compiles the whole model: the task defines no blocks", stacklevel=2)
+        warnings.warn("compile=regional compiles the whole model, because the task defines no blocks", stacklevel=2)
     for part in dict.fromkeys(blocks) if blocks else [model]:
         _compile(part, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
@@ -210,23 +210,23 @@ def _check_compiler(device: torch.device, backend: str) -> None:
         problem = Problem(
             f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed",
             "compile",
-            "apt install g++, set CXX, or use compile=off",
+            "run apt install g++, set CXX, or use compile=off",
         )
     elif device.type == "cpu" and " " in (folder := str(Path(torch.__file__).parent)):
         # Its command for the linker contains the path without quotes (torch 2.13).
         problem = Problem(
-            f"inductor cannot link with torch in a path with a space: {folder}",
+            f"TorchInductor cannot link with torch, because its path contains a space: {folder}",
             "compile",
-            "use compile=off, or another environment: ACCEL_RUN_VENV=FOLDER scripts/setup.sh",
+            "use compile=off, or install into another folder: ACCEL_RUN_VENV=FOLDER scripts/setup.sh",
         )
     elif device.type == "cuda" and find_spec("triton") is None:
-        problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or use compile=off")
+        problem = Problem("compiling for CUDA needs Triton", "compile", "run pip install triton, or use compile=off")
     elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
         missing = "a C compiler (gcc or clang)" if not _c_compiler() else f"the header {_python_header()}"
         problem = Problem(
-            f"compiling for CUDA needs {missing}: Triton builds a launcher for each kernel",
+            f"compiling for CUDA needs {missing}, because Triton builds a launcher for each kernel",
             "compile",
-            "apt install gcc python3-dev, or use compile=off",
+            "run apt install gcc python3-dev, or use compile=off",
         )
     elif (capability := get_accelerator(device).capability()) is not None and capability < (7, 0):
         major, minor = capability

@@ -104,7 +104,7 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
     parts = _read_twice(fetcher, len(fetcher), where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
-        fix = "use dataloader.cache=none, or remove them from the dataset"
+        fix = "use dataloader.cache=none, or remove the bad samples from the dataset"
         raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
     samples = _rows([part.batch for part in parts], len(fetcher), where)
     kept = CachedDataset(
@@ -120,7 +120,7 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
     if where == "device":
         raise ConfigError(
             Problem(
-                "the batches of this dataset are composed in host memory",
+                "is not supported for a dataset with load_fixed, which composes its batches in host memory",
                 f"dataloader.cache={where}",
                 "use dataloader.cache=memory",
             )
@@ -160,14 +160,14 @@ def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
     try:
         samples = concatenate_batches(batches)
     except (RuntimeError, TypeError) as error:
-        raise DataError(f"the samples have no common shape: {error}", where=place, fix=fix) from error
+        raise DataError(f"cached samples must have the same shape: {error}", where=place, fix=fix) from error
     lengths: list[int] = []  # of its tensors
     map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
     if not lengths:
-        raise DataError("a batch holds no tensors", where=place, fix=fix)
+        raise DataError("only tensors can be cached, but a batch contains none", where=place, fix=fix)
     if (rows := next((length for length in lengths if length != num_samples), None)) is not None:
         what = f"a batch must have one row per sample, but a tensor has {rows} rows for {num_samples} samples"
-        raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the dataset")
+        raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose the samples in the dataset")
     return samples
 
 

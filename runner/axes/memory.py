@@ -129,7 +129,7 @@ def budget(
     listed, blocks = blocks, list(dict.fromkeys(blocks))
     unknown = [number for number in recompute if not 0 <= number < len(blocks)] if recompute != "auto" else []
     if unknown:
-        what = f"names block {unknown[0]}, but the task has {len(blocks)}, counted from 0"
+        what = f"there is no block {unknown[0]}: the task has {len(blocks)} blocks, numbered from 0"
         raise ConfigError(Problem(what, "memory.recompute", "use memory.recompute=auto"))
     chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
     _checkpoint_blocks(model, listed, chosen)

@@ -143,9 +143,9 @@ def adamw8bit(
             refusals.append(f"{name}: {refusal}")
     raise ConfigError(
         Problem(
-            f"no library for 8-bit states can be used ({'; '.join(refusals)})",
+            f"no library for 8-bit optimizer states can be used ({'; '.join(refusals)})",
             "optimizer=adamw8bit",
-            f"pip install {chosen[0]}, or use optimizer=adamw",
+            f"run pip install {chosen[0]}, or use optimizer=adamw",
         )
     )
 
@@ -433,7 +433,9 @@ def _groups(
     problems = _unmatched_problems(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
         problems.append(
-            Problem("has no parameter to train: all are frozen", "optimizer", "set requires_grad=True for at least one")
+            Problem(
+                "the model has no parameter to train: all are frozen", "optimizer", "set requires_grad=True for one"
+            )
         )
     if problems:
         raise ConfigError(problems)
@@ -463,7 +465,7 @@ def _groups(
 
 def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
     return [
-        Problem(f"no parameter's name starts with {prefix}", key, suggest_module(prefix, names))
+        Problem(f"no parameter has a name that starts with {prefix}", key, suggest_module(prefix, names))
         for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]
@@ -506,7 +508,9 @@ def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = T
     obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:
         raise ConfigError(
-            Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "use optimizer.kernel=foreach")
+            Problem(
+                f"the fused kernel is not available: {obstacle}", "optimizer.kernel", "use optimizer.kernel=foreach"
+            )
         )
     if kernel == "auto":
         kernel = "foreach" if obstacle else "fused"
@@ -536,12 +540,12 @@ def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if any(parameter.device.type == "cpu" for parameter in parameters) and version < (0, 50):
-        raise _Unusable(f"0.50 or newer is needed on the CPU, but {library.__version__} is installed")
+        raise _Unusable(f"the CPU needs 0.50 or newer, but {library.__version__} is installed")
     strided = [parameter for parameter in parameters if not parameter.is_contiguous()]
     if strided:
         # bitsandbytes does this at its first step, after it has allocated the state for the old strides
         warnings.warn(
-            f"bitsandbytes keeps parameters contiguous: channels_last is undone for {len(strided)} of them; "
+            f"bitsandbytes makes parameters contiguous, which undoes channels_last for {len(strided)} of them; "
             "use memory.channels_last=false",
             stacklevel=3,
         )

@@ -81,7 +81,7 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
         )
     count, size = num_samples or samples.num_samples, samples.num_samples
     if not replacement and count > np.count_nonzero(weights):
-        what = f"draws {count:,} samples, but only {np.count_nonzero(weights):,} have a weight above 0"
+        what = f"cannot draw {count:,} different samples: only {np.count_nonzero(weights):,} have a weight above 0"
         raise _option_error("replacement=false", what, f"use sampler.num_samples={np.count_nonzero(weights)}")
     bounds, last = np.cumsum(weights / weights.sum()), int(np.flatnonzero(weights)[-1])
 
@@ -120,13 +120,13 @@ def mixture(
         what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} datasets"
         raise _option_error(f"weights={weights}", what, "give one weight per dataset")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-        raise _option_error(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
+        raise _option_error(f"weights={weights}", "weights must be at least 0, and one above 0", "use e.g. [0.7, 0.3]")
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(
-            f"datasets {abbreviate(empty)} of the mixture, counted from 0, are empty",
+            f"the mixture contains empty datasets (numbers from 0): {abbreviate(empty)}",
             where="sampler=mixture",
-            fix="leave them out of the ConcatDataset, or give them the weight 0 in sampler.weights",
+            fix="remove them from the ConcatDataset, or set their sampler.weights to 0",
         )
     shares = shares / shares.sum()
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
@@ -190,12 +190,17 @@ def token_budget(
     """
     if samples.drop_last:
         raise ConfigError(
-            Problem("drops the incomplete update of an epoch, but a token budget has none", "dataloader.drop_last=true",
-                    "use dataloader.drop_last=false")
-        )  # fmt: skip
+            Problem(
+                "is not supported with a token budget, which has no incomplete updates",
+                "dataloader.drop_last=true",
+                "use dataloader.drop_last=false",
+            )
+        )
     if micro_tokens is not None and micro_tokens > tokens:
         raise _option_error(
-            f"micro_tokens={micro_tokens}", f"is more than sampler.tokens={tokens}", "use a smaller number"
+            f"micro_tokens={micro_tokens}",
+            f"must be at most sampler.tokens={tokens}",
+            f"use sampler.micro_tokens={tokens} or less",
         )
     lengths = samples.lengths()
     for limit, key in ((tokens, "tokens"), (micro_tokens or tokens, "micro_tokens")):
@@ -305,9 +310,9 @@ def _round_lengths(lengths: IntArray, bucket: int) -> IntArray:
     if not len(lengths) or lengths.min() < 1:
         empty = np.flatnonzero(lengths < 1).tolist()
         raise DataError(
-            f"lengths must be at least 1, but samples {abbreviate(empty)} have less",
+            f"samples must have at least 1 token, but these have none: {abbreviate(empty)}",
             where="sample_lengths",
-            fix="return the number of tokens of each sample, and leave out empty samples",
+            fix="return the number of tokens of each sample, and remove empty samples from the dataset",
         )
     return -(-lengths // bucket) * bucket
 

@@ -48,9 +48,9 @@ class Schedule:
         if set(state) != set(self.state()):
             found, expected = (", ".join(sorted(keys)) or "nothing" for keys in (state, self.state()))
             raise IncompatibleResume(
-                f"the state of this run's schedule is {expected}, but the checkpoint has {found}",
+                f"the schedule of this run needs the state {expected}, but the checkpoint contains {found}",
                 where="scheduler",
-                fix="resume with the scheduler it was saved with, or use resume=fresh",
+                fix="use the scheduler of the checkpoint, or start a new run with resume=fresh",
             )
 
 
@@ -331,7 +331,7 @@ def _warmup(value: float, updates: int) -> int:
             Problem(
                 f"must be at most the number of updates ({updates}), but is {warmup}",
                 "scheduler.warmup",
-                "a value below 1 is a fraction of all updates, such as scheduler.warmup=0.02",
+                f"use scheduler.warmup={updates} or less, or a fraction of all updates such as scheduler.warmup=0.02",
             )
         )
     return warmup

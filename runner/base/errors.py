@@ -156,7 +156,7 @@ def _redact_value(problem: Problem) -> Problem:
     end = find_secret_name(problem.where)
     if end is None:
         return problem
-    fix = "pass a secret in an environment variable, which the task reads"
+    fix = "pass secrets in environment variables, which the task can read"
     return Problem(problem.what, problem.where[:end], f"{problem.fix}\n{fix}" if problem.fix else fix)
 
 

@@ -22,5 +22,5 @@ def secret_problems(tree: Any, where: str) -> list[Problem]:
 
 
 _WHAT = "looks like a secret; secrets are not allowed in arguments and configuration files"
-_FIX = "remove it: wandb reads WANDB_API_KEY or ~/.netrc, and a task can read other environment variables"
+_FIX = "remove it, and use an environment variable: wandb reads WANDB_API_KEY (or ~/.netrc), a task can read any other"
 _FIX_OF_ARGUMENTS = f"{_FIX}; then revoke it, because the shell history contains it"

@@ -109,12 +109,12 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     names = [arg for arg in request.overrides if "=" not in arg and not arg.startswith("~")]
     is_run = bool(names) and not names[0].endswith(".py") and not find_nearest(names[0], keys)
     if arguments.positional and is_run:
-        what = f"names a second run in addition to {arguments.positional[0]}"
-        raise ConfigError(Problem(what, names[0], "this command takes one run; repeat it for each"))
+        what = f"this command takes a single run, but {arguments.positional[0]} is also given"
+        raise ConfigError(Problem(what, names[0], "run the command once for each run"))
     if names and (problems := parse_overrides(request)[1]):  # otherwise reported only once the run is found
         raise ConfigError(problems)
     if arguments.positional and run_overrides:
-        what = f"names a second run in addition to {arguments.positional[0]}"
+        what = f"this command takes a single run, but {arguments.positional[0]} is also given"
         raise ConfigError(Problem(what, run_overrides[-1], "remove one of them"))
     return replace(
         request, overrides=(*request.overrides, *(format_override("run", arg) for arg in arguments.positional))
@@ -195,11 +195,11 @@ def _unknown_argument(arg: str, keys: Collection[str], flags: Collection[str], g
     if arg.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
         near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(arg, flags)
-        return Problem("unknown option", arg, near or f"options are {', '.join(flags)} and key=value")
+        return Problem("unknown option", arg, near or f"use {', '.join(flags)} or key=value")
     if has_value:
-        return Problem("unknown key", arg, did_you_mean(key, keys) or f"known: {', '.join(keys)}")
+        return Problem("unknown key", arg, did_you_mean(key, keys) or f"use one of {', '.join(keys)}")
     meant = find_nearest(f"--{arg}", flags, cutoff=0.8) or (f"{arg}=..." if arg in keys else guess(arg))
-    fix = f"use {meant}" if meant else f"known: {', '.join(keys)}"
+    fix = f"use {meant}" if meant else f"use one of {', '.join(keys)}"
     return Problem("is not a setting; settings have the form key=value", arg, fix)
 
 
@@ -223,7 +223,10 @@ def pop_checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
             rest.append(arg)
         else:
             what = f"must be {BEST}, {LAST} or the number of an update, but is {value}"
-            fix = did_you_mean(value, [BEST, LAST, *group_options]) or "accel-run status lists the checkpoints of a run"
+            fix = (
+                did_you_mean(value, [BEST, LAST, *group_options])
+                or "run accel-run status to list the checkpoints of the run"
+            )
             raise ConfigError(Problem(what, "checkpoint", fix))
     return chosen, rest
 

@@ -105,7 +105,7 @@ def _run_first_contact(argv: list[str]) -> int:
     if is_json:
         print(json.dumps(content, indent=1))
     else:
-        print(f"{options.output_root}/{CONTACT}.md is the page to send, with {CONTACT}.json")
+        print(f"written to {options.output_root}/: {CONTACT}.md, the page to send, and {CONTACT}.json")
     return code
 
 
@@ -114,16 +114,17 @@ def _simulate_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoRet
     from runner.base.loaded_torch import is_stand_in
     from runner.tools.doctor import simulated_gpu
 
-    fix = "accel-run doctor shows why"
+    fix = "run accel-run doctor to find the reason"
     if simulated_gpu.find_stand_in(simulated_gpu.ROOT) and not (has_gpu or is_stand_in() or device == "cpu"):
         print(
-            "accel-run: no GPU here: the checks run on a simulated one, compiled on first use (30 s)", file=sys.stderr
+            "accel-run: no GPU found; the checks use a simulated one, which is compiled on first use (30 s)",
+            file=sys.stderr,
         )
         if not (reason := simulated_gpu.build_stand_in(simulated_gpu.ROOT)):
             simulated_gpu.run_on_simulated_gpu(simulated_gpu.ROOT, ["doctor", CONTACT, *argv])
         fix += f". A simulated GPU cannot be compiled: {reason}. To try again: python -m {simulated_gpu.STAND_IN} build"
     raise DeviceMissing(
-        "there is no GPU here that torch can use, so nothing can be compared", where=f"device={device}", fix=fix
+        "torch cannot use a GPU on this machine, so nothing can be compared", where=f"device={device}", fix=fix
     )
 
 
@@ -182,7 +183,7 @@ def select_checks(text: str | None) -> list[str]:
     problems = []
     for name in dict.fromkeys(names):
         if name not in CHECKS:
-            fix = did_you_mean(name, CHECKS) or f"available: {', '.join(CHECKS)}"
+            fix = did_you_mean(name, CHECKS) or f"use one of {', '.join(CHECKS)}"
             problems.append(Problem(f"unknown check {name}", "checks", fix))
     if not names:
         problems.append(Problem("the list of checks is empty", "checks", "leave it out to run all checks"))

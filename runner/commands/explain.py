@@ -166,9 +166,9 @@ def _find_hook(key: str, configuration: Configuration) -> Choice | None:
 
 def _suggest_key(key: str, configuration: Configuration) -> str:
     if key in FOREIGN_KEYS:
-        return f"here it is {FOREIGN_KEYS[key].replace('={}', '')}"
+        return f"use {FOREIGN_KEYS[key].replace('={}', '')}"
     group, _, name = key.partition(".")
     owner = option_with_key(group, name) if group in AXES and name else None
     if owner:
-        return f"it belongs to {group}={owner}: accel-run explain {key} {group}={owner}"
+        return f"use accel-run explain {key} {group}={owner}, the option that has this key"
     return did_you_mean(key, [*configuration.flat(), *GROUPS])

@@ -38,17 +38,19 @@ def run(argv: list[str]) -> int:
     if not arguments.positional:
         raise ConfigError(Problem("needs a file", "import", _EXAMPLE))
     if unknown := [override for override in overrides if not override.startswith("key=")]:
-        what = "is not a setting of import" if "=" in unknown[0] else "is one argument too many"
+        what = "is not a setting of import" if "=" in unknown[0] else "is an extra argument"
         raise ConfigError(Problem(what, unknown[0], "use accel-run import FILE [NEW.safetensors] [key=ENTRY]"))
     if len(overrides) > 1:
-        raise ConfigError(Problem("is given more than once", "key", "give one of them"))
+        raise ConfigError(Problem("is given more than once", "key", "remove one of them"))
     key = overrides[0].removeprefix("key=") if overrides else None
     source = Path(arguments.positional[0]).expanduser()
     if not source.is_file():
         raise InputMissing("file not found", where=arguments.positional[0] or "import", fix=_EXAMPLE)
     target = Path(arguments.positional[1]).expanduser() if arguments.positional[1:] else source.with_suffix(_ENDING)
     if source.suffix == _ENDING:
-        raise ConfigError(Problem("is already safetensors", str(source), f"use accel-run train {_weights(source)}"))
+        raise ConfigError(
+            Problem("is already a safetensors file", str(source), f"use accel-run train {_weights(source)}")
+        )
     if target.suffix != _ENDING:
         raise ConfigError(Problem("must end with .safetensors", str(target), f"use {target.with_suffix(_ENDING)}"))
     from concurrent.futures.process import BrokenProcessPool
@@ -66,15 +68,19 @@ def run(argv: list[str]) -> int:
         result = run_in_subprocess(convert, source.absolute(), temporary, key)
         publish(temporary, target.absolute())
     except BrokenProcessPool as error:
-        raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error
+        raise DataError(
+            "reading it crashed the reader process: the file is damaged or malicious",
+            where=str(source),
+            fix="get the file again from a source that you trust",
+        ) from error
     finally:
         if files.exists(temporary):
             files.remove(temporary)
         signal.signal(signal.SIGTERM, previous_handler)
     entry = f" of {result.entry}" if result.entry else ""
-    skipped = f"; {result.num_skipped} entries that are not tensors were skipped" if result.num_skipped else ""
+    skipped = f"; skipped entries that are not tensors: {result.num_skipped}" if result.num_skipped else ""
     print(f"wrote {target}: {result.num_tensors} tensors{entry}, {result.num_bytes / 2**20:.1f} MiB{skipped}")
-    print(f"start from it: accel-run train {_weights(target)}")
+    print(f"to start from it: accel-run train {_weights(target)}")
     return 0
 
 

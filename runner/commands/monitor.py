@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--json] [run=NAME]
 
-Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the rest and the
-reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes
+Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the other
+metrics and the reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes
 gpu.csv, monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line per sample.
 
   seconds=30          duration; default: until Ctrl-C
@@ -105,7 +105,7 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
             try:
                 yield from _draw_plots("", read_samples(folder / "gpu.csv"))
             except (InputMissing, DataError) as error:
-                problems.append(f"no plots: gpu.csv: {error.problems[0].what}")
+                problems.append(f"plots were not drawn (gpu.csv: {error.problems[0].what})")
 
         _write_files(
             contents(), partial(_write_file, folder), folder, print_line, problems, [] if monitor.lost else ["gpu.csv"]
@@ -276,7 +276,7 @@ def _create_folder(log_dir: str, *, is_required: bool) -> Path | None:
     except StorageError as error:
         if is_required:
             raise CannotCreate(error.problems[0].what, where=error.problems[0].where, fix=_FIX_LOG_DIR) from error
-        _print_err(f"no files are written: {error.problems[0].where}: {error.problems[0].what}")
+        _print_err(f"no files are written ({error.problems[0].where}: {error.problems[0].what})")
     return None
 
 
@@ -288,7 +288,7 @@ def parse_monitor_arguments(argv: Sequence[str]) -> tuple[MonitorOptions, set[st
     parsed, problems = parse_options(argv, MonitorOptions, FLAGS, _guess_setting)
     given = parsed.given
     if given.get("run") == "" or "run=" in argv:
-        problems.append(Problem("names no run", "run=", "use run=last, or the name of a run"))
+        problems.append(Problem("needs a value", "run=", "use run=last, or the name of a run"))
     elif "run" in given and (unused := [key for key in ("seconds", "interval_s", "log_dir") if key in given]):
         what = f"has no effect with run={given['run']}, which shows recorded metrics"
         problems.append(Problem(what, ", ".join(unused), "leave it out"))

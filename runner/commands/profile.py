@@ -13,7 +13,7 @@ from runner.config.request import Request
 
 HELP = f"""usage: accel-run profile [key=value ...]
 
-Profiles a few updates of a training: the ten most expensive operators, forward and backward time of each module,
+Profiles a few updates of a training run: the ten most expensive operators, forward and backward time of each module,
 and the lines of the task that wait for the device. Writes tables and a trace for ui.perfetto.dev to
 outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and other runs are not changed.
 
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     request = profiled_request(parsed)
     ignored = [arg for arg in parsed.overrides if _has_no_effect(arg)]
     if ignored:
-        print(f"profile: {' '.join(ignored)}: no effect in a profile", file=sys.stderr, flush=True)
+        print(f"no effect in a profile: {' '.join(ignored)}", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
     return int(train(dataclasses.replace(request, command=("profile", *argv))))

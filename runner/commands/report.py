@@ -20,8 +20,8 @@ HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [output_ro
 
 Writes a self-contained HTML page: task and machine, key figures, the bottleneck, training curves, time and memory by
 part, machine metrics over time, predictions, settings, and how to reproduce the run. Missing data is listed with the
-reason. With several runs, the page compares their curves, figures and differing settings. Runs are only read, finished
-or not.
+reason. With several runs, the page compares their curves, figures and differing settings. Runs are not changed, and
+need not be finished.
 
   last, NAME, DIR   the most recent run (default), runs by name, or their folders; also as run=NAME; for a sweep or
                     search: the table of its trials and a comparison of the best ones
@@ -148,12 +148,10 @@ def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             )
         elif has_value and key not in COMMAND_KEYS and not Path(arg).is_dir():
             problems.append(
-                Problem("unknown key", arg, did_you_mean(key, COMMAND_KEYS) or f"known: {', '.join(COMMAND_KEYS)}")
+                Problem("unknown key", arg, did_you_mean(key, COMMAND_KEYS) or f"use one of {', '.join(COMMAND_KEYS)}")
             )
     if keys["run"] and names:
-        problems.append(
-            Problem(f"names a second run in addition to {names[0]}", f"run={keys['run']}", "leave out run=")
-        )
+        problems.append(Problem(f"a run is given twice, here and as {names[0]}", f"run={keys['run']}", "remove run="))
     if keys["out"] and not keys["out"].endswith(".html"):
         problems.append(
             Problem("must end with .html", f"out={keys['out']}", f"use out={Path(keys['out']).with_suffix('.html')}")

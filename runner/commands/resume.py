@@ -35,7 +35,7 @@ original command with the same run=NAME. A finished run is not changed. To predi
                                decides which code runs
 
 Relative paths in the settings refer to the folder where the run was started. Changing the seed, the batch or the data
-would make it another run and is refused (exit 88).
+would make it a different run and is refused (exit 88).
 
 examples
   accel-run resume
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     checkpoint, rest = pop_checkpoint_choice(argv)
     request = parse_run_request(rest)
     if resume_arguments := [arg for arg in request.overrides if arg.partition("=")[0] == "resume"]:
-        fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
+        fix = "to restart the run from scratch, use accel-run train run=NAME resume=fresh with its settings"
         raise ConfigError(
             Problem("has no effect: accel-run resume uses the checkpoints of the run", resume_arguments[-1], fix)
         )

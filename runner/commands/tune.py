@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
 
 Finds the fastest settings for a training run on this machine and saves them as a hardware profile: data loader,
-micro-batch, precision, compile, attention, optimizer kernels, threads. The result of an update does not change: samples
-per update, optimizer, learning rate and length are kept, and losses must agree. Settings given on the command line are
-not changed.
+micro-batch, precision, compile, attention, optimizer kernels, threads. Results agree within rounding: samples per
+update, optimizer, learning rate and length are kept, and losses are compared. Settings given on the command line
+are not changed.
 
 Candidates are interleaved with the best settings found so far. The final settings are measured once more against the
 original ones. The profile contains them only if they are clearly faster.

@@ -15,10 +15,10 @@ PRECISION_NAMES = {
 _OWN_TASK = "define your model in a task file: accel-run new my_task.py, then --task ./my_task.py"
 _RANKS = "parallelism=ddp parallelism.world_size={}"
 _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per forward and backward pass)"
-_ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
-_RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
-_TASK_SETTING = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
-_RENDEZVOUS_SETTING = "ranks on one machine find each other; several machines: docs/scale.md"
+_ACCUMULATION = "global_batch_size=64 micro_batch_size=16, which accumulates the gradients of 64 / 16 = 4 micro-batches"
+_RESUME = "accel-run resume, or resume NAME; for a new run that starts from another one: resume=NAME"
+_TASK_SETTING = "it belongs to the task; use task.NAME=VALUE for a parameter of its build()"
+_RENDEZVOUS_SETTING = "ranks on one machine find each other; for several machines, see docs/scale.md"
 
 # Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
 # other trainers, such as trainer.max_epochs, is also found without the group's name.
@@ -53,7 +53,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "scheduler={}": "lr_scheduler lr_scheduler_type sched scheduler.name scheduler.type lr_schedule lr_decay_style",
     "scheduler.warmup={}": "warmup_steps num_warmup_steps warmup warmup_ratio warmup_epochs warmup_updates"
     " warmup_iters lr_warmup lr_warmup_steps lr_warmup_iters num_warmup_updates warmup_proportion",
-    "scheduler.final_factor=0.1, a share of optimizer.lr": "min_lr eta_min lr_end end_lr",
+    "scheduler.final_factor=0.1, a fraction of optimizer.lr": "min_lr eta_min lr_end end_lr",
     "scheduler=step scheduler.every={}": "step_size lr_step_size lr_drop",
     "scheduler=step scheduler.gamma={}": "gamma lr_gamma lr_decay",
     "averaging=ema": "ema use_ema model_ema",
@@ -72,7 +72,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "device={}": "accelerator",
     "device=cuda:{}": "gpu gpu_id device_id",
     "device=cpu": "no_cuda cpu use_cpu",
-    f"{_RANKS}, or device=cuda:0 for one of them": "devices gpus num_gpus ngpus n_gpus gpu_ids device_ids",
+    f"{_RANKS}, or device=cuda:0 for a single GPU": "devices gpus num_gpus ngpus n_gpus gpu_ids device_ids",
     _RANKS: "nproc_per_node world_size num_processes nprocs nproc",
     "launcher=slurm launcher.nodes={}, or torchrun: docs/scale.md": "num_nodes nnodes nodes num_machines",
     "launcher=slurm launcher.partition={}": "partition",
@@ -82,7 +82,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "parallelism=fsdp": "fsdp use_fsdp zero_stage stage zero deepspeed use_deepspeed"
     " zero1 zero2 zero3 deepspeed_config ds_config fsdp_config",
     "parallelism=pipeline": "pp pp_size pipeline_parallel pipeline_model_parallel_size",
-    "parallelism=ddp; its ranks are started here, or by torchrun -m runner": "local_rank rank",
+    "parallelism=ddp; accel-run or torchrun -m runner starts the ranks": "local_rank rank",
     "parallelism=ddp parallelism.batch_norm=sync": "sync_batchnorm sync_bn syncbn",
     "parallelism=ddp parallelism.timeout_s={}": "ddp_timeout dist_timeout nccl_timeout",
     "precision=bf16, or precision=fp16 where the GPU has no bfloat16": "use_amp amp autocast use_mixed_precision "
@@ -128,8 +128,8 @@ _EQUIVALENTS: Mapping[str, str] = {
     "early_stopping.patience={}": "patience early_stopping_patience early_stopping early_stop",
     "early_stopping.patience=5": "callbacks",
     _RESUME: "resume_from resume_from_checkpoint ckpt_path load_checkpoint checkpoint_path ckpt load load_dir",
-    "weights=FILE (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path"
-    " load_weights",
+    "weights=FILE.safetensors; to convert a .pt file: accel-run import FILE": "pretrained init_from load_from"
+    " weights_path load_weights",
     "memory=checkpoint": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpoint"
     " recompute_activations use_gradient_checkpointing",
     "attention=flash": "flash_attention use_flash flash flash_attn use_flash_attention "
@@ -161,7 +161,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "accel-run status": "status",
     "accel-run search 'optimizer.lr=log(1e-5,1e-2)' trials={}": "n_trials trials",
     "accel-run search 'optimizer.lr=log(1e-5,1e-2)' goal={}": "direction goal",
-    "accel-run monitor seconds=30: it trains nothing": "monitor_only",
+    "accel-run monitor seconds=30, which does not train": "monitor_only",
     "accel-run train --help": "help h",
     "accel-run --version": "version v",
     "CUDA_VISIBLE_DEVICES={} accel-run train": "cuda_visible_devices",
@@ -181,12 +181,12 @@ _ABSENT_REASONS: Mapping[str, str] = {
     " parallelism.backend",
     "unused parameters are always found": "ddp_find_unused_parameters find_unused_parameters",
     "weights, gradients and optimizer state stay on the device": "offload offload_optimizer offload_param cpu_offload",
-    "a model is divided by parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
+    "to divide a model, use parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
     "tensor_model_parallel_size",
     "gradients are clipped by their norm": "gradient_clip_algorithm clip_mode",
     "an evaluation uses the batch size and the precision of training": "per_device_eval_batch_size "
     "eval_batch_size val_batch_size fp16_full_eval bf16_full_eval",
-    "a schedule is as long as the phase: updates=N": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
+    "a schedule is as long as the phase (updates=N)": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
     "the first module that produces a NaN is always named in the error": "detect_anomaly anomaly_detection",
     "the length of a run is set by updates or epochs": "min_epochs min_steps max_time",
     "data is sent to the tracker only": "push_to_hub hub_model_id hub_token",

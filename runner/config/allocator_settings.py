@@ -28,7 +28,7 @@ def allocator_environment(text: str | None) -> dict[str, str]:
                 Problem(
                     f"torch's allocator has no setting {name or 'without a name'}",
                     "memory.allocator",
-                    did_you_mean(name, _ALLOCATOR_SETTINGS) or f"it has {', '.join(_ALLOCATOR_SETTINGS)}",
+                    did_you_mean(name, _ALLOCATOR_SETTINGS) or f"use one of {', '.join(_ALLOCATOR_SETTINGS)}",
                 )
             )
         elif not re.fullmatch(kind.pattern, value):

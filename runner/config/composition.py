@@ -115,7 +115,7 @@ def _convert_errors(groups: Mapping[str, str], config_dir: Path | None, problems
         yield
     except yaml.MarkedYAMLError as error:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
-        raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
+        raise ConfigError([*problems, Problem(f"must be valid YAML: {error.problem}", where)]) from error
     except UserWarning as error:  # possible only for a config.yaml in the user's folder
         what = "must have _self_ in its defaults list, at the position where its values are merged"
         fix = "start the list with `- _self_`, like the shipped file"
@@ -210,14 +210,16 @@ def resolve_references(
             refuse_growth(composed)
             values = OmegaConf.to_container(OmegaConf.create(dict(composed)), resolve=True)  # type: ignore[assignment]
     except RecursionError:
-        problems.append(Problem("too many nested ${KEY} references", "the configuration", "write the value"))
+        problems.append(
+            Problem("too many nested ${KEY} references", "the configuration", "write the values instead of references")
+        )
         return {}
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "conf")
         file = file_of_key(key)
-        fix = "write the value, or ${KEY} with a key that the files have"
+        fix = "write the value, or use ${KEY} with a key of the configuration files"
         problems.append(Problem(first_line(str(error)), f"{file}: {key}" if file else key, fix))
-    if secrets := secret_problems(values, "the configuration, each ${...} replaced"):
+    if secrets := secret_problems(values, "the configuration, with each ${...} replaced"):
         raise ConfigError(secrets)
     return values
 

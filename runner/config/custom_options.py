@@ -85,7 +85,7 @@ def _read_packages() -> ParsedTables:
         package = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else entry_point.name
         file = _find_module_file(entry_point.module)
         if file is None:
-            what = f"names the module {entry_point.module}, which is not installed"
+            what = f"its entry point refers to the module {entry_point.module}, which is not installed"
             problems.append(Problem(what, f"package {package}", "reinstall the package, or uninstall it"))
         elif entry_point.group == TASK_ENTRY_POINTS:
             task = _read_packaged_task(entry_point.name, entry_point.module, file, package)
@@ -111,7 +111,11 @@ def _read_packaged_task(name: str, module: str, file: Path, package: str) -> Cus
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return Problem(f"{file} cannot be parsed", where, "reinstall the package, or uninstall it")
     if build is None:
-        return Problem(f"the module {module} has no function build()", where, "an example: accel-run new my_task.py")
+        return Problem(
+            f"the module {module} has no function build()",
+            where,
+            "define it; accel-run new my_task.py writes an example",
+        )
     return CustomOption(TASK, name, "build", module, build, package)
 
 

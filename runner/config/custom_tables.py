@@ -223,7 +223,7 @@ def _find_entry_error(table: OptionTable, base: str, signature: Signature | None
     parameters = ", ".join(table.parameters)
     if table.bases and base not in table.bases:
         what = f"must be a pair of {' or '.join(table.bases)}, and a function that this file defines"
-        return what, f"as in {_example(table)}"
+        return what, f"use e.g. {_example(table)}"
     if signature is None or bool(base) != bool(table.bases):
         return "must be a function that this file defines", f"define it with def mine({parameters}, *, ...)"
     if len(signature.runner) != len(table.parameters):
@@ -232,7 +232,7 @@ def _find_entry_error(table: OptionTable, base: str, signature: Signature | None
         return what, f"use def {signature.name}({parameters}, *, ...)"
     taken = [key for key in signature.keys if key in _inherited_keys(table, base)]
     if taken:
-        return f"{taken[0]} is already a key of this option", "choose another name for this parameter"
+        return f"{taken[0]} is already a key of this option", "rename this parameter"
     return _find_key_error(signature)
 
 
@@ -269,9 +269,9 @@ def find_technique_error(content: Any) -> tuple[str, str] | None:
         return f"must contain {keys}", "as in overrides: [precision=bf16]"
     overrides, needs = content["overrides"], content.get("needs") or {}
     if not isinstance(overrides, (list, tuple)) or not all(isinstance(item, str) and "=" in item for item in overrides):
-        return "overrides must be a list of key=value", "as in [precision=bf16]"
+        return "the value of overrides must be a list of key=value", "use e.g. [precision=bf16]"
     if not isinstance(needs, dict) or not all(isinstance(part, str) for pair in needs.items() for part in pair):
-        return "needs must be a mapping of group to option", "as in {optimizer: adamw}"
+        return "the value of needs must be a mapping of group to option", "use e.g. {optimizer: adamw}"
     return None
 
 
@@ -332,14 +332,14 @@ def _find_constructor(
 
 def _find_hook_error(kind: ast.ClassDef | None, signature: Signature | None) -> tuple[str, str] | None:
     if kind is None or signature is None:
-        return "must be a class that this file defines", "class LogImages(runner.Hook): ..."
+        return "must be a class that this file defines", "define class LogImages(runner.Hook): ..."
     if not kind.bases:
-        return "must be a subclass of runner.Hook", f"class {kind.name}(runner.Hook): ..."
+        return "must be a subclass of runner.Hook", f"use class {kind.name}(runner.Hook): ..."
     if len(signature.runner) != 2:
         what = f"the constructor must take self and phase before *, but takes {', '.join(signature.runner)}"
-        return what, "def __init__(self, phase, *, every: int = 500): super().__init__(phase)"
+        return what, "use def __init__(self, phase, *, every: int = 500): super().__init__(phase)"
     if ENABLED in signature.keys:
-        return f"{ENABLED} is a key of every hook", "choose another name for this parameter"
+        return f"{ENABLED} is already a key of every hook", "rename this parameter"
     return _find_key_error(signature)
 
 

@@ -145,7 +145,7 @@ def _read_text(file: Path, root: Path) -> str:
     """Return the text of the file, after checking its location, type and size."""
     resolved = file.resolve()
     if not resolved.is_relative_to(root.resolve()):
-        raise SecurityRefusal(f"is outside of {root}", where=str(file), fix="copy the file into the folder")
+        raise SecurityRefusal(f"is outside of {root}", where=str(file), fix="copy the file into this folder")
     try:
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
@@ -171,9 +171,9 @@ def _parse(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(Problem(f"must be YAML: {error.problem}", f"{where}{line}")) from error
+        raise ConfigError(Problem(f"must be valid YAML: {error.problem}", f"{where}{line}")) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of 5,000 digits, the 30th of February
-        raise ConfigError(Problem(f"must be YAML: {str(error).splitlines()[0]}", where)) from error
+        raise ConfigError(Problem(f"must be valid YAML: {str(error).splitlines()[0]}", where)) from error
 
 
 def _check_size(events: Iterable[Event], where: str) -> None:
@@ -224,7 +224,7 @@ def _refuse_interpolation(text: str, where: str) -> None:
             raise SecurityRefusal(
                 f"a configuration cannot use the environment variable {name}",
                 where=where,
-                fix=f"allowed: {', '.join(ENVIRONMENT)}",
+                fix=f"use one of {', '.join(ENVIRONMENT)}",
             )
     if "${" in _INTERPOLATION.sub("", text):
         what = "a configuration cannot call resolvers other than oc.env"
@@ -237,7 +237,7 @@ def _refuse_foreign_references(tree: Any, text: str, where: str) -> None:
     for package in [head[1] for head in heads if head]:
         if package not in _PACKAGES:
             raise SecurityRefusal(
-                f"the package {package} is not allowed", where=where, fix=f"known: {', '.join(_PACKAGES)}"
+                f"the package {package} is not allowed", where=where, fix=f"use one of {', '.join(_PACKAGES)}"
             )
     if not isinstance(tree, Mapping):
         return

@@ -194,7 +194,7 @@ def unknown_key_problem(key: str, argument: str, schema: Schema) -> Problem:
         near = suggestion or did_you_mean(name, [known.removeprefix(f"{group}.") for known in names]).replace(
             "mean ", f"mean {group}."
         )
-        hint = f"it belongs to {group}={owner}" if owner else near
+        hint = f"use {group}={owner}, which has this key" if owner else near
         option = schema.functions[group]
         where = key if not hint and looks_random(value) else argument
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", where, hint)
@@ -213,5 +213,5 @@ def _find_function(group: str, option: str, content: Mapping[str, Any], request:
     ]
     if function in available:
         return function
-    what = f"must name the option it is a variant of, such as `option: {available[-1]}`"
+    what = f"must state the option of which it is a variant, such as `option: {available[-1]}`"
     return Problem(what, f"{group}/{option}.yaml", did_you_mean(function, available))

@@ -416,7 +416,7 @@ def disabled_hook_notes(command_line: Iterable[Setting], run: Merged) -> Iterato
         enabled = run.get(f"{group}.{ENABLED}")
         if group.startswith(f"{HOOK}.") and enabled is not None and name != ENABLED and enabled.value is False:
             assignment = f"{setting.key}={format_value(setting.value)}"
-            yield f"{assignment} is not used: the hook is off ({group}.{ENABLED}=true enables it)"
+            yield f"{assignment} is not used, because the hook is off ({group}.{ENABLED}=true enables it)"
 
 
 def task_size(command_line: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:

@@ -67,7 +67,7 @@ def load_file(file: Path) -> ModuleType:
     loader = UncachedLoader(file.stem, str(file)) if file.suffix == ".py" else None
     spec = importlib.util.spec_from_file_location(file.stem, file, loader=loader)
     if spec is None or spec.loader is None:
-        raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
+        raise TaskFault("is not a Python file", where=str(file), fix="use a file name that ends with .py")
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
         raise TaskFault(
             f"has the name of a module in use, {file.stem}", where=str(file), fix=f"rename it to my_{file.stem}.py"

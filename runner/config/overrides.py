@@ -20,11 +20,11 @@ from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_overrid
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-EMPTY_RUN = Problem("names no run", "run=", "use run=NAME, or leave it out")
+EMPTY_RUN = Problem("needs a value", "run=", "use run=NAME, or leave it out")
 
 MAX_ARGUMENT_CHARACTERS = 20_000  # maximum characters of an argument
 MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining arguments are not parsed
-_SYNTAX = "write lists as KEY=[1,2], and quote texts with special characters: 'KEY=\"a b\"'"
+_SYNTAX = "write lists as KEY=[1,2], and quote text with special characters: 'KEY=\"a b\"'"
 
 
 def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
@@ -35,8 +35,8 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
     problems: list[Problem] = []
     for argument in _read_assignments(request, problems):
         if len(problems) >= MAX_PARSE_PROBLEMS:
-            what = "and the arguments after it were not parsed: too many before it are invalid"
-            problems.append(Problem(what, argument, "fix those first; put many settings into a file"))
+            what = "this and later arguments were not parsed, because too many earlier ones are invalid"
+            problems.append(Problem(what, argument, "fix the earlier arguments first; put many settings into a file"))
             break
         # The parser would take seconds to reject it.
         if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:
@@ -56,9 +56,11 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
         if override.is_sweep_override() and not sweeps:
             is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
             advice = (
-                "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
+                "use accel-run search to find the best value"
+                if is_interval
+                else "use accel-run train -m to train each value"
             )
-            problems.append(Problem("is a sweep over several values; a list is written [1,2]", argument, advice))
+            problems.append(Problem("is a sweep over several values; to pass a list, write [1,2]", argument, advice))
             continue
         parsed.append(override)
     return parsed, problems
@@ -91,9 +93,12 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
                 argument = f"{argument} {value}"
             what, fix = "unknown option; settings have the form key=value", suggest(key, value)
             if key in ("m", "multirun"):
-                what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
+                what, fix = "unknown option here", "remove it; accel-run train -m trains each of several values"
             if key == "json":
-                what, fix = "unknown option here", "accel-run runs --json and accel-run evaluate --json print JSON"
+                what, fix = (
+                    "unknown option here",
+                    "remove it; accel-run runs --json and accel-run evaluate --json print JSON",
+                )
             problems.append(Problem(what, argument, fix))
         elif pending and (
             pending[0] == "=" or (argument.endswith(("=", ":")) and not re.search("^[-~]|=", pending[0]))
@@ -155,10 +160,10 @@ def split_overrides(
             option = canonical_option(key, override.value(), available)
             if key in groups:
                 problems.append(
-                    Problem(f"{key} is given twice, {groups[key]} and {option}", argument, "give one of them")
+                    Problem(f"{key} is given twice, {groups[key]} and {option}", argument, "remove one of them")
                 )
             elif key == "task" and request.task_file:
-                problems.append(Problem("the task is given twice, here and by --task", argument, "give one of them"))
+                problems.append(Problem("the task is given twice, here and by --task", argument, "remove one of them"))
             elif option not in available:
                 suggestion = did_you_mean(option, available)
                 if key == "task" and (file := _task_file(option)):

@@ -43,15 +43,19 @@ def parse_phases(
     for name, declaration in literal.items():
         where = f"{source}: PHASES[{name!r}]"
         if not isinstance(declaration, dict) or not str(name).isidentifier() or name == INFERENCE:
-            what = f"must be a name other than {INFERENCE}, with a mapping of keys to values"
+            what = f"must map a name other than {INFERENCE} to a mapping of keys to values"
             problems.append(Problem(what, where))
             continue
         kind, needs = declaration.get("kind", "train"), declaration.get("needs", [])
         if not isinstance(needs, list) or not all(isinstance(key, str) for key in declaration):
-            problems.append(Problem('needs must be a list of phases, such as ["pretrain"]; keys are strings', where))
+            problems.append(
+                Problem(
+                    'the value of needs must be a list of phases, such as ["pretrain"], and keys must be strings', where
+                )
+            )
             continue
         if kind not in KINDS:
-            problems.append(Problem(f"kind must be {' or '.join(KINDS)}, but is {kind}", where))
+            problems.append(Problem(f"the value of kind must be {' or '.join(KINDS)}, but is {kind}", where))
             continue
         earlier = [phase.name for phase in phases]
         problems += [

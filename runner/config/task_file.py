@@ -64,7 +64,9 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         problems.append(_explain_unreadable(error, name, source))
         return TaskFile(source, label)
     if "build" not in functions:
-        problems.append(Problem("has no function build()", str(source), "an example: accel-run new my_task.py"))
+        problems.append(
+            Problem("has no function build()", str(source), "define it; accel-run new my_task.py writes an example")
+        )
         return TaskFile(source, label)
     problems += find_foreign_methods(tree, source)
     build = functions["build"].keys
@@ -124,8 +126,8 @@ def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
         return Problem("is nested too deeply for Python's parser", str(source), "simplify its expressions")
     if isinstance(error, OSError):  # an option of the user's folder without a task
         available = ", ".join(folder.name for folder in shipped_tasks())
-        what = f"there is no task of that name; must be one of {available} ({source}: {error.strerror})"
-        return Problem(what, f"task={name}", "use --task FILE for a task of your own")
+        what = f"there is no such task; must be one of {available} ({source}: {error.strerror})"
+        return Problem(what, f"task={name}", "use --task FILE for your own task")
     return Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py")
 
 
@@ -160,7 +162,7 @@ def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Prob
         return {}
     value, line = assignments[-1]
     if len(assignments) > 1:
-        problems.append(Problem(f"{name} is assigned twice", f"{source}:{line}", "write all entries into one mapping"))
+        problems.append(Problem(f"{name} is assigned twice", f"{source}:{line}", "combine all entries in one mapping"))
     try:
         mapping = ast.literal_eval(value)
     except (ValueError, TypeError, RecursionError, MemoryError):
@@ -210,8 +212,8 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if found else set()
     for node, member in found:
         if member.name not in used_names:
-            what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
-            fix = "define loss, evaluate and predict, or use runner.adapters.lightning: docs/adapters.md"
+            what = f"accel-run never calls {node.name}.{member.name}, a method of another framework"
+            fix = "define loss, evaluate and predict, or use runner.adapters.lightning (docs/adapters.md)"
             yield Problem(what, f"{source}:{member.lineno}", fix)
 
 

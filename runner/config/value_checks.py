@@ -30,7 +30,7 @@ def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[st
     problems, tree = [], setting_values(merged)
     for name, key in schema.keys.items():
         if name not in tree:
-            problems.append(Problem("must be given", name, f"use {name}=..."))
+            problems.append(Problem("must be set", name, f"use {name}=..."))
             continue
         if isinstance(tree[name], Expression):
             continue  # reported when the task was read
@@ -61,7 +61,7 @@ def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, checks_divis
     """Return contradictions between individually valid keys that do not depend on the machine."""
     problems = []
     if tree.get("resume") == "last":  # it could mean the run itself, or the newest other one
-        fix = "accel-run resume continues the last run; resume=NAME starts a new one from another"
+        fix = "use accel-run resume to resume the last run, or resume=NAME to start a new run from another one"
         problems.append(Problem("does not name a run to start from", "resume=last", fix))
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
     if not checks_division or not isinstance(total, int) or total < 1:
@@ -73,11 +73,11 @@ def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, checks_divis
         updates, epochs = tree.get(f"{prefix}updates"), tree.get(f"{prefix}epochs")
         if updates is None and epochs is None:
             problems.append(
-                Problem("updates or epochs must be given", f"{prefix}updates=null", f"use {prefix}updates=1000")
+                Problem("updates or epochs must be set", f"{prefix}updates=null", f"use {prefix}updates=1000")
             )
         if updates is not None and epochs is not None:
             where = f"{prefix}updates={updates} {prefix}epochs={epochs}"
-            problems.append(Problem("both are given", where, "give one of them"))
+            problems.append(Problem("both are set", where, "set only one of them"))
     return problems + _phase_contradictions(tree, schema)
 
 
@@ -107,5 +107,5 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Probl
     ]
     if not problems and not remaining:
         fix = "use epochs=1, or updates=100"
-        problems.append(Problem("leaves nothing to do: no phase of kind fit is selected", "epochs=0", fix))
+        problems.append(Problem("there is nothing to do: no phase of kind fit is selected", "epochs=0", fix))
     return problems

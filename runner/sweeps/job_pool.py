@@ -41,7 +41,7 @@ def uses_jobs(configurations: Sequence[Configuration]) -> bool:
     jobs = [(slurm, trial) for slurm, trial in zip(resources, configurations, strict=True) if slurm is not None]
     if jobs and len(jobs) < len(configurations):
         what = "must run all trials on this machine, or all on a cluster"
-        raise ConfigError(Problem(what, "launcher", "use one launcher, or a sweep for each"))
+        raise ConfigError(Problem(what, "launcher", "use one launcher, or a separate sweep for each"))
     if jobs:
         check_submittable(jobs, "squeue")
     return bool(jobs)
@@ -120,7 +120,7 @@ class JobPool(TrialPool):
         try:
             queued = queued_jobs(self._sweep.folder)
         except SystemLimit as error:
-            Console().warn_once(f"{error.problems[0].what}; trying again every {POLL_S:.0f} s")
+            Console().warn_once(f"{error.problems[0].what}; retrying every {POLL_S:.0f} s")
             return
         for number in sorted(self._followed.keys() - queued.keys()):
             code = read_exit_code(self._sweep.folder, self._sweep.jobs[number])

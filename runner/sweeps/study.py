@@ -199,7 +199,11 @@ def _missing_metric_error(result: Result, goal: Goal) -> ConfigError:
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {abbreviate(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)
-    fix = f"{near} Repeat the command with another metric= to continue" if near else "use metric=NAME with one of them"
+    fix = (
+        f"{near} Repeat the command with another metric= to continue"
+        if near
+        else "use metric=NAME with one of these metrics"
+    )
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))
 
 

@@ -298,7 +298,7 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
     if missing:
         fix = "use the same settings (you may add values to the lists), or another run=NAME"
         raise IncompatibleResume(
-            f"the sweep has {abbreviate(missing)}, which is not requested now", where=f"run={name}", fix=fix
+            f"the sweep has {abbreviate(missing)}, which the command no longer requests", where=f"run={name}", fix=fix
         )
     trials = {settings: replace(trial, words=requested[settings]) for settings, trial in earlier.items()}
     for settings, overrides in requested.items():

@@ -93,7 +93,7 @@ def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ..
             axes += [axis] if axis else []
     if not axes and not problems:
         fix = "for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
-        problems.append(Problem("nothing to search: no key has a range or several values", "search", fix))
+        problems.append(Problem("no key has a range or several values, so there is nothing to search", "search", fix))
     if problems:
         raise ConfigError(problems)
     _check_ends(fixed, axes)
@@ -132,7 +132,7 @@ def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
             problems.append(Problem("names the sweep, so it must have one value", key, f"use {key}=NAME"))
         elif count[key] > 1:
             others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
-            problems.append(Problem(f"{key} is given twice, here and by {others[0]}", text, "give one of them"))
+            problems.append(Problem(f"{key} is given twice, here and by {others[0]}", text, "remove one of them"))
     return problems
 
 
@@ -151,7 +151,7 @@ def _expand(override: Override, request: Request, problems: list[Problem]) -> li
         return [f"{key}={name}" for name in names]
     if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
         between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""
-        problems.append(Problem("does not list its values", text, f"list them, or use range(a,b){between}"))
+        problems.append(Problem("must list its values", text, f"list the values, or use range(a,b){between}"))
         return []
     problem = _check_range(value) if kind == "RANGE_SWEEP" else _check_list(value.list)
     if problem:
@@ -218,7 +218,7 @@ def _check_range(value: Any) -> tuple[str, str] | None:
         corrected = (
             f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
         )
-        return "has no value", f"use {corrected}: the second number is excluded"
+        return "is empty", f"use {corrected}: the second number is excluded"
     if count > MAX_TRIALS:
         return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "use a larger step: range(a,b,step)"
     return None
@@ -226,7 +226,7 @@ def _check_range(value: Any) -> tuple[str, str] | None:
 
 def _check_list(values: Sequence[Any]) -> tuple[str, str] | None:
     if any(hasattr(value, "tags") for value in values):
-        return "has a range among its values", "list all of them: key=1,2,3,8"
+        return "has a range among its values", "list all values: key=1,2,3,8"
     texts = list(map(str, values))
     duplicate = next((text for text in texts if texts.count(text) > 1), None)
     return (f"lists {duplicate} twice", "remove one of them") if duplicate is not None else None

@@ -115,5 +115,5 @@ def test_mixed_float32_switches_are_explained(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled: mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    with pytest.raises(TaskFault, match="left to the runner"), float32_matmul("high", cudnn=True):
+    with pytest.raises(TaskFault, match="must not be changed by a task"), float32_matmul("high", cudnn=True):
         pass

@@ -249,7 +249,7 @@ def test_batches_without_a_row_per_sample_cannot_be_kept() -> None:
 
 def test_batches_without_tensors_cannot_be_kept() -> None:
     fetcher = Fetcher(Squares(size=8), lambda samples: {}, bad_samples="stop")
-    with pytest.raises(DataError, match="no tensors"):
+    with pytest.raises(DataError, match="contains none"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 

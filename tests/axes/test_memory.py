@@ -233,7 +233,7 @@ def test_temporary_recomputation_restores_the_blocks() -> None:
 
 def test_an_unknown_block_number_is_refused() -> None:
     model = stack()
-    with pytest.raises(ConfigError, match="block 3, but the task has 3, counted from 0"):
+    with pytest.raises(ConfigError, match="block 3: the task has 3 blocks"):
         budget(model, list(model.blocks), CPU, recompute=[0, 3])
 
 

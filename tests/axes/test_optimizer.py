@@ -699,7 +699,7 @@ def test_each_exported_tensor_has_its_own_memory() -> None:
 @ABSENT["bitsandbytes"]
 def test_bitsandbytes_reports_that_it_undoes_channels_last() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with pytest.warns(UserWarning, match="channels_last is undone for 1"):
+    with pytest.warns(UserWarning, match="undoes channels_last for 1"):
         made(adamw8bit, library="bitsandbytes")(model)
     assert model.weight.is_contiguous()
 

@@ -286,7 +286,7 @@ def test_a_task_that_sets_the_newer_switches_gets_an_explanation() -> None:
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
-        with pytest.raises(TaskFault, match="float32 switches must be left to the runner"), fp32(CPU, Net()).flags:
+        with pytest.raises(TaskFault, match="float32 switches must not be changed"), fp32(CPU, Net()).flags:
             pass
     finally:
         matmul.fp32_precision = before

@@ -173,7 +173,7 @@ def test_plateau_continues_from_its_saved_state() -> None:
 
 
 def test_the_state_of_another_schedule_is_refused() -> None:
-    with pytest.raises(IncompatibleResume, match=r"best, level, num_bad, rest, but the checkpoint has nothing"):
+    with pytest.raises(IncompatibleResume, match=r"best, level, num_bad, rest, but the checkpoint contains nothing"):
         plateau(10).load({})
     with pytest.raises(IncompatibleResume):
         cosine(10).load(plateau(10).state())

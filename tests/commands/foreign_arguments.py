@@ -353,5 +353,5 @@ HYDRA = {
 
 FIRST = dict.fromkeys(
     ("-m seed=0,1", "--epochs 3", "--gpus 2", "lr=0.1", "--config-dir conf"),
-    "a command comes first, such as accel-run train",
+    "put a command first, such as accel-run train",
 )

@@ -269,7 +269,7 @@ def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Pa
     result = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
     line = next(number for number, text in enumerate(source.splitlines(), 1) if "{})" in text)
     assert result.code == 70
-    assert f"mine.py:{line}: predict raised TypeError" in result.err
+    assert f"mine.py:{line}: predict() raised TypeError" in result.err
     assert "Traceback" not in result.err
 
 

@@ -129,9 +129,9 @@ REFUSED = {
     "": "explain: needs a key\n           use accel-run explain optimizer.lr",
     "optimizer.momentum": (
         "optimizer.momentum: unknown key\n"
-        "           it belongs to optimizer=sgd: accel-run explain optimizer.momentum optimizer=sgd"
+        "           use accel-run explain optimizer.momentum optimizer=sgd, the option that has this key"
     ),
-    "lr": "lr: unknown key\n           here it is optimizer.lr",
+    "lr": "lr: unknown key\n           use optimizer.lr",
     "precsion": "precsion: unknown key\n           did you mean precision?",
     "precision precision=bf17": (
         "precision=bf17: unknown precision; must be one of auto, bf16, fp16, fp32, tf32\n           did you mean bf16?"

@@ -130,7 +130,7 @@ def test_a_length_in_the_other_unit_replaces_the_old_one(server: ForkServer, beg
     refused = server.run("resume epochs=3", begun, ON)
     assert refused.code == 88
     assert "resume_allow=[epochs,updates]" in refused.err
-    assert "both are given" not in refused.err
+    assert "both are set" not in refused.err
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_a_run_is_given_once_as_argument_or_as_key() -> None:
     assert parse_run_request(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
     assert parse_run_request(["run=mine"]).overrides == ("run=mine",)
     assert parse_run_request([]).overrides == ()
-    with pytest.raises(ConfigError, match="names a second run in addition to mine"):
+    with pytest.raises(ConfigError, match="but mine is also given"):
         parse_run_request(["mine", "run=other"])
 
 

@@ -60,7 +60,7 @@ def problems_of(line: str) -> list[tuple[str, str]]:
 def suggestions(fix: str) -> Iterator[str]:
     """Yield the command lines that a message suggests, as arguments of `accel-run train`."""
     for part in re.split(r"\n|; |, or |, in | \(|\) or |: (?=accel-run)|, then ", fix):
-        text = part.removeprefix("use ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,")
+        text = part.removeprefix("use ").removeprefix("quote it: ").strip(" ,")
         text = text.rstrip(")") if text.count(")") > text.count("(") else text
         text = re.sub(r"(?<!\.)\.$", "", text)
         text = re.sub(r"^did you mean (.*)\?$", r"\1", text)

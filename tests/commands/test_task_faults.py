@@ -67,17 +67,17 @@ class Fault:
 
 
 LOSS = "        total = F.cross_entropy"
-CONTRACT = "loss must return (the sum over items as a scalar tensor, the number of items), but returned "
+CONTRACT = "loss() must return (the sum over items as a scalar tensor, the number of items), but returned "
 FAULTS = {
     "the file raises": Fault(
         "import sys\n", "import sys, nowhere\n", 70, "No module named 'nowhere'", "import sys, nowhere"
     ),
     "build raises": Fault(
-        "return Mine(size)", "return {}['size']", 70, "build raised KeyError: 'size'", "return {}['size']"
+        "return Mine(size)", "return {}['size']", 70, "build() raised KeyError: 'size'", "return {}['size']"
     ),
-    "build leaves": Fault("return Mine(size)", "sys.exit('no')", 70, "build raised SystemExit: no", "sys.exit('no')"),
+    "build leaves": Fault("return Mine(size)", "sys.exit('no')", 70, "build() raised SystemExit: no", "sys.exit('no')"),
     "build returns nothing": Fault(
-        "return Mine(size)", "Mine(size)", 70, "build must return a runner.Task, but returned NoneType", "def build("
+        "return Mine(size)", "Mine(size)", 70, "build() must return a runner.Task, but returned NoneType", "def build("
     ),
     "build returns a model": Fault(
         "return Mine(size)",
@@ -87,7 +87,7 @@ FAULTS = {
         "def build(",
     ),
     "settings before the star": Fault(
-        "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build must come after *, but size", "def build("
+        "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build() must come after *, but size", "def build("
     ),
     "no model": Fault("self.model =", "self.net =", 70, "Mine.model must be a torch.nn.Module", "class Mine(Task)"),
     "a model whose state is no tensor": Fault(

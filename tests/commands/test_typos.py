@@ -44,8 +44,8 @@ accel-run: train: is a command, not a setting
            use accel-run train --task mine.py
 """,
     "status one two three": """\
-accel-run: two: names a second run in addition to one
-           this command takes one run; repeat it for each
+accel-run: two: this command takes a single run, but one is also given
+           run the command once for each run
 """,
     "evaluate one splt test": """\
 accel-run: splt test: is not a setting; settings have the form key=value
@@ -57,7 +57,7 @@ accel-run: --jsn: unknown option; settings have the form key=value
 """,
     "import --jsn model.pt": """\
 accel-run: --jsn model.pt: unknown option; settings have the form key=value
-           accel-run plan shows every key
+           run accel-run plan to see every key
 """,
     "search --json optimizer.lr=log(1e-4,1e-2)": """\
 accel-run: --json: unknown option here
@@ -175,11 +175,11 @@ accel-run: 2 problems
   1. accelerator=gpu: unknown key
      use device=...
   2. devices=2: unknown key
-     use parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
+     use parallelism=ddp parallelism.world_size=2, or device=cuda:0 for a single GPU
 """,
     "train resume=last": """\
 accel-run: resume=last: does not name a run to start from
-           accel-run resume continues the last run; resume=NAME starts a new one from another
+           use accel-run resume to resume the last run, or resume=NAME to start a new run from another one
 """,
     "train --resume": """\
 accel-run: --resume: unknown option; settings have the form key=value
@@ -193,7 +193,7 @@ accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of consta
 """,
     "train optimizer.betas=(0.9,0.95)": """\
 accel-run: optimizer.betas=(0.9,0.95): must be KEY=VALUE, but cannot be parsed
-           write lists as KEY=[1,2], and quote texts with special characters: 'KEY="a b"'
+           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a b"'
 """,
     "train lrr=3": """\
 accel-run: lrr=3: unknown key
@@ -217,7 +217,7 @@ accel-run: --global-batch-size=64: unknown option; settings have the form key=va
 """,
     "train fast": """\
 accel-run: fast: is not a setting; settings have the form key=value
-           accel-run plan shows every key
+           run accel-run plan to see every key
 """,
     "monitor json": """\
 accel-run: json: is not a setting; settings have the form key=value
@@ -244,15 +244,15 @@ accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_af
            did you mean ladder?
 """,
     "benchmark suite=batch micro=x": """\
-accel-run: micro=x: must be integers from 1 on, separated by commas
+accel-run: micro=x: must be integers of at least 1, separated by commas
            use micro=1,2
 """,
     "benchmark suite=loader cache=disk": """\
-accel-run: cache=disk: must be some of none, memory, device, but disk is none of them
+accel-run: cache=disk: may contain only none, memory, device, but contains disk
            use cache=none,memory,device
 """,
     "benchmark suite=parallelism forms=ddp": """\
-accel-run: forms=ddp: must be some of single, equal, shares, pipeline, but ddp is none of them
+accel-run: forms=ddp: may contain only single, equal, shares, pipeline, but contains ddp
            use forms=single,equal,shares,pipeline
 """,
     "tune budgets=3": """\
@@ -265,7 +265,7 @@ accel-run: --budget 5: unknown option; settings have the form key=value
 """,
     "train x=[1,2": """\
 accel-run: x=[1,2: must be KEY=VALUE, but cannot be parsed
-           write lists as KEY=[1,2], and quote texts with special characters: 'KEY="a b"'
+           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a b"'
 """,
     "train optimizer=adamm": """\
 accel-run: optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd
@@ -277,7 +277,7 @@ accel-run: optimiser=adamw: unknown key
 """,
     "train optimizer.momentum=0.9": """\
 accel-run: optimizer.momentum=0.9: unknown key of optimizer=adamw; known: optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.eps, optimizer.kernel, optimizer.decay_1d, optimizer.lr_scales
-           it belongs to optimizer=sgd
+           use optimizer=sgd, which has this key
 """,
     "train +optimizer.lrr=1": """\
 accel-run: +optimizer.lrr=1: unknown key of optimizer=adamw; known: optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.eps, optimizer.kernel, optimizer.decay_1d, optimizer.lr_scales
@@ -285,7 +285,7 @@ accel-run: +optimizer.lrr=1: unknown key of optimizer=adamw; known: optimizer.lr
 """,
     "train +extra=1": """\
 accel-run: +extra=1: unknown key
-           accel-run plan shows every key
+           run accel-run plan to see every key
 """,
     "train global_batch_size=64 micro_batch_size=12": """\
 accel-run: micro_batch_size=12: must divide global_batch_size (64), but is 12
@@ -305,19 +305,19 @@ accel-run: precision=bf17: unknown precision; must be one of auto, bf16, fp16, f
 """,
     "train hardware=t4 +hardware=a100": """\
 accel-run: +hardware=a100: hardware is given twice, t4 and a100
-           give one of them
+           remove one of them
 """,
     "train hardware=t5": """\
 accel-run: hardware=t5: unknown hardware; must be one of a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
            did you mean t4?
 """,
     "train run=../elsewhere": """\
-accel-run: run=../elsewhere: a run name must be letters, digits, '.', '_' and '-', and begin with a letter or digit, but is '../elsewhere'
-           for example run=elsewhere
+accel-run: run=../elsewhere: a run name may contain only letters, digits, '.', '_' and '-', and must begin with a letter or digit, but is '../elsewhere'
+           use run=elsewhere
 """,
     f"train run={'a' * 201}": f"""\
-accel-run: run={"a" * 201}: a run name must have at most 200 letters, but has 201
-           for example run={"a" * 20}
+accel-run: run={"a" * 201}: a run name must have at most 200 characters, but has 201
+           use, for example, run={"a" * 20}
 """,
     "train batch_size=32": """\
 accel-run: batch_size=32: unknown key
@@ -325,7 +325,7 @@ accel-run: batch_size=32: unknown key
 """,
     "train accumulate_grad_batches=4": """\
 accel-run: accumulate_grad_batches=4: unknown key
-           use global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4
+           use global_batch_size=64 micro_batch_size=16, which accumulates the gradients of 64 / 16 = 4 micro-batches
 """,
     "train clip_max_norm=0.1": """\
 accel-run: clip_max_norm=0.1: unknown key
@@ -340,12 +340,12 @@ accel-run: device=gpu: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu"
            use device=auto, the default
 """,
     "train updates=10 epochs=2": """\
-accel-run: updates=10 epochs=2: both are given
-           give one of them
+accel-run: updates=10 epochs=2: both are set
+           set only one of them
 """,
     "train optimizer.lr=0.1,0.2": """\
-accel-run: optimizer.lr=0.1,0.2: is a sweep over several values; a list is written [1,2]
-           run them all with accel-run train -m
+accel-run: optimizer.lr=0.1,0.2: is a sweep over several values; to pass a list, write [1,2]
+           use accel-run train -m to train each value
 """,
     "train ~tracker": """\
 accel-run: ~tracker: settings cannot be deleted
@@ -361,22 +361,22 @@ accel-run: --task: needs a path
 """,
     "train --task ./without_build.py": """\
 accel-run: FOLDER/without_build.py: has no function build()
-           an example: accel-run new my_task.py
+           define it; accel-run new my_task.py writes an example
 """,
     "train --task ./broken.py": """\
 accel-run: FOLDER/broken.py: is not valid Python, line 1: '(' was never closed
            fix that line
 """,
     "train run=": """\
-accel-run: run=: names no run
+accel-run: run=: needs a value
            use run=NAME, or leave it out
 """,
     "inference run=": """\
-accel-run: run=: names no run
+accel-run: run=: needs a value
            use run=NAME, or leave it out
 """,
     "report run=": """\
-accel-run: run=: names no run
+accel-run: run=: needs a value
            use run=NAME, or leave it out
 """,
     "report first out=x.pdf": """\

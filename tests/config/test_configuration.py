@@ -715,7 +715,7 @@ def test_a_sweep_is_every_combination_in_order(args: tuple[str, ...], expected: 
 
 @pytest.mark.parametrize("word", ["seed=interval(0,1)", "run=glob(*)"])
 def test_a_sweep_without_values_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="does not list its values"):
+    with pytest.raises(ConfigError, match="must list its values"):
         expand_sweep(Request((word,)))
 
 
@@ -724,7 +724,7 @@ def test_a_combination_of_a_sweep_composes_as_a_single_run() -> None:
     assert seeds == [3, 4]
     (problem,) = refused("seed=3,4")
     assert problem.where == "seed=3,4"
-    assert problem.fix.endswith("accel-run train -m")
+    assert "accel-run train -m" in problem.fix
 
 
 @pytest.mark.parametrize(
