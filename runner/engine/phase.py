@@ -120,8 +120,8 @@ class Phase(PhaseView):
         done = self.position.update
         if done > self.total:
             self.run.observers.screen.warn(
-                f"{self.name} already has {done} updates in {start.path.name}, and {self.total} were requested:"
-                " no update is run"
+                f"nothing is trained: {self.name} already has {done} updates in {start.path.name}, but only"
+                f" {self.total} were requested"
             )
             self.total = self.record.total = done
         self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
@@ -194,7 +194,8 @@ class Phase(PhaseView):
         if done >= self.total:
             length = "updates" if self.planned.updates is not None else "epochs"
             run.observers.screen.info(
-                f"{self.name} is finished: {done} updates are done; to train longer: {length}=N resume_allow=[{length}]"
+                f"{self.name} is finished: {done} updates are done; to train longer, use {length}=N"
+                f" resume_allow=[{length}]"
             )
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")

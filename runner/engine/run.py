@@ -76,7 +76,7 @@ class Observers:
         try:
             self.metrics.flush()
         except StorageError as error:
-            self.screen.warn_once(f"metrics rows are kept in memory: {error.problems[0]}")
+            self.screen.warn_once(f"metrics rows cannot be written, and are kept in memory: {error.problems[0]}")
         self.tracker.log(row)
 
 
@@ -230,7 +230,7 @@ class TrainingRun:
     @cached_property
     def baselines(self) -> dict[str, float]:
         """Baseline metrics of a trivial model, shown next to the evaluation's metric of the same name."""
-        with task_errors(self.parts.source, "baselines"):
+        with task_errors(self.parts.source, "baselines()"):
             baselines = validate_numbers(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
         return {f"val/{name}": value for name, value in baselines.items()}
 

@@ -65,7 +65,7 @@ class StagePrediction:
         self.fake_run = FakeRun(AllocationRecorder())
         with _ignore_warnings(), self.fake_run, self.fake_run.fake_parameters():
             self.parts = assemble(self.plan, self._stack)
-        with task_errors(self.parts.source, "layers"):
+        with task_errors(self.parts.source, "layers()"):
             self.layers = validate_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
         check_layers(self.parts.bare, self.layers)
         with _ignore_warnings(), self.fake_run:

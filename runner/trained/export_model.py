@@ -93,7 +93,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         task = trained.parts.task
         example = None
         if type(task).example is not Task.example:
-            with task_errors(trained.parts.source, "example"):
+            with task_errors(trained.parts.source, "example()"):
                 example = task.example()
         model = trained.parts.bare.cpu()
         if not trained.plan.choices["adapter"].uses("none"):
@@ -124,7 +124,7 @@ def _write_formats(
     for name in formats:
         file = draft / f"model.{FORMATS[name].suffix}"
         if example is None and name != "safetensors":
-            fix = "define example(self): it returns the arguments of one call of the model, for a batch of two"
+            fix = "define example(self), which returns the arguments of one call of the model for a batch of two"
             failures.append(Problem("needs example(), which the task does not define", f"format={name}", fix))
             continue
         try:
@@ -157,7 +157,10 @@ def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> N
         )
     wrong = [name for name, parity in parities.items() if not parity.holds]
     if wrong:
-        fix = "export the formats that agree: format=NAME; models that draw at random in eval mode cannot be compared"
+        fix = (
+            "use format=NAME with the formats that agree; a model that draws random numbers in eval mode cannot be"
+            " compared"
+        )
         raise AccelRunError(
             f"outputs of the exported model differ from those of the model: {', '.join(wrong)}",
             where=str(folder),

@@ -79,7 +79,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
             )  # fmt: skip
         result = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
-            raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
+            raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = summarize_predictions(result, parts.task.item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
@@ -308,13 +308,13 @@ def iterate_predictions(
     seed = int(plan.inference["seed"])
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-        with seeded_generators(seed, "predict"), task_errors(parts.source, "predict"):
+        with seeded_generators(seed, "predict"), task_errors(parts.source, "predict()"):
             result = parts.task.predict(parts.model, generator, **options)
         predictions = _get_iterator(result, parts)
         for number in itertools.count():
             on_next()
             # Random draws in a dataset read by `predict` must not depend on earlier predictions.
-            with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict"):
+            with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict()"):
                 prediction = next(predictions, _END)
             if prediction is _END:
                 return
@@ -325,7 +325,7 @@ def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
     if isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping):
         return iter(result)
     raise TaskFault(
-        f"predict must yield Predictions, but returned {describe_value(result)}",
+        f"predict() must yield Predictions, but returned {describe_value(result)}",
         where=locate_definition(parts.task.predict, parts.source),
         fix='from runner import Prediction; yield Prediction({"sample.txt": text})',
     )
@@ -406,7 +406,7 @@ def _format_summary(result: PredictionSummary, item: str) -> str:
     text += f", {format_rate(summary['items_per_s'])} {item}s/s including reading and writing"
     model, latency = summary["model"], summary["latency_ms"]
     if not model["calls"]:
-        return f"{text}; predict does not call model(...), so its latency is unknown"
+        return f"{text}; predict() does not call model(...), so its latency is unknown"
     latencies = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
     calls = f"{model['calls']} call{'s' * (model['calls'] != 1)}"
     samples = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"

@@ -137,7 +137,7 @@ def _unpickle(source: Path) -> Any:
                 raise
             return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
     except MemoryError as error:
-        fix = "it is damaged or malicious: download it again from a trusted source"
+        fix = "download it again from a trusted source, because it is damaged or malicious"
         raise HostMemoryError("requests more memory than its size explains", where=str(source), fix=fix) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(source), fix="check its permissions") from error
@@ -151,7 +151,7 @@ def _unpickle(source: Path) -> Any:
             ) from None
         operand = _UNSUPPORTED_OPERAND.search(str(error))
         first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
-        what = f"is not a file of torch.save, or damaged: {sanitize(first)}"
+        what = f"is not a file of torch.save, or is damaged: {sanitize(first)}"
         raise DataError(what, where=str(source), fix="download it again, or use another file") from None
 
 

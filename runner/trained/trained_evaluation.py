@@ -89,7 +89,7 @@ def _make_fetcher(parts: Parts, split: str) -> Fetcher:
     if split not in known:  # `dataset` would often return the samples of its last branch
         declare = f'if it has one, write in class {type(parts.task).__name__}:\nsplits = ("{split}",)'
         raise ConfigError(Problem(what, f"split={split}", did_you_mean(split, known) or declare))
-    problem = Problem(what, f"split={split}", "use a split that its dataset(split) returns")
+    problem = Problem(what, f"split={split}", "use a split for which dataset(split) of the task returns samples")
     try:
         return parts.splits.fetcher(split, evaluates=True)
     except NotImplementedError as error:

@@ -78,7 +78,7 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
         name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
         if read_record(configuration.settings.root / name).is_known:
             what = f"{name} is a trained run, whose settings cannot be combined with weights="
-            fix = f"omit weights= to use its checkpoints, or name another folder for the results: run={name}-given"
+            fix = f"omit weights= to use its checkpoints, or use another folder for the results: run={name}-given"
             raise ConfigError(Problem(what, f"run={name}", fix))
         return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)

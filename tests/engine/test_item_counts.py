@@ -94,7 +94,7 @@ def test_a_count_of_0_is_a_fault_of_couple(count: str, update: int, tmp_path: Pa
             list(phase.updates())
         fault = phase.translate_error(raised.value) if isinstance(raised.value, NotFinite) else raised.value
     assert isinstance(fault, TaskFault)
-    for part in ("couple", " 0", "more than 0", "counted.py:"):
+    for part in ("couple", " 0", "above 0", "counted.py:"):
         assert part in str(fault)
     assert phase.position.update == update - 1
 

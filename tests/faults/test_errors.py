@@ -362,17 +362,19 @@ RAISED = {
         old="    def loss(",
     ),
     "baselines": Told(
-        method("def baselines(self):", "    return inner()"), "baselines raised KeyError: 'inner'", old="    def loss("
+        method("def baselines(self):", "    return inner()"),
+        "baselines() raised KeyError: 'inner'",
+        old="    def loss(",
     ),
     "blocks": Told(
-        method("def blocks(self):", "    return inner()"), "blocks raised KeyError: 'inner'", old="    def loss("
+        method("def blocks(self):", "    return inner()"), "blocks() raised KeyError: 'inner'", old="    def loss("
     ),
     "losses": Told(
         method("@property", "def losses(self):", "    return inner()"), "raised KeyError: 'inner'", old="    def loss("
     ),
     "predict": Told(
         method("def predict(self, model, generator):", "    yield inner()"),
-        "predict raised KeyError: 'inner'",
+        "predict() raised KeyError: 'inner'",
         old="    def loss(",
         words="both",
     ),
@@ -470,7 +472,7 @@ def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
 def test_an_error_before_training_does_not_mention_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("return Mine()", "return inner()"))
     result = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
-    environment.assert_error(result, 70, "build raised KeyError: 'inner'")
+    environment.assert_error(result, 70, "build() raised KeyError: 'inner'")
     assert "checkpoint" not in result.err
 
 

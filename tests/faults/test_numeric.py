@@ -62,7 +62,7 @@ FAULTS = {
     ),
     "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
     "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),
-    "no items": Fault("task.fault=nothing", "loss returned a count of 0 for all micro-batches (update 12)", code=70),
+    "no items": Fault("task.fault=nothing", "loss() returned a count of 0 for all micro-batches (update 12)", code=70),
     "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
     "half precision": Fault(
         "task.fault=half precision=fp16 precision.max_skips=4 precision.growth_interval=1000",
@@ -212,7 +212,7 @@ def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, t
     assert not (broken / "outputs" / "mine" / "error.json").exists(), "the fault has been fixed"
 
 
-WITH_RANKS = [("module", "rank 0: first in the output of middle ("), ("samples", "samples that are not finite: ")]
+WITH_RANKS = [("module", "on rank 0, first in the output of middle ("), ("samples", "samples that are not finite: ")]
 
 
 @pytest.mark.sampled(1)
@@ -229,8 +229,8 @@ def test_ranks_stop_together_and_the_rank_is_named(
 
 
 STAGES = {
-    "samples": "rank 0: samples that are not finite: ",
-    "module": "at update 12: rank 0: the stages of a pipeline are not searched",
+    "samples": "on rank 0, samples that are not finite: ",
+    "module": "at update 12: on rank 0, the stages of a pipeline are not searched",
 }
 
 

@@ -130,7 +130,7 @@ def test_a_mean_with_a_count_of_1_is_not_reported(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("sigmoid", "neighbors", "cross_correlation")])
 def test_a_mean_with_a_count_of_samples_is_refused(name: str, size: int, precision: Any) -> None:
     found = message(lambda pair: (ROWS[name](*pair).mean(), len(pair[0])), size, precision=precision)
-    assert "couple returns a mean" in found
+    assert "couple() returns a mean" in found
     assert "loss_is_additive" in found
 
 
@@ -156,7 +156,7 @@ def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
 
 
 def test_the_check_reads_enough_samples_for_a_small_micro_batch() -> None:
-    assert "couple returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
+    assert "couple() returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
     assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
 
 
@@ -176,7 +176,7 @@ def test_the_check_limits_the_samples_that_it_compares() -> None:
         sizes.append(len(pair[0]))
         return clip(*pair).mean(), len(pair[0])
 
-    assert "couple returns a mean" in message(couple, 200)
+    assert "couple() returns a mean" in message(couple, 200)
     assert max(sizes) == 128  # 32 samples, taken four times
 
 

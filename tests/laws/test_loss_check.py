@@ -265,7 +265,7 @@ def test_a_sum_and_an_undecidable_loss_are_not_reported(name: str, precision: An
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_with_a_count_is_refused_with_the_reduction_to_use(name: str) -> None:
-    assert "loss returns a mean" in said(MEANS[name])
+    assert "loss() returns a mean" in said(MEANS[name])
     assert 'reduction="sum"' in said(MEANS[name])
 
 
@@ -292,7 +292,7 @@ def test_a_mean_of_a_batch_of_one_sample_is_refused() -> None:
     x, y = batch_of()
     loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
     first = MicroBatch((x[:1], y[:1]), last=True, samples=BatchSamples(0, 0, [0], [0]))
-    assert "loss returns a mean" in said(MEANS["a mean"], first=first, loader=loader)
+    assert "loss() returns a mean" in said(MEANS["a mean"], first=first, loader=loader)
     assert said(SUMS["a sum"], first=first, loader=loader) == ""
 
 
@@ -310,7 +310,7 @@ def test_packed_samples_are_collated_again_as_halves(reduction: str) -> None:
 
     first = MicroBatch(packed(samples), last=True, samples=BatchSamples(0, 0, range(SIZE), range(SIZE)))
     messages = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
-    assert ("loss returns a mean" in messages) == (reduction == "mean")
+    assert ("loss() returns a mean" in messages) == (reduction == "mean")
     assert bool(messages) == (reduction == "mean")
 
 
@@ -400,7 +400,7 @@ def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
         model.keys.copy_(torch.cat([codes.detach(), before])[:16])
         return F.cross_entropy(10 * codes @ before.T, batch[1]), len(batch[1])
 
-    assert "loss returns a mean" in said(loss, model=model)
+    assert "loss() returns a mean" in said(loss, model=model)
     assert not model.keys.any()
 
 

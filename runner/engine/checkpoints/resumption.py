@@ -92,8 +92,8 @@ def compare(
             fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
         elif key == to_allow[-1]:  # a single setting, ready to paste
             names = ",".join((*allowed, *to_allow))
-            restored = " once the others are restored" if "fixed" in map(classes.get, refused) or too_short else ""
-            fix = f"continue anyway{restored} with resume_allow=[{names}], or start a new run with another run=NAME"
+            restored = " after restoring the other values" if "fixed" in map(classes.get, refused) or too_short else ""
+            fix = f"to continue anyway{restored}, use resume_allow=[{names}], or start a new run with another run=NAME"
         problems.append(Problem(what, key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
@@ -164,7 +164,7 @@ def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDire
             ]
         if not remaining:
             raise IncompatibleResume(
-                f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
+                f"all requested phases are finished: {', '.join(phase.name for phase in selected)}", where="phases",
                 fix="start a new run with another run=NAME",
             )  # fmt: skip
         selected = remaining
@@ -177,7 +177,7 @@ def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDire
             raise InputMissing(
                 f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
                 where="phases",
-                fix=f"use phases=[{first}], or resume=RUN that has finished it",
+                fix=f"use phases=[{first}], or resume=RUN with a run that has finished it",
             )
         available.add(phase.name)
     return selected
@@ -314,7 +314,7 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
         return load(other)
     recovered = load_newest(other.checkpoints, other.owner)
     if recovered is None:
-        fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"
+        fix = f"use accel-run status {other.name} to see its checkpoints, or accel-run runs to find another run"
         raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={requested}", fix=fix)
     return recovered
 

@@ -114,7 +114,10 @@ class SavePolicy:
         self.seconds = min(max(cost_s / MAX_OVERHEAD, MIN_INTERVAL_S), longest)
         if write_s + update_s + self.seconds > MAX_AT_RISK_S:
             minutes = MAX_AT_RISK_S / 60
-            return f"a save takes {write_s:.0f} s to be on disk: more than {minutes:.0f} min of work are at risk"
+            return (
+                f"writing a checkpoint to disk takes {write_s:.0f} s, so more than {minutes:.0f} min of work are at"
+                " risk"
+            )
         if cost_s > MAX_OVERHEAD * longest:
             return (
                 f"checkpoint overhead is {cost_s / longest:.1%}, above {MAX_OVERHEAD:.0%}: a save takes {cost_s:.1f} s"

@@ -148,7 +148,7 @@ class _Values(NamedTuple):
 
     def __str__(self) -> str:
         (first_loss, _), (second_loss, _) = self.halves
-        return f"{self.batch[0]:.4g}, that of its halves {first_loss:.4g} and {second_loss:.4g}"
+        return f"{self.batch[0]:.4g}, but those of its halves are {first_loss:.4g} and {second_loss:.4g}"
 
 
 class LossCheck(NamedTuple):
@@ -229,8 +229,8 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
                     f" the loss of a batch is {once}, with rows repeated twice {twice:.4g}, four times {more:.4g}"
                 )
                 fix = (
-                    'return the sum, as with reduction="sum", or the mean with a count of 1; if it is a sum, write in'
-                    f" class {type(task).__name__}:\nloss_is_additive = False"
+                    'return the sum, as with reduction="sum", or the mean with a count of 1; if it already is a sum,'
+                    f" write in class {type(task).__name__}:\nloss_is_additive = False"
                 )
                 fault = what, locate_definition(task.couple, parts.source), fix
     _raise_fault(next(filter(None, parts.world.gather(fault)), None))
@@ -285,9 +285,9 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
             fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
     if missing:
         fault = (
-            f"metrics declares {missing[0]}, but evaluate does not return it",
+            f"metrics() declares {missing[0]}, but evaluate() does not return it",
             locate_definition(task.evaluate, parts.source),
-            f'return {{"{missing[0]}": (scores, labels)}} with the rest',
+            f'also return "{missing[0]}": (scores, labels)',
         )
     _raise_fault(parts.world.broadcast(fault))
     return dict(parts.world.broadcast(reasons))
@@ -522,20 +522,20 @@ def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tu
     kind, count = verdict.kind, verdict.values.batch[1]
     figures = f"the loss of a batch is {verdict.values}"
     if kind == "count":
-        what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        what = f"loss() returns the same count, {count:g}, for a batch and for each of its halves: {figures}"
         return what, locate_definition(loss, parts.source), _COUNT_FIX
     if kind == "mean":
-        what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+        what = f"loss() returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
         return what, locate_definition(loss, parts.source), _MEAN_FIX
     name = type(parts.task).__name__
-    what = f"loss must be the sum over the items of a batch, but it is not: {figures}"
+    what = f"loss() must return the sum over the items of a batch, but does not: {figures}"
     fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
     return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
 def _deviation_warning(values: _Values) -> str:
     return (
-        f"loss differs from a sum over the items by {values.deviation:.1%}, so updates depend on the sizes of"
+        f"loss() differs from a sum over the items by {values.deviation:.1%}, so updates depend on the sizes of"
         f" micro-batches and on the number of ranks: the loss of a batch is {values}. Multiply a term that is added"
         " once per batch, such as a regularizer, by the number of items"
     )
@@ -543,11 +543,11 @@ def _deviation_warning(values: _Values) -> str:
 
 def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
     assert verdict.values is not None
-    title = "evaluate returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
+    title = "evaluate() returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
     count, where = verdict.values.batch[1], locate_definition(method, parts.source)
     figures = f"{name} of a batch is {verdict.values}"
     if verdict.kind == "count":
-        what = f"{title} a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        what = f"{title} the same count, {count:g}, for a batch and for each of its halves: {figures}"
         return what, where, _COUNT_FIX
     what = f"{title} a mean with a count of {count:g}, but must return the sum over the items: {figures}"
     return what, where, _MEAN_FIX
@@ -559,7 +559,7 @@ _COLLATED_AGAIN = "the halves of a batch, collated again, have other values"
 _HALF_WEIGHTS = "it differs slightly from a sum, which may be the rounding of weights in half precision"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
-_THIRD_VALUE = "the third value of loss"
+_THIRD_VALUE = "the third value of loss()"
 _MEAN_FIX = (
     'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum"), '
     "and x.sum() instead of x.mean()"

@@ -52,7 +52,7 @@ def validate_loss(
     Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
     are enabled.
     """
-    title = f"the loss of objective {objective}" if objective else name
+    title = f"the loss of objective {objective}" if objective else f"{name}()"
     if not isinstance(result, tuple) or len(result) not in ((2, 3) if name == "loss" else (2,)):
         raise _loss_fault(result, locate_definition(loss, source), title)
     total, count = result[0], _to_number(result[1])
@@ -72,14 +72,14 @@ def validate_loss(
 def no_items_fault(update: int, location: str) -> TaskFault:
     """Return the error for an update whose micro-batches all have a count of 0; `location` is that of the loss."""
     return TaskFault(
-        f"loss returned a count of 0 for all micro-batches (update {update})",
+        f"loss() returned a count of 0 for all micro-batches (update {update})",
         where=location,
-        fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
+        fix="return the sum and the number of items; if all samples were skipped as bad, events.jsonl lists them",
     )
 
 
 def validate_metrics(
-    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the value of evaluate"
+    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the result of evaluate()"
 ) -> dict[str, tuple[Number, Number]]:
     """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
 
@@ -146,10 +146,10 @@ def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: 
     moved = [name for name, tensor in changed.items() if not _equals_but_for_rounding(tensor, tensors[name])]
     if moved:
         raise TaskFault(
-            f"begin_update changes {abbreviate(moved)} further in each call, but it may be called more than once for"
-            " an update",
+            f"begin_update() may be called more than once for an update, but each call changes {abbreviate(moved)}"
+            " again",
             where=locate_definition(task.begin_update, source),
-            fix="change weights and buffers in after_update of a hook, which is called once: HOOKS of the task file;"
+            fix="change weights and buffers in after_update of a hook in HOOKS, which is called once per update;"
             " draw random numbers with a generator seeded with progress.update",
         )
 
@@ -176,7 +176,7 @@ def validate_numbers(
 
     Raises TaskFault for anything else.
     """
-    where, method_name = locate_definition(method, source), _callable_name(method)
+    where, method_name = locate_definition(method, source), f"{_callable_name(method)}()"
     if not isinstance(result, Mapping):
         what = f"{method_name} must return a mapping of names to numbers, but returned {describe_value(result)}"
         raise TaskFault(what, where=where, fix=fix)
@@ -207,7 +207,7 @@ def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) 
 def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
     fix = 'from runner import Prediction; yield Prediction({"sample.txt": text})'
     if not isinstance(prediction, Prediction):
-        return f"predict must yield Prediction, but yielded {describe_value(prediction)}", fix
+        return f"predict() must yield a Prediction, but yielded {describe_value(prediction)}", fix
     tables: list[tuple[str, Any, tuple[type, ...], str]] = [
         ("files", prediction.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
         ("plots", prediction.plots, (bytes,), "the bytes of an image"),
@@ -215,7 +215,7 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
     for part, mapping, types, description in tables:
         if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
             return (
-                f"{part} of a Prediction must map names of files to {description}, but is {describe_value(mapping)}",
+                f"the {part} of a Prediction must map file names to {description}, but are {describe_value(mapping)}",
                 fix,
             )
         for name, content in mapping.items():
@@ -223,15 +223,15 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
                 what = f"a file name of a Prediction must consist of letters, digits and any of ._-/, but is {name!r}"
                 return what, fix
             if not isinstance(content, types) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
-                what = f"{part} of a Prediction must hold {description}, but {name} is {describe_value(content)}"
-                return what, "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
+                what = f"the {part} of a Prediction must contain {description}, but {name} is {describe_value(content)}"
+                return what, "use tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
     text: Any = prediction.text
     if not isinstance(text, str):
-        return f"text of a Prediction must be a str, but is {describe_value(text)}", fix
+        return f"the text of a Prediction must be a str, but is {describe_value(text)}", fix
     items: Any = prediction.items
     if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
-        what = f"items of a Prediction must be a number of items, 0 or more, but is {describe_value(items)}"
-        return what, "items=len(tokens)"
+        what = f"the items of a Prediction must be an integer of at least 0, but are {describe_value(items)}"
+        return what, "use items=len(tokens)"
     return None
 
 
@@ -242,10 +242,10 @@ def check_count(
     value = float(count)
     if not (math.isfinite(value) and value >= 0 and (value or allows_zero)):
         raise TaskFault(
-            f"{what} must return a number of items that is {'0 or more' if allows_zero else 'more than 0'},"
+            f"{what} must return a number of items {'of at least' if allows_zero else 'above'} 0,"
             f" but returned {value:g}",
             where=locate_definition(method, source),
-            fix="return (the sum, the number of items): len(y), or mask.sum()",
+            fix="return the sum and the number of items, such as len(y) or mask.sum()",
         )
 
 
@@ -255,7 +255,7 @@ def validate_modules(result: Any, method: Callable[..., Any], source: Path) -> l
     if modules is not None and all(isinstance(module, nn.Module) for module in modules):
         return modules
     name = _callable_name(method)
-    what = f"{name} must return a list of modules of the model, but returned {describe_value(result)}"
+    what = f"{name}() must return a list of modules of the model, but returned {describe_value(result)}"
     raise TaskFault(what, where=locate_definition(method, source), fix=f"return list(self.model.{name})")
 
 
@@ -291,14 +291,14 @@ def _check_no_secret(name: str, method: Callable[..., Any], source: Path) -> Non
     """Raise TaskFault for a name that contains a secret: as a key in checkpoints, it could not be redacted."""
     shown = redact(name)
     if shown != name:
-        what = f"{_callable_name(method)} returned a name that contains a secret: {shown}"
-        raise TaskFault(what, where=locate_definition(method, source), fix="name it without the secret")
+        what = f"{_callable_name(method)}() returned a name that contains a secret: {shown}"
+        raise TaskFault(what, where=locate_definition(method, source), fix="choose a name without the secret")
 
 
 def _loss_fault(result: Any, where: str, name: str) -> TaskFault:
     fix = LOSS_FIX
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1:
-        fix = "return total, len(y), or the number of items as a tensor with one element: mask.sum()"
+        fix = "return total, len(y), or the number of items as a tensor with one element, such as mask.sum()"
     return TaskFault(
         f"{name} must return (the sum over items as a scalar tensor, the number of items), but returned"
         f" {describe_value(result)}",
@@ -375,7 +375,7 @@ def check_arguments(
         signature.bind(*arguments, **dict.fromkeys(settings))
     except TypeError as error:
         how = f"with {', '.join(arguments)}" if arguments else "without arguments"
-        raise TaskFault(f"{name} is called {how}: {error}", where=where, fix=fix) from error
+        raise TaskFault(f"{name}() is called {how}: {error}", where=where, fix=fix) from error
 
 
 def _check_mapping(task: Task, name: str, source: Path) -> None:
@@ -388,7 +388,11 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
             is_valid, expected = _VALUES[name]
             if not is_valid(item):
                 what = f"{name}[{key!r}] must be a {expected}, but is {describe_value(item)}"
-                raise TaskFault(what, where=locate_definition(type(task), source), fix=f"see {name} of runner.Task")
+                raise TaskFault(
+                    what,
+                    where=locate_definition(type(task), source),
+                    fix=f"see the documentation of {name} in runner.Task",
+                )
         return
     if inspect.ismethod(value):
         what, fix = "is a method", f"write @property above def {name}(self):"

@@ -83,19 +83,19 @@ def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
         return RankLost(
             f"another rank has exited or does not respond: {first_line(text)}",
             where=what,
-            fix="see the error of the rank that failed first; run the same command again",
+            fix="fix the error of the rank that failed first, then run the same command again",
         )
     if "AcceleratorError" in info.bases or "CUDA error" in text:
         return DeviceMissing(
             f"the device failed: {first_line(text)}",
             where=what,
-            fix="check nvidia-smi and dmesg, then run the same command again; device=cpu needs no GPU",
+            fix="check nvidia-smi and dmesg, then run the same command again; to train without a GPU, use device=cpu",
         )
     if "too many open files" in lower:
         return SystemLimit(
             f"too many files are open: {first_line(text)}",
             where=what,
-            fix="raise the limit with ulimit -n, or use fewer dataloader.num_workers",
+            fix="raise the limit with ulimit -n, or reduce dataloader.num_workers",
         )
     if _is_shared_memory_full(info, lower):
         return SystemLimit(
@@ -107,13 +107,13 @@ def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
         return SystemLimit(
             f"no more threads or processes can be started: {first_line(text)}",
             where=what,
-            fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
+            fix="raise the limit with ulimit -u (in a container: pids), or reduce dataloader.num_workers",
         )
     if "DataLoader worker (pid" in text or _is_broken_worker_pipe(info):  # torch's message
         return DataWorkerLost(
             f"a data worker died: {first_line(text) or info.kind}",
             where=what,
-            fix="run the same command again; if memory was short, use fewer dataloader.num_workers",
+            fix="run the same command again; if memory was short, reduce dataloader.num_workers",
         )
     return None
 
@@ -156,7 +156,7 @@ def _disk_error(error: Exception, what: str) -> AccelRunError | None:
     if not isinstance(error, OSError) or error.errno not in _DISK_FIXES:
         return None
     where = f"{what}: {error.filename}" if error.filename else what
-    return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_DISK_FIXES[error.errno])
+    return StorageError(f"a file operation failed: {error.strerror}", where=where, fix=_DISK_FIXES[error.errno])
 
 
 def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault | None:
@@ -166,7 +166,9 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
     """
     info = describe_exception(error)
     if isinstance(error, NotImplementedError) and info.frames[-1].file == inspect.getfile(Task):
-        return TaskFault(info.message, where=str(source), fix="an example: accel-run new my_task.py")
+        return TaskFault(
+            info.message, where=str(source), fix="accel-run new my_task.py writes an example of a task file"
+        )
     task_exception = _first_task_exception(info, source)
     if task_exception is None:
         return None
@@ -186,7 +188,10 @@ def _suggest_rename(error: BaseException, source: Path) -> Iterator[str]:
     candidates = (path for parent in source.parents for path in (parent / top, parent / f"{top}.py"))
     found = next((path for path in candidates if path.exists() and path != PACKAGE), None)
     if found is not None:
-        yield f"{found} has the name of accel-run's own package, which is found first: rename it, e.g. my_{found.name}"
+        yield (
+            f"{found} has the name of accel-run's own package, which Python finds first: rename it, e.g. to"
+            f" my_{found.name}"
+        )
 
 
 def _first_task_exception(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:
@@ -257,14 +262,14 @@ _SHM_FULL_MESSAGES = (  # torch's messages for a full /dev/shm
     "unable to allocate shared memory",
     "bus error",
 )
-_SHOW_LINE = "torch.autograd.set_detect_anomaly(True) in the task shows the line"
+_SHOW_LINE = "add torch.autograd.set_detect_anomaly(True) to the task to find the line"
 _AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (
         "backward through the graph a second time",
         "the graph of this loss was already used by a backward pass",
         (
             "return a loss of this batch only: detach what the task keeps between batches (kept = kept.detach()),\n"
-            "and do not call backward(): the runner does"
+            "and do not call backward(), because accel-run does"
         ),
     ),
     (

@@ -21,7 +21,7 @@ from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
 _BASE_LAYER = ".base_layer."  # peft's name for the adapted layer inside its adapter
-TIED_FIX = "leave it out of adapter.target; adapter.train=[NAME] trains a shared weight in full"
+TIED_FIX = "remove it from adapter.target; to train a shared weight in full, use adapter.train=[NAME]"
 _TORCH_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
@@ -120,7 +120,7 @@ class LoraAdapter(Adapter):
         for name, value in vars(task).items():
             if isinstance(value, nn.Module) and id(value) in names_by_id:  # its calls would bypass the adapter
                 layer = names_by_id[id(value)]
-                what = f"{type(task).__name__}.{name} is the layer {layer}, which an adapter now wraps"
+                what = f"{type(task).__name__}.{name} still refers to the layer {layer}, which an adapter now wraps"
                 raise TaskFault(what, fix=f"access it through the model: self.model.{layer}")
 
     def base_name(self, name: str) -> str | None:
@@ -157,7 +157,7 @@ class LoraAdapter(Adapter):
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         problems += [
             Problem(
-                f"no parameter's name starts with {prefix}",
+                f"no parameter has a name that starts with {prefix}",
                 "adapter.train",
                 suggest_module(prefix, names, "parameters"),
             )
@@ -172,7 +172,7 @@ class LoraAdapter(Adapter):
             if name in tied
         ]
         if not selected and not problems:
-            problems = [Problem("the model contains no linear layer", "adapter.target", "name its layers")]
+            problems = [Problem("the model contains no linear layer", "adapter.target", "list the layers to adapt")]
         if problems:
             raise ConfigError(problems)
         return selected

@@ -39,18 +39,20 @@ def load_task(plan: Plan) -> Task:
     source = task_source(choice.name, file)
     module = _import(choice.name, file)
     if changed := [*find_changed_declarations(vars(module), source)]:
-        what = f"{changed[0]} is changed or imported by code, but the file is parsed, not executed"
-        raise ConfigError(Problem(what, str(source), f"write all entries into {changed[0]} at its top level"))
+        what = f"{changed[0]} must be a literal, because the file is parsed, not executed; code imports or changes it"
+        raise ConfigError(
+            Problem(what, str(source), f"write all entries into {changed[0]} at the top level of the file")
+        )
     path = plan.settings.data.path
     context = Context(
         seed=plan.settings.seed,
         data_path=Path(path).expanduser().absolute() if path else None,
         cache=cache_folder(),
     )
-    with task_errors(source, "build"):
+    with task_errors(source, "build()"):
         task = module.build(*_context_argument(module.build, context, source), **choice.options)
     if not isinstance(task, Task):
-        what = f"build must return a runner.Task, but returned {type(task).__name__}"
+        what = f"build() must return a runner.Task, but returned {type(task).__name__}"
         fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
         raise TaskFault(what, where=locate_definition(module.build, source), fix=fix)
     if not isinstance(getattr(task, "model", None), nn.Module):
@@ -74,7 +76,7 @@ def _context_argument(build: Callable[..., Any], context: Context, source: Path)
     positional = [item for item in inspect.signature(build).parameters.values() if item.kind is not item.KEYWORD_ONLY]
     if len(positional) > 1 or any(item.default is not item.empty for item in positional):
         names = ", ".join(item.name for item in positional)
-        what = f"the settings of build must come after *, but {names} come before it"
+        what = f"the settings of build() must come after *, but {names} come before it"
         raise TaskFault(what, where=locate_definition(build, source), fix="def build(*, size: int = 64) -> Task:")
     return (context,) if positional else ()
 
@@ -147,9 +149,11 @@ class CheckedLoss:
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
-            metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss")
+            metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss()")
             for name in metrics.keys() & _RESERVED_METRICS:
-                what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
+                what = (
+                    f"the third value of loss() must not contain {name}, because the metric train/{name} exists already"
+                )
                 raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
             self.observe(metrics)
         return self.check(answer, self.loss, self.source, sync=sync)

@@ -162,13 +162,13 @@ def _summarize(
     for name in dict.fromkeys(name for sums in sums_by_rank for name in sums):
         rows = [sums[name] for sums in sums_by_rank if name in sums]
         for _, _, min_count in rows:
-            check_count(min_count, f"{title} ({name})", method, source)
+            check_count(min_count, f"{title}() (metric {name})", method, source)
         total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
         if not math.isfinite(total):
             non_finite.add(name)
         metrics_by_name[name] = total / count if count else math.nan
     if duplicates := [name for name in state_metrics if name in metrics_by_name]:
-        what = f"metrics and evaluate have the same name {duplicates[0]}"
+        what = f"metrics() and evaluate() both have the name {duplicates[0]}"
         raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
     metrics_by_name |= state_metrics
     non_finite.update(nonfinite_states)

@@ -300,7 +300,8 @@ class Meter:
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
                 raise TaskFault(
-                    f"the losses of an update count {count:g} items (update {number}), but must count 0 or more each",
+                    f"the losses of an update have a count of {count:g} (update {number}), but each count must be at"
+                    " least 0",
                     where=self._locate(),
                     fix="return the sum and the number of items, such as len(y) or mask.sum()",
                 )

@@ -55,7 +55,7 @@ class MetricStates:
         declared: Any = self.task.metrics(self.split)
         if not isinstance(declared, Mapping):
             raise TaskFault(
-                f"metrics must return a mapping of names to metrics, but returned {describe_value(declared)}",
+                f"metrics() must return a mapping of names to metrics, but returned {describe_value(declared)}",
                 where=locate_definition(self.task.metrics, self.source),
                 fix='return {"auroc": runner.Gather(auroc)}',
             )
@@ -76,7 +76,7 @@ class MetricStates:
         missing = [name for name in self.states if name not in returned]
         if missing:
             raise TaskFault(
-                f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, returned))}",
+                f"metrics() declares {', '.join(missing)}, but evaluate() returns only {', '.join(map(str, returned))}",
                 where=locate_definition(self.task.evaluate, self.source),
                 fix=f'also return "{missing[0]}": (scores, labels), the arguments of the update method of the metric',
             )
@@ -123,7 +123,7 @@ class MetricStates:
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
             return _TorchMetricState(name, metric, self.source, self.world)
         raise TaskFault(
-            f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
+            f"metrics() must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
             where=locate_definition(self.task.metrics, self.source),
             fix=(
                 f'create an object: {{"{name}": {metric.__name__}(...)}}'
@@ -251,7 +251,7 @@ class _TorchMetricState:
             if find_oom_cause(error) is not None:
                 raise
             raise TaskFault(
-                f"metric {self.name} does not accept what evaluate returned, {describe_value(contribution)}:"
+                f"metric {self.name} does not accept what evaluate() returned, {describe_value(contribution)}:"
                 f" {error_line(error)}",
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}, the arguments of its update method',
@@ -316,8 +316,8 @@ class _TorchMetricState:
             for name, state in part.metric_state.items():
                 if not all(isinstance(item, Tensor) for item in (state if isinstance(state, list) else [state])):
                     raise TaskFault(
-                        f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects"
-                        " than tensors",
+                        f"the states of metric {self.name} cannot be merged over ranks: {name} contains objects"
+                        " that are not tensors",
                         where=str(self.source),
                         fix=_MERGEABLE,
                     )
@@ -377,8 +377,8 @@ class _TorchMetricState:
     def _refuse_attributes(self, names: Sequence[str]) -> None:
         if names:
             raise TaskFault(
-                f"metric {self.name} cannot be merged over ranks: update changes its attribute {names[0]}, which is not"
-                " one of its states",
+                f"metric {self.name} cannot be merged over ranks: update() changes the attribute {names[0]}, which is"
+                " not one of its states",
                 where=str(self.source),
                 fix=f"{self._suggest_declaration(names[0])}{_MERGEABLE}",
             )

@@ -125,7 +125,8 @@ class AttributeCheck(Hook):
             raise TaskFault(
                 f"{what} changes parameters outside of the model, which no checkpoint contains: {abbreviate(moved)}",
                 where=str(parts.source),
-                fix=f"make it a part of the model, in __init__: self.model.{owner} = {owner}.requires_grad_(False)",
+                fix=f"make the module a part of the model, in __init__: self.model.{owner} ="
+                f" {owner}.requires_grad_(False)",
             )
 
     def _check_changed(self, work: GradientPhase, what: str) -> None:

@@ -71,7 +71,7 @@ class Checkpointing(Hook):
             writer = CheckpointWriter(
                 run.directory.checkpoints,
                 keep_last=max(2, policy.keep),
-                on_retry=lambda error: screen.warn(f"saving the checkpoint failed and is retried: {error}"),
+                on_retry=lambda error: screen.warn(f"saving the checkpoint failed, and is retried: {error}"),
                 on_failure=lambda error: screen.warn(f"the checkpoint was not saved: {error}"),
                 sync_first=run.observers.metrics.sync,
                 check=self._check_finite,
@@ -244,7 +244,7 @@ class Checkpointing(Hook):
         too_late = self.saver.deadline_problem(self._stop_requested_at, num_saves=2)
         if too_late:
             warn = self.phase.run.observers.screen.warn
-            warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
+            warn(f"the best checkpoint (update {held.number}) was {too_late}")
             self.saver.held = None
             return
         with self._marked():

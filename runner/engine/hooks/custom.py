@@ -47,8 +47,8 @@ def _build_hook(phase: PhaseView, choice: Choice) -> Hook:
     if not isinstance(hook, Hook):
         raise TaskFault(f"the hook {choice.name} must be a subclass of runner.Hook", where=str(source))
     if getattr(hook, "phase", None) is not phase:
-        fix = "call super().__init__(phase) in its __init__"
-        raise TaskFault(f"the hook {choice.name} does not initialize runner.Hook", where=str(source), fix=fix)
+        fix = "call super().__init__(phase) in __init__ of the hook"
+        raise TaskFault(f"the hook {choice.name} does not call __init__ of runner.Hook", where=str(source), fix=fix)
     check_methods(hook, Hook, source)
     hook.name = f"{HOOK}.{choice.name}"
     for name in _WRAPPED_METHODS:
@@ -62,7 +62,7 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        with task_errors(source, f"{method.__name__} of the hook {name}"):
+        with task_errors(source, f"{method.__name__}() of the hook {name}"):
             result = method(*args)
         if method.__name__ == "state_dict":
             _check_state(result, source, name)
@@ -84,6 +84,6 @@ def _check_state(state: Any, source: Path, name: str) -> None:
     except (TypeError, ValueError, RecursionError):
         is_serializable = False
     if not is_serializable:
-        what = f"state_dict of the hook {name} returned a state that a checkpoint cannot hold"
+        what = f"state_dict() of the hook {name} returned a state that a checkpoint cannot store"
         fix = "return a dict with string keys whose values are tensors, numbers, strings, lists or dicts"
         raise TaskFault(what, where=str(source), fix=fix)

@@ -123,7 +123,7 @@ class Evaluation(Hook):
         run.observers.screen.show_metrics(update, result.metrics, result.empty)
         non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]
         if non_finite:
-            run.observers.screen.warn(f"not finite at update {update}: {', '.join(non_finite)}")
+            run.observers.screen.warn(f"metrics are not finite at update {update}: {', '.join(non_finite)}")
         phase.work.observe(result.measured())
         for hook in phase.hooks:
             hook.after_evaluation(result)

@@ -76,8 +76,8 @@ class FirstUpdate(Hook):
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(
-                f"{phase.name}: loss not checked to be a sum: {reason}. It must return the sum over the items of"
-                ' a batch, such as with reduction="sum", and their number'
+                f"{phase.name}: the check that loss() returns a sum was skipped: {reason}. It must return the sum over"
+                ' the items of a batch, such as with reduction="sum", and their number'
             )
 
     def _check_metrics(self) -> None:
@@ -91,7 +91,7 @@ class FirstUpdate(Hook):
             return
         for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
             phase.run.observers.screen.info(
-                f"{phase.name}: metrics not checked to be sums: {', '.join(names)} ({reason})"
+                f"{phase.name}: the check that metrics are sums was skipped for {', '.join(names)} ({reason})"
             )
         phase.stopwatch.lap("starting")
 

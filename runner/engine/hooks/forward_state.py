@@ -98,7 +98,7 @@ class ForwardState(Hook):
         changed = self._find_changed_frozen()
         if changed:
             raise TaskFault(
-                f"an evaluation changes frozen parameters, which training does not: {abbreviate(changed)}",
+                f"an evaluation changes frozen parameters that training does not change: {abbreviate(changed)}",
                 where=str(self.phase.parts.source),
                 fix=_buffer_fix(self._frozen[changed[0]].key),
             )
@@ -160,7 +160,8 @@ class ForwardState(Hook):
             different = find_unequal(tensors, self.phase.parts.world)
             if different:
                 raise TaskFault(
-                    f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
+                    "frozen parameters differ between ranks, because forward passes changed them:"
+                    f" {abbreviate(different)}",
                     where=str(self.phase.parts.source),
                     fix=_buffer_fix(different[0].rpartition(".")[2]),
                 )

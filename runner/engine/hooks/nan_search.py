@@ -71,10 +71,10 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     total = sum(count for count in counts if count is not None)
     has_no_items = None not in counts and not total
     if not math.isfinite(total) or (has_no_items and search.coupled):
-        name = "couple counts" if search.coupled else "the losses of an update count"
-        least = "more than 0" if search.coupled else "0 or more"
+        name = "couple() returned" if search.coupled else "the losses of an update have"
+        least = "above 0" if search.coupled else "at least 0"
         return TaskFault(
-            f"{name} {total:g} items (update {search.update}), but must count {least}",
+            f"{name} a count of {total:g} (update {search.update}), but each count must be {least}",
             where=phase.work.location,
             fix="return the sum and the number of items, such as len(y) or mask.sum()",
         )
@@ -82,7 +82,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
         return no_items_fault(search.update, phase.work.location)
     samples = [number for result in results for number in result.samples]
     rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
-    prefix = f"rank {rank}: " if len(results) > 1 and worst.what else ""
+    prefix = f"on rank {rank}, " if len(results) > 1 and worst.what else ""
     cause = (
         worst.what
         or "a repetition was finite: the cause is random, such as dropout or augmentation, or only the sum over"
@@ -302,13 +302,15 @@ class _UpdateSearch:
         return bad
 
 
-_CHANGE = "lower optimizer.lr, with resume_allow=[optimizer.lr], raise scheduler.warmup or set max_grad_norm"
+_CHANGE = "lower optimizer.lr (with resume_allow=[optimizer.lr]), raise scheduler.warmup or set max_grad_norm"
 _FIXES = {  # most informative first
     "samples": "fix these samples, or let the dataset raise an error for them and use dataloader.bad_samples=skip",
     "module": f"{_CHANGE}; or fix the module",
     "loss": f"fix the loss; or {_CHANGE}",
     "parameters": "lower optimizer.lr, with resume_allow=[optimizer.lr]",
-    "applied": "use optimizer.kernel=fused: it detects the overflow before the step, and the run names the module",
-    "overflow": "scale the loss down: the squares of gradients of this size overflow",
+    "applied": (
+        "use optimizer.kernel=fused, which detects the overflow before the step, so that the module can be found"
+    ),
+    "overflow": "scale the loss down, because the squares of gradients of this size overflow",
     "unknown": _CHANGE,
 }

@@ -147,7 +147,7 @@ def _adapt_model(
         if choices["precision"].location:  # first, because it may replace modules, blocks included
             context = _change_model(bare, choices)
             _check_state(bare, source)
-        with task_errors(source, "blocks"):
+        with task_errors(source, "blocks()"):
             blocks = validate_modules(task.blocks(), task.blocks, source)
         notes = list(make_chosen(MEMORIES, choices["memory"], bare, blocks, world.device))
         precision: Precision = make_chosen(PRECISIONS, choices["precision"], world, bare)
@@ -187,7 +187,7 @@ def _check_state(model: nn.Module, source: Path) -> None:
     uninitialized = [name for name, weight in model.named_parameters() if isinstance(weight, UninitializedParameter)]
     if uninitialized:
         raise TaskFault(
-            f"the model has parameters without a shape, as those of lazy modules: {abbreviate(uninitialized)}",
+            f"the model has parameters without a shape, such as those of lazy modules: {abbreviate(uninitialized)}",
             where=str(source),
             fix="call the model once in build with a batch of the right shape, such as model(torch.zeros(2, 10))",
         )

@@ -157,7 +157,7 @@ def check_loss_signature(task: Task, source: Path, *, has_objectives: bool) -> N
     """
     kind = type(task)
     if has_objectives and kind.embed is not Task.embed:
-        what = f"{kind.__name__} defines embed and couple, and OBJECTIVES"
+        what = f"{kind.__name__} defines embed and couple, which do not support OBJECTIVES"
         raise TaskFault(what, where=str(source), fix="remove OBJECTIVES, or define loss(model, batch, objective)")
     arguments = ("model", "batch", "objective")[: 3 if has_objectives else 2]
     fix = f"def loss(self, {', '.join(arguments)}):" + ("" if has_objectives else " or declare OBJECTIVES in the file")

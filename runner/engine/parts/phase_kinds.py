@@ -237,8 +237,8 @@ class GradientPhase(PhaseKind):
         """Raise NumericError if every update was skipped."""
         if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
             raise NumericError(
-                f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
-                " nothing was learned",
+                f"every update of phase {self.position.phase} was skipped, because gradients overflowed"
+                " float16; nothing was learned",
                 where="precision=fp16",
                 fix="use precision.init_scale=1024, or precision=bf16 or fp32",
             )
@@ -412,7 +412,7 @@ class StatisticsPhase(PhaseKind):
             return {str(name): float(value) for name, value in result.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise TaskFault(
-                f"finish must return names with numbers, but returned {type(result).__name__}",
+                f"finish() must return a mapping of names to numbers, but returned {type(result).__name__}",
                 where=locate_definition(self.fit.finish, self.parts.source),
                 fix='return {"mean": float(mean)}, or nothing',
             ) from error
@@ -461,7 +461,7 @@ def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | in
     ):
         return added
     raise TaskFault(
-        f"add must return (the state with this batch, the number of items), but returned {type(added).__name__}",
+        f"add() must return (the state with this batch, the number of items), but returned {type(added).__name__}",
         where=locate_definition(fit.add, source),
         fix="return {**state, ...}, len(x)",
     )
@@ -474,7 +474,7 @@ def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Param
         return trainable
     problems = [
         Problem(
-            f"no parameter's name starts with {prefix}",
+            f"no parameter has a name that starts with {prefix}",
             f"phase.{phase.name}.trains",
             suggest_module(prefix, [*trainable]),
         )

@@ -57,7 +57,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
     if not isinstance(sampler, Sampler):
         raise TaskFault(
             f"sampler={choice.name} must return a sampler, but returned {type(sampler).__name__}",
-            fix="return samples.in_order(function of seed and epoch)",
+            fix="return samples.in_order(f) with f(seed, epoch) -> indices",
         )
     order = Order(
         num_samples=sampler.num_samples,
@@ -85,16 +85,16 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     shards_per_update = data.shards_per_update or num_shards
     problems = []
     if not plan.choices["sampler"].uses("shuffle"):
-        what = "a stream is read in its own order"
+        what = "is not supported for a stream, which is read in its own order"
         problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a dataset"))
     if num_shards % shards_per_update:
         what = f"must divide the number of shards, {num_shards}"
         problems.append(Problem(what, f"data.shards_per_update={shards_per_update}", _list_divisors(num_shards)))
     if plan.choices["parallelism"].options.get("shares") == "speed":
-        what = "if shares change, ranks must read the stream again from its beginning"
+        what = "is not supported for a stream: after a change of shares, ranks would read it again from its beginning"
         problems.append(Problem(what, "parallelism.shares=speed", "use parallelism.shares=memory, or numbers"))
     if samples.lengths is None and (phase.updates is None or phase.kind == "fit"):
-        what = f"an epoch of phase {phase.name} needs the length of the stream, which has none"
+        what = f"an epoch of phase {phase.name} needs the length of the stream, but it has none"
         where = "" if phase.kind == "fit" else f"epochs={phase.epochs:g}"
         fix = "use updates=N or data.train_samples=N, or let stream return an object with len(): samples of the shard"
         problems.append(Problem(what, where, fix))
@@ -133,7 +133,7 @@ def _read_from_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]
     """Return the numbers that a method of the task returns for the samples in use, (num_samples,)."""
     if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
         raise _fault(parts, method, "is not defined")
-    with task_errors(parts.source, method.__name__):
+    with task_errors(parts.source, f"{method.__name__}()"):
         returned = method(fetcher.dataset)
     try:
         values = np.asarray(returned.detach().cpu() if isinstance(returned, Tensor) else returned)

@@ -76,7 +76,7 @@ def load_initial_weights(
     ]
     if (problems and options.strict) or not result.matched:
         raise IncompatibleResume(
-            f"these are weights of another model; {'; '.join(problems)}",
+            f"the weights do not match the model: {'; '.join(problems)}",
             where=f"weights={options.source}",
             fix="use the task options they were trained with, and the precision if a task file defines it; to load "
             "those that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}",
@@ -143,7 +143,7 @@ def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
     tensors = _read_files(source.files, where, is_joined=source.is_joined)
     missing = [name for name in source.index or () if name not in tensors]
     if missing:
-        what = f"the shards lack {len(missing)} tensors of their index: {abbreviate(missing, _MAX_NAMES)}"
+        what = f"{len(missing)} tensors of the index are missing in the shards: {abbreviate(missing, _MAX_NAMES)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
     return tensors | average
 
@@ -160,7 +160,7 @@ def _read_files(paths: Sequence[Path], where: str, *, is_joined: bool) -> dict[s
     for shard in shards:
         for name in shard.keys() & tensors.keys():
             raise DataError(
-                f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
+                f"the tensor {name} is in two shards", where=where, fix="keep only the files of one model in the folder"
             )
         tensors |= shard
     return tensors

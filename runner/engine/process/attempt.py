@@ -213,7 +213,7 @@ def require_single_writer(directory: RunDirectory) -> Iterator[None]:
         raise RunInUse(
             f"process {process.pid} still writes this run, though its lock file was removed",
             where=f"run={directory.name}",
-            fix="wait for it or stop it, or use another run=NAME",
+            fix="wait until it has finished, stop it, or use another run=NAME",
         )
     yield
 

@@ -387,7 +387,7 @@ def hang_error(
     calls = (stacks.user_frame(stacks.parse_main_thread(text)) for text in thread_stacks.values())
     place = next(filter(None, calls), None)
     error = Hang(
-        f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
+        f"{what} timed out: waited {heartbeat.waited_s:.0f} s, but the limit is {heartbeat.limit_s:.0f} s",
         where=": ".join(filter(None, (rank_name, str(place) if place else ""))),
         fix=format_hang(thread_stacks, f"watchdog.{key}={max(10, round(4 * heartbeat.limit_s / 10) * 10)}", file),
     )
@@ -412,8 +412,12 @@ def format_hang(thread_stacks: Mapping[str, str], override: str = "", file: str 
         if len(lines) > _MAX_STACK_LINES:
             break
         lines += [f"{name} is at", *stacks.format_summary(frames)] if frames else [f"{name} {text.strip()}"]
-    lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
-    lines += ["run the same command again" + (f"; if it takes that long: {override}" if override else "")]
+    lines += [
+        f"see {file} in the run's folder for the stacks of all threads"
+        if file
+        else "the stacks of all threads cannot be written"
+    ]
+    lines += ["run the same command again" + (f"; if it may take that long, use {override}" if override else "")]
     return "\n".join(lines)
 
 

@@ -202,7 +202,7 @@ class CustomLoader(Loader):
             raise self._fault(f"must yield what read or read.fill return, but yields {type(loaded).__name__}")
         if loaded.request != key:
             found, wanted = (f"samples {request.indices[:3]}..." for request in (loaded.request, key))
-            raise self._fault(f"yields the batch of {found} where that of {wanted} must follow")
+            raise self._fault(f"yields the batch of {found}, but the batch of {wanted} must be next")
         self._workers.add(loaded.worker)
         if isinstance(loaded.batch, Exception):
             raise loaded.batch

@@ -66,7 +66,7 @@ class Splits:
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.model, split=split)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
-            fix = f"dataset({split!r}) must return samples; see data.path and data.train_samples"
+            fix = f"return samples from dataset({split!r}), and check data.path and data.train_samples"
             raise DataError(f"the dataset of split {split} is empty", where=where, fix=fix)
         return fetcher
 
@@ -100,7 +100,7 @@ class Splits:
                 f" returned {type(dataset).__name__}"
             )
             raise TaskFault(
-                what, where=locate_definition(task.dataset, self.source), fix="return a list of samples, for example"
+                what, where=locate_definition(task.dataset, self.source), fix="return, for example, a list of samples"
             )
         check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
         return dataset
@@ -128,14 +128,20 @@ class Splits:
         choice = self.plan.choices["dataloader"]
         problems = []
         if choice.location:
-            what = "a stream is read in order by the shipped loaders only"
+            what = "is not supported for a stream: only the shipped loaders read it in order"
             problems.append(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
         elif choice.options["cache"] != "none":
             where = f"dataloader.cache={choice.options['cache']}"
-            problems.append(Problem("a stream is not kept in memory", where, "use none"))
+            problems.append(Problem("is not supported for a stream", where, "use dataloader.cache=none"))
         if choice.options["bad_samples"] != "stop":
-            what = "a stream cannot continue after a sample that raises an error"
-            problems.append(Problem(what, "dataloader.bad_samples=skip", "use stop, and skip them in the stream"))
+            what = "is not supported for a stream, which cannot continue after an error"
+            problems.append(
+                Problem(
+                    what,
+                    "dataloader.bad_samples=skip",
+                    "use dataloader.bad_samples=stop, and skip bad samples in the stream",
+                )
+            )
         if problems:
             raise ConfigError(problems)
 

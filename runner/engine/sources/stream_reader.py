@@ -156,7 +156,7 @@ class ShardReader:
             raise DataError(
                 f"{self._name()} ended after {count:,} samples, but its length is {self._length:,}",
                 where="stream",
-                fix="correct its len(), or give none and use updates=N",
+                fix="correct its len(), or remove len() and use updates=N",
             )
         if not count:
             raise DataError(
@@ -176,7 +176,7 @@ class ShardReader:
         raise DataError(
             f"{self._name()} has more samples than its length of {self._length:,}",
             where="stream",
-            fix="correct its len(), or give none and use updates=N",
+            fix="correct its len(), or remove len() and use updates=N",
         )
 
     def _name(self) -> str:
@@ -186,7 +186,9 @@ class ShardReader:
     def _fault(self, what: str, error: BaseException) -> DataError:
         described = describe_exception(error)
         return DataError(
-            f"{what}: {described}", where=traceback_line(described), fix="fix it, or skip such samples in the stream"
+            f"{what}: {described}",
+            where=traceback_line(described),
+            fix="fix the error, or skip such samples in the stream",
         )
 
 

@@ -63,7 +63,9 @@ def is_coupled(task: Task, phase: str) -> bool:
         return False
     if not (defined["embed"] and defined["couple"]):
         missing, defined_name = ("couple", "embed") if defined["embed"] else ("embed", "couple")
-        raise TaskFault(f"{task_class.__name__} defines {defined_name} but not {missing}", fix=f"define {missing}, too")
+        raise TaskFault(
+            f"{task_class.__name__} defines {defined_name} but not {missing}", fix=f"define {missing} as well"
+        )
     if defined["loss"] and phase not in task.losses:
         raise TaskFault(f"{task_class.__name__} defines both loss and embed", fix="remove loss, or embed and couple")
     return phase not in task.losses
@@ -96,16 +98,18 @@ def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, 
     elif isinstance(result, (tuple, list)):
         embedding = Embedding(tuple(result), "tuple")
     else:
-        raise TaskFault(f"embed must return tensors, but returned {describe_value(result)}", where=where, fix=EMBED_FIX)
+        raise TaskFault(
+            f"embed() must return tensors, but returned {describe_value(result)}", where=where, fix=EMBED_FIX
+        )
     tensors: tuple[Any, ...] = embedding.tensors
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.layout is not torch.strided:
             what = (
-                f"embed must return tensors whose first dimension is the samples, but one is {describe_value(tensor)}"
+                f"embed() must return tensors whose first dimension is the samples, but one is {describe_value(tensor)}"
             )
             raise TaskFault(what, where=where, fix=EMBED_FIX)
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in embedding.tensors):
-        what = "embed must return a tensor that requires grad, but none does"
+        what = "embed() must return a tensor that requires grad, but none does"
         raise TaskFault(what, where=where, fix="compute it from model(...), without detach, item or no_grad")
     return embedding
 
@@ -122,7 +126,7 @@ def check_rows(embedding: Embedding, samples: BatchSamples | None, embed: Callab
     for tensor in embedding.tensors:
         if len(tensor) > num_samples:
             raise TaskFault(
-                f"embed must return one row per sample, but returned {len(tensor)} rows for {num_samples} samples",
+                f"embed() must return one row per sample, but returned {len(tensor)} rows for {num_samples} samples",
                 where=locate_definition(getattr(embed, "loss", embed), source),
                 fix="return several views as a tuple, such as z.chunk(2), and concatenate them in couple",
             )
@@ -280,7 +284,7 @@ class CoupledUpdate:
                 embedding = self.source.embed(model, micro.batch)
             if not last and versions != _versions(micro.batch):
                 raise TaskFault(
-                    "embed changes its batch in place, and is called twice for each but the last micro-batch",
+                    "embed() is called twice for most micro-batches, but changes its batch in place",
                     where=locate_definition(getattr(self.source.embed, "loss", self.source.embed), self.source.source),
                     fix="compute new tensors, such as x = x / 255 instead of x /= 255",
                 )
@@ -288,7 +292,7 @@ class CoupledUpdate:
             changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)
             if self.kind is not None and self.kind != embedding.kind:
-                what = f"embed returned {self.kind} for a micro-batch and {embedding.kind} for another one"
+                what = f"embed() returned {self.kind} for one micro-batch and {embedding.kind} for another"
                 raise TaskFault(what, where=str(self.source.source), fix=EMBED_FIX)
             self.kind, self.has_gradient = embedding.kind, [tensor.requires_grad for tensor in embedding.tensors]
             tensors = embedding.tensors

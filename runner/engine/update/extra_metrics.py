@@ -55,13 +55,13 @@ class ExtraMetrics:
         if world.world_size == 1:
             return self._sums
         if self._sums and not parallel.splits_batch:
-            what = "the third value of loss cannot be reported by the stages of a pipeline"
+            what = "the third value of loss() is not supported in a pipeline"
             raise TaskFault(what, fix="return (sum, count), or use parallelism=ddp")
         if self._names is None:
             self._names = sorted({name for names in world.gather(list(self._sums)) for name in names})
         new = [name for name in self._sums if name not in self._names]
         if new:
-            what = f"loss returned new metrics, {', '.join(new)}, which no rank returned for the first update"
+            what = f"loss() returned new metrics, {', '.join(new)}, which no rank returned for the first update"
             raise TaskFault(
                 what, fix="return the same names for each batch, with a count of 0 where there are no items"
             )

@@ -18,7 +18,7 @@ from runner.base.text import abbreviate
 from runner.tensors.module_buffers import list_buffers
 
 UNREACHED_FIX = (
-    "values that the loss does not depend on keep their initial values: initialize them, or do not train them"
+    "if the loss does not depend on these values, they keep their initial values: initialize them, or do not train them"
 )
 STATISTICS_FIX = (
     "these buffers were finite at the start of the phase; statistics such as those of batch norms are not finite"

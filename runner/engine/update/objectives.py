@@ -92,12 +92,16 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
                 new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
         every, norm = content.get("every", 1), content.get("max_grad_norm", phase.max_grad_norm)
         if describe_mismatch(int, every) or every < 1:
-            new.append(Problem(f"every must be an integer of at least 1, but is {every!r}", where))
+            new.append(Problem(f"the value of every must be an integer of at least 1, but is {every!r}", where))
         if norm is not None and (describe_mismatch(float, norm) or norm <= 0):
-            new.append(Problem(f"max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
+            new.append(Problem(f"the value of max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
         trains, shares = content.get("trains", []), content.get("shares", [])
         if describe_mismatch(list[str], trains) or describe_mismatch(list[str], shares) or not trains:
-            new.append(Problem('trains must list names of parameters or modules, such as ["generator"]', where))
+            new.append(
+                Problem(
+                    'the value of trains must be a list of names of parameters or modules, such as ["generator"]', where
+                )
+            )
         optimizer, scheduler = (_choose(group, content, getattr(phase, group), file, new) for group in GROUPS)
         problems += [replace(problem, where=where) for problem in new]
         if not new:
@@ -156,7 +160,7 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
     for spec in specs:
         for prefix in (*spec.trains, *spec.shares):
             if not any(is_under(name, prefix) for name in names):
-                what = f"trains nothing: no parameter's name starts with {prefix}"
+                what = f"trains nothing: no parameter has a name that starts with {prefix}"
                 yield Problem(what, f"OBJECTIVES[{spec.name!r}]", suggest_module(prefix, names))
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
@@ -174,7 +178,7 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
             )
             return
     if all(spec.every > 1 for spec in specs):
-        yield Problem("no objective is part of every update", "OBJECTIVES", 'one must have "every": 1')
+        yield Problem("no objective is part of every update", "OBJECTIVES", 'set "every": 1 in one of them')
 
 
 class ObjectivePosition(Position):

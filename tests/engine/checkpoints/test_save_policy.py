@@ -203,7 +203,7 @@ def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
             540.0,
             "checkpoint overhead is 2.2%, above 1%: a save takes 12.0 s of training, .* every 540 s, .*",
         ),
-        (1.0, 700.0, 10.0, 60.0, "a save takes 700 s to be on disk: more than 10 min of work are at risk"),
+        (1.0, 700.0, 10.0, 60.0, "writing a checkpoint to disk takes 700 s, so more than 10 min of work are at risk"),
     ],
 )
 def test_the_time_between_saves_follows_from_their_cost(

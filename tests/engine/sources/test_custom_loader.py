@@ -108,7 +108,7 @@ def test_a_request_that_the_loader_changes_in_place_is_refused() -> None:
             request.indices[:] = [0, 0]
             yield read(request)
 
-    with pytest.raises(TaskFault, match="must follow"):
+    with pytest.raises(TaskFault, match="must be next"):
         list(loaded(changing))
 
 
