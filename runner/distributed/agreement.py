@@ -35,7 +35,7 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
         raise TaskFault(
             "the state of a fit must have the same names, shapes and types with and without data,"
             f" but is {kinds_per_rank}",
-            fix="return tensors of the same types from add as from start",
+            fix="return tensors of the same names, shapes and types from start() and add()",
         )
     result: State | None = None
     for rank in range(world.world_size):

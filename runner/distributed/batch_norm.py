@@ -53,7 +53,7 @@ def _check_supported(model: nn.Module) -> None:
     }
     if others:
         named = abbreviate([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _MAX_NAMED)
-        what = f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}"
+        what = f"sync supports only torch's BatchNorm1d, 2d and 3d, but the model has other batch norms: {named}"
         fix = "use parallelism.batch_norm=per_rank, or nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
         raise ConfigError(Problem(what, "parallelism.batch_norm", fix))
 

@@ -117,7 +117,7 @@ class BufferSync:
         names = [ref.name for ref, is_different in zip(refs, is_different_anywhere, strict=True) if is_different]
         if names:
             raise TaskFault(
-                f"buffers differ between ranks, and torch did not record a change: {abbreviate(names)}",
+                f"buffers differ between ranks, although torch recorded no change: {abbreviate(names)}",
                 fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
             )
 
@@ -166,7 +166,8 @@ class BufferSync:
         other = sorted(set(saved) - set(alike))
         if other:
             raise TaskFault(
-                f"buffers must have the same names, shapes and types on all ranks, unlike {abbreviate(other)}",
+                "buffers must have the same names, shapes and types on all ranks, but these differ:"
+                f" {abbreviate(other)}",
                 fix="give them their final shape when the model is built, or register them with persistent=False",
             )
         self._track([refs[name] for name in alike])

@@ -194,14 +194,14 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     lost = [name for name, weight in model.named_parameters() if weight not in inner]
     foreign = inner - set(model.parameters())
     if lost or foreign:
-        what = f"miss {', '.join(lost[:3])}" if lost else f"have {len(foreign)} parameters that are not the model's"
+        what = f"lacks {', '.join(lost[:3])}" if lost else f"has {len(foreign)} parameters that the model does not have"
         raise TaskFault(
-            f"layers() must hold the parameters of the model, but {what}",
+            f"layers() must contain exactly the parameters of the model, but {what}",
             where=WHERE,
             fix="return modules that share the model's parameters, and use all of them",
         )
     if getattr(model, "_compiled_call_impl", None) is not None:
-        what = "the whole model cannot be compiled in a pipeline, which calls its layers"
+        what = "the whole model cannot be compiled in a pipeline, because each rank calls only some layers"
         raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
 
 

@@ -33,7 +33,7 @@ def matched_calls(model: nn.Module, world: World) -> Iterator[None]:
                     raise UnmatchedCalls(f"rank {world.global_rank(rank)} {of_rank}")
             other = next(of_rank for of_rank in actions if of_rank != actions[0])
             what = f"rank {world.global_rank(0)} {actions[0]} while another rank {other}"
-            raise UnmatchedCalls(what, fix="call model(...) equally often on all ranks")
+            raise UnmatchedCalls(what, fix="call model(...) the same number of times on all ranks")
 
     def on_call(*_: Any) -> None:
         compare(_CALLS)

@@ -493,7 +493,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 def model_not_called_error() -> TaskFault:
     """Return the error of a loss that does not call the model."""
     return TaskFault(
-        "in a pipeline, a loss must call model(...), but does not",
+        "in a pipeline, loss() must call model(...), but does not",
         where=WHERE,
         fix="call the model that is passed to the loss, not its parts",
     )

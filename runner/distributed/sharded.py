@@ -499,7 +499,7 @@ def _compute_loss(passes: ForwardPasses, batch: Any) -> Sum:
         raise TaskFault(
             "the loss uses a part of the model outside of model(...), where its parameters are not gathered",
             where="parallelism=fsdp",
-            fix="call model(...) in the loss, or name that part in blocks(), or use parallelism=ddp",
+            fix="call model(...) in the loss, or return that part from blocks(), or use parallelism=ddp",
         ) from error
 
 
@@ -532,9 +532,10 @@ def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: 
     if shared:
         problems.append(
             Problem(
-                f"a parameter must belong to one block, but {abbreviate(shared)} is in several, or outside of them too",
+                f"a parameter must belong to one block, but {abbreviate(shared)} is in several blocks, or also outside"
+                " of blocks",
                 "parallelism=fsdp",
-                "leave the block out of blocks(), or use parallelism=ddp",
+                "remove the block from blocks(), or use parallelism=ddp",
             )
         )
     if communicate != "float32" and any(
@@ -542,7 +543,8 @@ def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: 
     ):
         problems.append(
             Problem(
-                f"must be float32 for a model with batch norms, whose statistics are, but is {communicate}",
+                "must be float32 for a model with batch norms, because their statistics are float32, but is"
+                f" {communicate}",
                 "parallelism.communicate",
             )
         )

@@ -234,7 +234,7 @@ class ReplayedCall:
     def __call__(self, *_: Any, **__: Any) -> Any:
         if not self.output:
             raise TaskFault(
-                "in a pipeline, a loss must call the model once per batch, but calls it again",
+                "in a pipeline, loss() must call the model once per batch, but calls it again",
                 where="parallelism=pipeline",
                 fix="call it once with a larger batch, or use parallelism=ddp",
             )

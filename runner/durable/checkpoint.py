@@ -33,7 +33,7 @@ FORMAT_OF_PARTS = 2  # written by several ranks; earlier versions of accel-run w
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 ANY_RUN = RunIdentity()  # accepts checkpoints of any run
-FIX_ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
+FIX_ANOTHER = "use another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ def _check_owner(checkpoint: LoadedCheckpoint, run: RunIdentity, *, allows_other
         return
     if run.has_other_name(checkpoint.manifest):
         name = checkpoint.manifest["run_id"]
-        raise _Foreign(f"it belongs to another run, {name}; to start from it: resume=FOLDER in a new run")
+        raise _Foreign(f"it belongs to another run, {name}; to start from it, use resume=FOLDER in a new run")
     if has_other_uid:
         raise _SameName(
             f"it belongs to another run with the same name, {manifest_uid(checkpoint.manifest)}; this one is {run.uid}"
@@ -463,7 +463,7 @@ def _same_name_error(checkpoint: LoadedCheckpoint, run: RunIdentity) -> Incompat
     return IncompatibleResume(
         f"{checkpoint.path.name} belongs to another run with the same name: {uid}; this run is {run.uid}",
         where=str(checkpoint.path.parent),
-        fix="move it out of this folder, or continue from it with resume_allow=[run]; to start a new run from it: "
+        fix="move it out of this folder, or continue from it with resume_allow=[run]; to start a new run from it, use "
         f"run=NAME resume={checkpoint.path}",
     )
 

@@ -83,7 +83,7 @@ def choose_checkpoint(
                 return ChosenCheckpoint(checkpoint, checkpoint_labels(checkpoint, newest))
         if choice == BEST:
             metric = read_ranking(newest.state).metric
-            why = f"none was saved for its {metric}" if metric else "checkpoint.best=null: the run tracks no metric"
+            why = f"none was saved for {metric}" if metric else "the run has checkpoint.best=null"
             raise InputMissing(
                 f"there is no best checkpoint: {why}", where=f"run={directory.name}", fix=_list_choices(directory)
             )
@@ -220,21 +220,21 @@ def _list_choices(directory: RunDirectory) -> str:
         for path in valid
     ]
     damaged = [str(update_in_name(path)) for path in paths if path not in valid]
-    text = f"use checkpoint=N with one of: {', '.join(choices)}"
+    text = f"use checkpoint=N with one of {', '.join(choices)}"
     return text + (f"; damaged: {', '.join(damaged)}" if damaged else "")
 
 
 def _no_checkpoint_error(directory: RunDirectory) -> AccelRunError:
     location = str(directory.checkpoints)
     if directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir()):
-        fix = f"accel-run status run={directory.name}"
+        fix = f"use accel-run status run={directory.name} to see why"
         return DataError("no checkpoint of this run is valid", where=location, fix=fix)
     record, error = read_record(directory.path), read_error(directory.path)
     state = derive_state(record).word
     what, fix = f"this run has no checkpoint yet ({state})", f"resume it with: {resume_command(record)}"
     if state == "failed" and error is not None:
         what = f"this run failed before its first checkpoint: {error.cause}"
-        location, fix = error.where or location, f"fix it, and {fix}"
+        location, fix = error.where or location, f"fix the error, then {fix}"
     return InputMissing(what, where=location, fix=_FIXES.get(state, fix))
 
 

@@ -113,7 +113,7 @@ class CheckpointWriter:
         if self._consecutive_failures >= _MAX_FAILURES:
             last = self.failures[-1].problems[0]
             lasting = StorageError(
-                f"{self._consecutive_failures} saves in a row failed, the last one: {last.what}",
+                f"{self._consecutive_failures} saves in a row failed; the last error: {last.what}",
                 where=last.where,
                 fix=last.fix or "check that the disk is writable, then run the same command again",
             )

@@ -161,7 +161,7 @@ class RunDirectory:
             fix = f"use one of its runs, newest first: {abbreviate(trials, _MAX_SUGGESTIONS)}; " if trials else ""
             fix += "the command that started the sweep resumes it"
             num_runs = f"{len(trials)} run{'s' * (len(trials) != 1)} so far"
-            raise InputMissing(f"{run} is a sweep, of {num_runs}", where=f"run={run}", fix=fix)
+            raise InputMissing(f"{run} is a sweep with {num_runs}", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is not a run: it has none of {', '.join(_RUN_FILES)}"
         raise InputMissing(what, where=f"run={run}", fix=_suggest_runs(run, existing))
@@ -233,7 +233,7 @@ class RunDirectory:
         location = current_path(self.path)
         if location is None:
             what = "the run directory was deleted while the run was writing to it: nothing can be saved any more"
-            raise StorageError(what, where=str(self.shown), fix="start it again with the same command")
+            raise StorageError(what, where=str(self.shown), fix="run the same command again")
         if location != self.path:
             warn(f"the run directory was moved to {location}: the run continues to write there")
         if not self._lock.holds(self.path / _LOCK):
@@ -351,14 +351,14 @@ def is_safe_path(name: str) -> bool:
 def check_run_name(name: str) -> None:
     """Raise ConfigError if the name is not valid for a run."""
     if name == LAST:
-        what, fix = "the name 'last' stands for the newest run", "choose another name"
+        what, fix = "the name 'last' is reserved for the newest run", "choose another name"
     elif not _NAME.fullmatch(name):
         what = (
             "a run name may contain only letters, digits, '.', '_' and '-', and must begin with a letter or digit, but"
             f" is {name!r}"
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
-        fix = f"for example run={suggestion}" if suggestion else "for example run=first-try"
+        fix = f"use run={suggestion or 'first-try'}"
     elif len(name) > _MAX_NAME_LENGTH:
         what = f"a run name must have at most {_MAX_NAME_LENGTH} characters, but has {len(name):,}"
         fix = f"for example run={name[:20]}"
@@ -382,7 +382,7 @@ def _in_use_error(name: str, note: str) -> RunInUse:
     return RunInUse(
         f"the run directory is in use by {holder_text}",
         where=f"run={name}",
-        fix="wait for it or stop it, or use another run=NAME",
+        fix="wait until it has finished, stop it, or use another run=NAME",
     )
 
 

@@ -121,7 +121,7 @@ class MirrorThread(NoMirror):
         try:
             self._thread.start()
         except RuntimeError:  # no thread available
-            self._stop("the system has no thread for it")
+            self._stop("no thread can be started")
 
     def notify(self, path: Path) -> None:
         """Report that a checkpoint is on disk. Never blocks and never raises."""
@@ -160,7 +160,7 @@ class MirrorThread(NoMirror):
             while self._wait_for_work():
                 self._copy_all()
         except OwnerChanged:
-            self._stop("another process resumed this run from it, and copies its checkpoints now")
+            self._stop("another process has resumed this run from the mirror, and copies its checkpoints")
         except Exception as error:  # a failed copy must not end the run
             self._stop(error_line(error))
 
@@ -287,10 +287,10 @@ class MirrorThread(NoMirror):
         with suppress(AccelRunError):
             self.run.write(MIRROR, state.to_json())
         text = f"mirror {state.url}: has {num_copied} of {num_copied + len(saved)} checkpoints"
-        text += f" ({state.skipped} skipped: removed here before they were copied)" if state.skipped else ""
+        text += f" ({state.skipped} were removed here before they were copied)" if state.skipped else ""
         if saved:
             text += f"; not copied: {abbreviate(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
-            text += ". The same command copies them"
+            text += ". Run the same command again to copy them"
         return text
 
 

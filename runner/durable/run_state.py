@@ -49,7 +49,7 @@ def derive_state(record: RunRecord, folder: Path | None = None) -> RunState:
     """Return the state of a run. With its folder, the command to resume works in any directory."""
     process, name = record.process, process_state_name(record.process)
     if name == "running" and _is_on_other_host(process):
-        return RunState(name, f"running on {process.host}, if it was not killed there")
+        return RunState(name, f"running on {process.host}, unless it was killed there")
     sentences: dict[StateName, str] = {
         "running": "running",
         "killed": f"killed; resume it with: {resume_command(record, folder)}",

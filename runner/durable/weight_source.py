@@ -138,8 +138,11 @@ def _not_found_error(where: str, runs: str) -> InputMissing:
 def _find_in_checkpoint(checkpoint: LoadedCheckpoint, shown: str) -> WeightSource:
     values = as_dict(checkpoint.state.get("values"))
     if values.get("adapter", "none") != "none" and values.get("adapter.checkpoint") == "adapter":
-        what = "holds an adapter without the weights of its model"
-        fix = "export them together: accel-run export RUN format=safetensors, then weights=RUN/export/model.safetensors"
+        what = "contains an adapter without the weights of its model"
+        fix = (
+            "export them together: accel-run export RUN format=safetensors, then use"
+            " weights=RUN/export/model.safetensors"
+        )
         raise ConfigError(Problem(what, shown, fix))
     stem = averaged_stem(checkpoint)
     is_joined = checkpoint.manifest["format_version"] == FORMAT_OF_PARTS
@@ -197,7 +200,7 @@ def _find_in_index(path: Path, where: str) -> WeightSource:
     except AccelRunError:
         raise
     except (ValueError, LookupError, TypeError, AssertionError, RecursionError) as error:
-        fix = 'it must map tensor names to files: {"weight_map": {NAME: FILE}}'
+        fix = 'use an index that maps tensor names to files: {"weight_map": {NAME: FILE}}'
         raise DataError("is not an index of shards", where=f"{where}: {path.name}", fix=fix) from error
     names = sorted(set(index.values()))
     for name in names:
@@ -217,7 +220,7 @@ def _check_complete(shards: list[re.Match[str]], where: str) -> None:
     sets = {(match["stem"], int(match["total"])) for match in shards}
     if len(sets) > 1:
         what = f"has shards of different sets: {abbreviate(sorted(match[0] for match in shards), 5)}"
-        raise DataError(what, where=where, fix="keep the files of one model in a folder")
+        raise DataError(what, where=where, fix="keep only the files of one model in the folder")
     total = sets.pop()[1]
     missing = sorted(set(range(1, total + 1)) - {int(match["number"]) for match in shards})
     if missing:

@@ -168,7 +168,7 @@ class HangDetector:
             fix = "`kill -CONT` before the limit lets it continue"
             return Hang(what, fix=f"{fix}\n{format_hang(stacks_by_name)}")
         if state.is_silent:
-            what = f"{subject} has not run Python code {doing} for {state.silent_s:.0f} s"
+            what = f"{subject} has executed no Python code for {state.silent_s:.0f} s, {doing}"
             return Hang(what, fix=format_hang(stacks_by_name))
         if heartbeat.is_waiting:
             subject = f"{subject} and all other ranks wait for each other (deadlock)"

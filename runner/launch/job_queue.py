@@ -36,7 +36,7 @@ def queued_jobs(parent: Path) -> dict[int, str]:
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        fix = "try again when the controller responds: scontrol ping"
+        fix = "try again when the controller responds to scontrol ping"
         raise SystemLimit(f"SLURM cannot be reached: {reason}", where="squeue", fix=fix) from error
     folder, jobs = (parent / JOB_FOLDER).resolve(), {}
     for line in result.stdout.splitlines():

@@ -194,9 +194,13 @@ def to_error(result: LaunchResult) -> AccelRunError:
 
 def _crash_site(traceback: str) -> list[str]:
     frames = stacks.parse_main_thread(traceback)
-    lines = ["the main thread was at", *stacks.format_summary(frames), "stacks.txt in the run's folder has all threads"]
+    lines = [
+        "the main thread was at",
+        *stacks.format_summary(frames),
+        "see stacks.txt in the run's folder for the stacks of all threads",
+    ]
     if frames and stacks.is_collective(frames[0]):
-        lines.append("in a collective: do all ranks call the same ones in the same order, with tensors of one size?")
+        lines.append("check that all ranks call the same collectives in the same order, with tensors of the same size")
     return lines
 
 
@@ -484,6 +488,5 @@ OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the gra
 
 _RERUN_HINT = "run the same command again"
 _SIGNAL_HINTS: Mapping[str, str] = {
-    "SIGKILL": "possibly out of memory (see `dmesg`): use fewer dataloader.num_workers or a smaller micro_batch_size; "
-    + _RERUN_HINT
+    "SIGKILL": "possibly out of memory (see `dmesg`): reduce dataloader.num_workers or micro_batch_size; " + _RERUN_HINT
 }

@@ -110,7 +110,7 @@ class RayCluster:
             environments = self._environments(ray, ray.get(places), attempt)
             return _supervise(ray, actors, command, environments, stop)
         except ray.exceptions.RayTaskError as error:  # raised by the actor itself
-            fix = "the current folder and the Python interpreter must exist on all nodes"
+            fix = "make sure that the current folder and the Python interpreter exist on all nodes"
             raise SystemLimit(f"cannot start a rank: {error.cause}", where="launcher=ray", fix=fix) from error
         except ray.exceptions.RayError as error:
             what = f"a node or rank was lost: {(str(error).strip() or repr(error)).splitlines()[0]}"

@@ -251,11 +251,11 @@ def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:
         if any(text in message for text in messages):
             return SystemLimit(f"SLURM cannot be reached: {message}", where="sbatch", fix=fix)
     what = f"SLURM rejected the job: {message}"
-    return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
+    return ConfigError(Problem(what, "sbatch", "run sinfo to see the partitions, their nodes and limits"))
 
 
 _NO_ANSWER: Sequence[str] = ("Unable to contact", "Socket timed out", "Connection refused", "Zero Bytes")
-_NO_ANSWER_FIX = "try again when the controller responds: scontrol ping"
+_NO_ANSWER_FIX = "try again when the controller responds to scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
 """Messages of sbatch without a usable slurm.conf and a controller that provides one (SLURM 22.05)."""

@@ -49,7 +49,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     launcher = configuration.choices["launcher"].name
     if runs_inference and launcher != "local":
         what = "cannot run inference, because the command does not wait for the job"
-        fix = "use accel-run train; when the job has finished, accel-run inference"
+        fix = "use accel-run train, then accel-run inference when the job has finished"
         raise ConfigError(Problem(what, f"launcher={launcher}", fix))
     code = submit(configuration)
     if code is not None:  # submitted to a scheduler

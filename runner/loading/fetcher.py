@@ -117,7 +117,7 @@ class Fetcher:
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
-            what = f"every sample of a batch is unreadable: {[index for index, _ in bad]}; the first: {bad[0][1]}"
+            what = f"every sample of a batch is unreadable: {[index for index, _ in bad]}; the first error: {bad[0][1]}"
             raise DataError(what, fix="fix the samples listed above: a batch needs at least one readable sample")
         return MicroBatch(self._collate(samples, key), key.last, tuple(bad), samples=_batch_samples(key, positions))
 
@@ -132,7 +132,7 @@ class Fetcher:
                 raise
             raise DataError(
                 f"samples cannot be collated into a batch: {error_line(error).partition(': ')[2]}",
-                fix="give all samples one shape, or define collate(samples) in the task",
+                fix="give all samples the same shape, or define collate(samples) in the task",
             ) from error
 
     def _read_error(self, error: BaseException, indices: list[int]) -> AccelRunError:

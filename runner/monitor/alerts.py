@@ -67,7 +67,7 @@ class AlertMonitor:
             alerts.append((("lost", index), Alert("lost", text, "warning", _facts(index, gpu))))
         if gpu in self._nvml.denied:
             names = ", ".join(sorted(self._nvml.denied[gpu]))
-            text = f"{_gpu_label(index, gpu)}: this user may not read {names}; {_CONTAINER_HINT}"
+            text = f"{_gpu_label(index, gpu)}: no permission to read {names}; {_CONTAINER_HINT}"
             alerts.append((("denied", index), Alert("denied", text, "info", _facts(index, gpu))))
         return alerts
 

@@ -87,7 +87,7 @@ class GPUStats:
     def samples(self) -> MachineSamples:
         """Return the samples as arrays over time. Raises InputMissing if nothing was written."""
         if not self.path_csv.exists():
-            fix = "it is written during monitoring: in a `with` block, or after start_monitoring()"
+            fix = "start monitoring first, with a `with` block or start_monitoring(), which write the file"
             raise InputMissing("there is no such file", where=str(self.path_csv), fix=fix)
         return read_samples(self.path_csv)
 

@@ -68,7 +68,7 @@ def assess_health(
     found = [*judge_driver_reports(summary, alerts), *(verdict for rule in RULES for verdict in rule(assessed))]
     found += check_processes(assessed, of_run=of_run)
     if not on_gpu and excluded:
-        message = "this run computed on the CPU: their load is from other processes"
+        message = "this run computed on the CPU, so the load of the GPUs is from other processes"
         found.append(HealthVerdict("note", "GPUs", message, f"{len(excluded)} monitored"))
     return sorted(found, key=lambda verdict: _ORDER[verdict.level])
 

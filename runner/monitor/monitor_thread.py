@@ -347,7 +347,11 @@ def _check_interval(interval_s: float) -> None:
         is_valid = False
     if not is_valid:
         raise ConfigError(
-            Problem(f"must be {interval.description}, but is {interval_s!r}", where="interval_s", fix="for example 1.0")
+            Problem(
+                f"must be {interval.description}, but is {interval_s!r}",
+                where="interval_s",
+                fix="use, for example, interval_s=1.0",
+            )
         )
 
 

@@ -230,7 +230,7 @@ def open_reader(path: Path, metrics: Collection[str] = METRICS) -> Iterator[Samp
     except csv.Error as error:
         raise _report_damage(path, str(error)) from None
     except OSError as error:
-        fix = "make it readable, or name another run"
+        fix = "make it readable, or use another run"
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
 
 

@@ -239,7 +239,7 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
     if size == 1 or count % size:
         sizes = ", ".join(str(divisor) for divisor in range(2, count + 1) if count % divisor == 0)
         fix = f"use {sizes}, or parallelism=ddp for a copy of the model on each rank"
-        what = f"must divide the {count} ranks into groups of several, each with a copy of the model"
+        what = f"must divide the {count} ranks into groups of at least 2, each with a copy of the model"
         planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
     elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
         what = f"parallelism.{key}={size}: some groups share a machine with others and extend to the next one"

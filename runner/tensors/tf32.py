@@ -39,7 +39,7 @@ def _read() -> tuple[str, bool]:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:
         raise TaskFault(
-            "torch's float32 switches must be left to the runner, but fp32_precision was set: "
+            "torch's float32 switches must not be changed by a task, but fp32_precision was set: "
             + str(error).split("\n", 1)[0],
             fix="remove torch.backends.*.fp32_precision from the task and use precision=fp32 or precision=tf32",
         ) from error

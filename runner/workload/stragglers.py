@@ -37,8 +37,8 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is a straggler: its {self.part} takes {_ms(self.own_s)}, that of the others"
-            f" {_ms(self.others_s)}; {100 * self.lost:.0f} % of each update is spent waiting for it"
+            f"rank {self.rank} is a straggler: its {self.part} takes {_ms(self.own_s)}, compared with"
+            f" {_ms(self.others_s)} on the others; {100 * self.lost:.0f} % of each update is spent waiting for it"
         )
 
 

@@ -207,7 +207,7 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
     before = [type(module).__name__ for module in model.modules()]
     for messages, types, training in refused(model):
         assert messages.startswith("parallelism.batch_norm: ")
-        assert f"sync: 1.1 ({kind})\n" in messages
+        assert f"norms: 1.1 ({kind})\n" in messages
         assert "parallelism.batch_norm=per_rank" in messages
         assert types == before
         assert training == [mode] * len(before)
@@ -215,7 +215,7 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
 
 def test_only_some_of_many_norms_are_named() -> None:
     for messages, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
-        assert "sync: 0 (Activated), 1 (Activated)," in messages
+        assert "norms: 0 (Activated), 1 (Activated)," in messages
         assert "4 (Activated) and 2 more\n" in messages
     assert "model (Activated)\n" in refused(Activated(3))[0][0]
 

@@ -532,7 +532,7 @@ def test_a_checkpoint_whose_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -
     for update in (1, 2, 3):
         writer.submit(snapshot(update))
     writer.close()
-    with pytest.raises(StorageError, match="3 saves in a row failed, the last one: cannot sync"):
+    with pytest.raises(StorageError, match="3 saves in a row failed; the last error: cannot sync"):
         writer.wait()
     assert files.list_names(tmp_path / "checkpoints") == []
 

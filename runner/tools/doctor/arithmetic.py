@@ -81,7 +81,7 @@ def check_format(number_format: FormatUnderTest, product: Product | None = None)
     """Check a product in this format: FAIL if rounding does not explain its error."""
     error, allowed = measure_error(number_format, product), allowed_error(number_format)
     if not error <= allowed:  # also true for NaN
-        seen = f"a matrix product has a relative error of {error:.1e}; rounding explains {allowed:.1e}"
+        seen = f"a matrix product has a relative error of {error:.1e}; rounding explains at most {allowed:.1e}"
         return failed(number_format.subject, seen, _fix(number_format), _WHY_WRONG, {"error": error})
     return ok(number_format.subject, f"correct, error {error:.0e}".replace("0e+00", "0"), error=error)
 
@@ -181,7 +181,7 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
 
 def _fix(number_format: FormatUnderTest) -> str:
     if number_format.name == "fp32" and number_format.device.kind == "cuda":
-        return "unset NVIDIA_TF32_OVERRIDE; otherwise do not train here: reinstall torch, or check the GPU"
+        return "unset NVIDIA_TF32_OVERRIDE; if it is not set, do not train here: reinstall torch, or check the GPU"
     return f"do not train with precision={number_format.name} here: reinstall torch, or check the device"
 
 

@@ -103,13 +103,17 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
         context.begin(f"{device.torch_name} train")
         failure, folder = _run_command("train", wanted, context)
         if failure is not None:
-            yield failed(device.torch_name, f"training ended with {failure}", "accel-run doctor; then send this page")
+            yield failed(
+                device.torch_name, f"training ended with {failure}", "run accel-run doctor, then send this page"
+            )
             return
         yield from _compare_training(device, expected, folder)
         context.begin(f"{device.torch_name} profile")
         failure, folder = _run_command("profile", wanted, context, "skip=2", "updates=2")
         if failure is not None:
-            yield failed(device.torch_name, f"profiling ended with {failure}", "accel-run doctor; then send this page")
+            yield failed(
+                device.torch_name, f"profiling ended with {failure}", "run accel-run doctor, then send this page"
+            )
             return
         yield from _compare_profile(device, expected, folder)
 

@@ -113,7 +113,9 @@ class _CheckProcess:
             return failed(subject, what, "look for the reason in dmesg | tail; then run this check alone")
         number = -(self._status or 0)
         if number == signal.SIGKILL:
-            return failed(subject, "was killed by another process; out of memory?", "dmesg | tail; free some memory")
+            return failed(
+                subject, "was killed by another process, possibly out of memory", "dmesg | tail; free some memory"
+            )
         how = f"crashed ({signal.Signals(number).name})" if number > 0 else f"exited with code {self._status}"
         said = f": {last}" if last else ""
         return failed(
@@ -200,7 +202,7 @@ def _run_in_child(check: DoctorCheck, context: CheckContext, messages: Connectio
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
-        fix = "if the location is in accel-run, report it: a check must not raise"
+        fix = "if the location is in accel-run, report this error: a check must not raise"
         send("raised", failed("", sanitize(f"{error_line(error)}, at {where}"), fix))
     finally:
         os._exit(code)

@@ -28,9 +28,9 @@ class BudgetExhausted(AccelRunError):
 def budget_exhausted() -> BudgetExhausted:
     """Return the error of a budget that ended before a variant replied."""
     return BudgetExhausted(
-        "must be longer: the time budget was used up before a variant replied",
+        "is too short: the time budget was used up before a variant replied",
         where="budget_s",
-        fix="use a larger one, as budget_s=600",
+        fix="use a larger budget, such as budget_s=600",
     )
 
 

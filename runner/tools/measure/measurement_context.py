@@ -44,7 +44,9 @@ class MeasurementContext:
             if phase.kind == "train":
                 return phase
         name = f"task={self.plan.choices['task'].name}"
-        raise ConfigError(Problem("has no training phase, so no updates", name, "use another task="))
+        raise ConfigError(
+            Problem("has no training phase, so there are no updates to measure", name, "use another task=NAME")
+        )
 
     def facts(self, evidence: Evidence, opened: VariantResult, probe: Mapping[str, Any], **monitored: Any) -> Facts:
         """Return the facts for rules and proposals.

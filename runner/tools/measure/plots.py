@@ -47,7 +47,7 @@ def make_figures(results: Results) -> dict[str, Any]:
     """Return plot name -> matplotlib Figure. Raises InputMissing if there are no results."""
     rows = results.rows()
     if not rows:
-        fix = "run them first: accel-run benchmark"
+        fix = "measure first, with accel-run benchmark"
         raise InputMissing("there are no results to plot", where=str(results.csv), fix=fix)
     figures = {
         "steps.png": _draw_by_session(rows, _steps_height, _draw_steps),

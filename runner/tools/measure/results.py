@@ -101,7 +101,9 @@ class Results:
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         if (folder / f"{prefix}{STEP}").name != f"{prefix}{STEP}":
-            problem = Problem("must be the beginning of a file name", f"prefix={prefix}", "use the folder in folder=")
+            problem = Problem(
+                "must be the beginning of a file name", f"prefix={prefix}", "set the folder with folder=DIR"
+            )
             raise ConfigError(problem)
         self.folder, self.prefix = folder, prefix
         self.csv, self.json = self.file("results.csv"), self.file("results.json")
@@ -120,7 +122,7 @@ class Results:
         existing = nearest_existing(self.folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             what = f"must be a writable folder, but {existing} is not"
-            raise ConfigError(Problem(what, f"folder={self.folder}", "choose another folder="))
+            raise ConfigError(Problem(what, f"folder={self.folder}", "use another folder=DIR"))
 
     def rows(self) -> dict[str, LadderRow]:
         """Return the columns in the order of the table; those of a CSV file alone have step times only.
@@ -138,7 +140,7 @@ class Results:
         }
         is_valid = content is not None and isinstance(content.get("techniques"), dict)
         if not is_valid or not all(_is_column(name) and _are_times(row.updates_ms) for name, row in rows.items()):
-            fix = "remove the file, or empty the table: accel-run benchmark reset"
+            fix = "remove the file, or empty the table with accel-run benchmark reset"
             raise DataError("is damaged, or was written by an earlier version", where=str(self.json), fix=fix)
         return rows
 
@@ -194,8 +196,8 @@ class Results:
         with self._locked():
             rows = self.rows() if files.exists(self.json) else {}
             if rows:
-                fix = "to delete them: accel-run benchmark reset; to keep them, choose another prefix="
-                raise ConfigError(Problem(f"has results already: {abbreviate(list(rows))}", str(self.csv), fix))
+                fix = "to delete them, use accel-run benchmark reset; to keep them, use another prefix=NAME"
+                raise ConfigError(Problem(f"already has results: {abbreviate(list(rows))}", str(self.csv), fix))
             self._write({})
 
     def reset(self) -> None:
@@ -251,8 +253,10 @@ class Results:
                 lock = files.Lock(self._lock, note)
             except files.LockHeld as held:
                 if time.monotonic() > deadline:
-                    what = f"process {held.note.partition(' ')[0]} is changing them and does not finish"
-                    raise RunInUse(what, where=str(self.csv), fix="end it, or choose another prefix=") from None
+                    what = f"process {held.note.partition(' ')[0]} is still changing the results"
+                    raise RunInUse(
+                        what, where=str(self.csv), fix="end the process, or use another prefix=NAME"
+                    ) from None
                 time.sleep(_RETRY_S)
                 continue
             if lock.holds(self._lock):  # `clean` may have removed the file meanwhile

@@ -59,7 +59,7 @@ class SuiteRequest:
         """Parse `key=1,2,4`; return the numbers in order, without duplicates. Raises ConfigError."""
         values = _split_list(self.options[key])
         if not all(value.isascii() and value.isdigit() and int(value) >= least for value in values):
-            what = f"must be integers from {least} on, separated by commas"
+            what = f"must be integers of at least {least}, separated by commas"
             fix = f"use {key}={least},{2 * max(least, 1)}"
             raise ConfigError(Problem(what, f"{key}={self.options[key]}", fix))
         return tuple(dict.fromkeys(map(int, values)))

@@ -218,7 +218,7 @@ def _propose_micro_batches(state: TuneState) -> Proposed:
     evidence = state.facts.evidence
     micro, steps, total = evidence.micro_batch_size, evidence.accumulation_steps, evidence.global_batch_size
     if state.facts.probe.get("has_batch_norm"):
-        return "the statistics of batch norms depend on the micro-batch: another size changes the results"
+        return "the statistics of batch norms depend on the micro-batch: a different size changes the results"
     if not micro or not steps or not total:
         return "the micro-batch size is unknown"
     share = min(total, micro * steps)

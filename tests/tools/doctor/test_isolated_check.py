@@ -99,7 +99,10 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "leaves without a word": (lambda: os._exit(0), "exited with code 0"),
     "crashes": (crash, "crashed (SIGSEGV), at"),
     "aborts": (os.abort, "crashed (SIGABRT), at doctor/test_isolated_check.py:"),
-    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by another process; out of memory?"),
+    "is killed": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "was killed by another process, possibly out of memory",
+    ),
     "is stopped by a signal": (lambda: os.kill(os.getpid(), signal.SIGTERM), "crashed (SIGTERM)"),
     "leaves processes": (with_a_child, "crashed (SIGSEGV), at"),
 }

@@ -171,7 +171,7 @@ def test_init_creates_a_csv_with_the_column_step(tmp_path: Path) -> None:
 def test_init_keeps_results_and_names_the_command_that_removes_them(results: Results) -> None:
     before = results.csv.read_bytes()
 
-    with pytest.raises(ConfigError, match=r"has results already: baseline, bf16\n.*reset"):
+    with pytest.raises(ConfigError, match=r"already has results: baseline, bf16\n.*reset"):
         results.init()
 
     assert results.csv.read_bytes() == before
@@ -352,7 +352,7 @@ def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
     try:
-        with pytest.raises(RunInUse, match="process 4711 is changing them"):
+        with pytest.raises(RunInUse, match="process 4711 is still changing"):
             results.put(rows({"flash": [1.0]}))
     finally:
         lock.release()

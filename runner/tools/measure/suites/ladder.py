@@ -238,7 +238,7 @@ class Ladder:
         self.notes += [f"{stage}: {note}" for note in result.notes]
         if BASELINE not in self.rows:
             if not result.baseline.blocks:
-                what = "must be longer: the time budget was used up before the first block"
+                what = "is too short: the time budget was used up before the first block"
                 raise ConfigError(
                     Problem(what, f"budget_s={self.suite_request.budget_s:g}", "or list fewer techniques=")
                 )
@@ -314,13 +314,13 @@ def parse_request(suite_request: SuiteRequest) -> LadderRequest:
     positional = [name for name in suite_request.positional if name != "all"]
     known = load_techniques(suite_request.request.config_dir, suite_request.request.task_file)
     if positional and options["techniques"] != defaults["techniques"]:
-        what = f"cannot be combined with {' '.join(positional)}, which also name techniques"
+        what = f"cannot be combined with {' '.join(positional)}, which also select techniques"
         raise ConfigError(Problem(what, f"techniques={options['techniques']}", "use one of them"))
     listed = [name.strip() for name in options["techniques"].strip("[]").split(",") if name.strip()]
     names = positional or (list(known) if listed == ["all"] else listed)
     members = select_techniques(names, known)
     if not members and BASELINE not in names:
-        raise ConfigError(Problem("must name a technique to be compared with the baseline", "techniques"))
+        raise ConfigError(Problem("must contain a technique to compare with the baseline", "techniques"))
     suite_request = dataclasses.replace(
         suite_request, options={**options, "modes": options["modes"] or ("isolated" if positional else "all")}
     )
@@ -346,8 +346,8 @@ def _check_task(task: str, results: Results) -> None:
     except InputMissing:
         return
     if others:
-        what = f"contains measurements of task {', '.join(sorted(others))}, and this is task {task}"
-        fix = f"use prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
+        what = f"contains measurements of task {', '.join(sorted(others))}, but this is task {task}"
+        fix = f"use prefix={task}-, or another folder=DIR, or clear the table first with accel-run benchmark clean"
         raise ConfigError(Problem(what, str(results.csv), fix))
 
 

@@ -74,7 +74,7 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
     if suite_request.options["workers"] != "auto":
         values = [value.strip() for value in suite_request.options["workers"].strip("[]").split(",")]
         if not all(value == THREAD or (value.isascii() and value.isdigit()) for value in values):
-            what = f"must be integers from 0 on, or {THREAD}, separated by commas"
+            what = f"must be integers of at least 0, or {THREAD}, separated by commas"
             raise ConfigError(Problem(what, f"workers={suite_request.options['workers']}", f"use workers=0,2,{THREAD}"))
         workers = tuple(dict.fromkeys(value if value == THREAD else int(value) for value in values))
     pins: tuple[bool, ...] = (False, True) if has_gpu else (False,)

@@ -78,7 +78,7 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
 def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
     wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", updates="1"), budget_s=0.01)
 
-    with pytest.raises(AccelRunError, match=r"budget_s: must be longer"):
+    with pytest.raises(AccelRunError, match=r"budget_s: is too short"):
         run(wanted)
 
 
@@ -93,8 +93,8 @@ def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("key", "text", "args"),
     [
-        ("ranks", "1", "integers from 2 on"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
-        ("forms", "fsdp2", "must be some of single"),
+        ("ranks", "1", "integers of at least 2"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
+        ("forms", "fsdp2", "may contain only single"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, args: str) -> None:
