@@ -230,7 +230,7 @@ def objective(config):
     return {"loss": run.metrics["val/loss"]}
 
 
-ray.init(num_cpus=1, include_dashboard=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False)
 place = tune.RunConfig(storage_path=f"{folder}/ray", verbose=0)
 found = tune.Tuner(objective, param_space={"optimizer__lr": tune.grid_search([0.02])}, run_config=place).fit()
 assert not found.errors, found.errors

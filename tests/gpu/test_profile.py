@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.loaded_torch import is_stand_in
-from tests.commands.test_profile import TASK, line_of
+from tests.commands.test_profile import TASK
 from tests.forkserver import ForkServer
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,11 @@ def test_a_profile_on_a_gpu_finds_planted_waits(server: ForkServer, tmp_path: Pa
     assert 0 < sum(float(row["self_device_ms"]) for row in rows) <= 1.001 * whole
     assert whole <= actual["update_ms"]["operators recorded"]
     assert not {row["name"] for row in rows} & {row["name"] for row in kernels}
-    loss, begin = line_of("# waits in loss"), line_of("# waits in begin_update")
+    lines = TASK.read_text().splitlines()
+    loss, begin = (
+        1 + next(index for index, line in enumerate(lines) if comment in line)
+        for comment in ("# waits in loss", "# waits in begin_update")
+    )
     named = {wait["place"].rpartition("/")[2]: wait["per_update"] for wait in actual["waits"] if wait["in_task"]}
     assert named[f"task_to_profile.py:{loss} in loss"] == 1.0
     assert named[f"task_to_profile.py:{begin} in begin_update"] == 1.0
