@@ -38,10 +38,9 @@ HERE = Path(__file__).parents[2]
 # Maximum number of Python lines for an answer, beyond those for a short argument.
 STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (300_000, 10)
 MAX_SHOWN = 3000  # characters of one problem: one page of a terminal
-HELPS = ("must", "did you mean", "use ", "run ", "choose ", "allowed:", "here it is", "give ", "leave it out",
-         "run them", "quote it", "known:", "accel-run plan", "settings cannot be deleted", "remove ", "nearest",
-         "belongs to", "phases:", "fix the file", "write the plain", "write the value", "contain",
-         "accel-run search")  # fmt: skip
+HELPS = ("must", "did you mean", "use ", "run ", "choose ", "allowed:", "give ", "leave it out", "quote it", "known:",
+         "accel-run plan", "settings cannot be deleted", "remove ", "nearest", "belongs to", "phases:", "fix the ",
+         "write ", "contain", "accel-run search", "set ", "put ", "define ", "combine ", "rename ")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
 OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # in the defaults list of a file
 
