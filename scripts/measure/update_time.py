@@ -1,4 +1,4 @@
-"""Predicted times of updates beside published measurements.
+"""Predicted times of updates beside measurements, most of them published by other projects.
 
     python scripts/measure/update_time.py [WORD ...]        rows whose name contains one of the words; all: 8 minutes
     python scripts/measure/update_time.py reducer           our gradient reducer beside DistributedDataParallel
@@ -98,7 +98,7 @@ MPT = {
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement.
+    """A measurement.
 
     batch           samples of a micro-batch, micro-batches of an update and rank, number of ranks
     tokens_per_s    of each GPU; or `seconds` of an update
