@@ -77,16 +77,16 @@ class Dynamo(nn.Module):
         *,
         teacher: float = 0.0,
         head: str | None = None,
-        write: Collection[str] = (),
+        generate: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Return the output of each head by task, and the output of the router.
 
-        batch    see Rounds, MaskedTexts for routing "base"; `source` alone if only the router is needed
-        routing  base: no adapters, "hidden" (N, M, V) are logits of the masked tokens; true: the adapter of a record's
-                 task; router: selected by the router; mixed: true for a fraction `teacher` of the records, else router;
-                 uniform: all adapters with equal weights
-        head     run only this head, on all records and without answers; a decoder then generates (N, S) tokens
-        write    tasks whose decoders also generate, for their own records: (n, S) tokens, named "written.<task>"
+        batch     see Rounds, MaskedTexts for routing "base"; `source` alone if only the router is needed
+        routing   base: no adapters, "mlm_logits" (N, M, V) of the masked tokens; true: the adapter of a record's task;
+                  router: selected by the router; mixed: true for a fraction `teacher` of the records, else router;
+                  uniform: all adapters with equal weights
+        head      run only this head, on all records and without answers; a decoder then generates (N, S) tokens
+        generate  tasks whose decoders also generate, for their own records: (n, S) tokens, named "generated.<task>"
         Returns router (N, E), logits over tasks, and temperature, a scalar, if the routing uses them;
         classification (n, L), logits; qa (n, 2, T), logits of first and last token; summary, code, translation
         (n, S, V), log-probabilities.
@@ -94,7 +94,7 @@ class Dynamo(nn.Module):
         source = batch["source"]
         real = source != PAD
         if routing == "base":
-            return {"hidden": self.lm_head(self.base(source, real), batch["places"], self.base.embedding.weight)}
+            return {"mlm_logits": self.lm_head(self.base(source, real), batch["places"], self.base.embedding.weight)}
         made: dict[str, Tensor] = {}
         if routing in ("router", "mixed"):
             made["router"] = self.router(self._identified(self.base(source, real), source), real)
@@ -112,8 +112,8 @@ class Dynamo(nn.Module):
         for task, own, tokens, mask in parts:
             if len(own):
                 made[task] = self._head(task, own, tokens, mask, batch[task])
-                if task in write:
-                    made[f"written.{task}"] = self._head(task, own, tokens, mask, None)
+                if task in generate:
+                    made[f"generated.{task}"] = self._head(task, own, tokens, mask, None)
         return made
 
     def routing_weights(
@@ -155,11 +155,11 @@ class Dynamo(nn.Module):
             return result
         memory = Memory(states, source, real, self.base.embedding.weight)
         if answer is None:
-            return head.write(memory)
+            return head.generate(memory)
         # The input of the decoder: BEGIN and the answer shifted by one. Tokens after END are masked.
         before = F.pad(answer[:, :-1].clamp_min(PAD), (1, 0), value=BEGIN)
-        written: Tensor = head(before, memory)
-        return written
+        log_probabilities: Tensor = head(before, memory)
+        return log_probabilities
 
     def _identified(self, states: Tensor, source: Tensor) -> Tensor:
         """Return the states concatenated with the embeddings of their tokens (N, T, 2 C).
@@ -247,7 +247,7 @@ class Block(nn.Module):
 class LoRA(nn.Module):
     """Low-rank updates of a projection for E tasks, weighted for each record.
 
-    delta = 2 x sum over e of w[e] B[e] A[e] x, since alpha is 2 x rank; B is initialized with zeros, so delta is 0.
+    delta = 2 * sum over e of w[e] B[e] A[e] x, since alpha is 2 * rank; B is initialized with zeros, so delta is 0.
     All A are applied in one matrix product, and so are all B: a batch may mix tasks, and weights may be soft.
     Source: Hu et al., LoRA, ICLR 2022, section 4.1.
     """
@@ -356,7 +356,7 @@ class Spans(nn.Module):
 
 @dataclass(frozen=True)
 class Memory:
-    """The input of a decoder: states (N, T, C), their tokens (N, T), which are not padding, and the embedding."""
+    """The input of a decoder: states (N, T, C), tokens (N, T), mask of real tokens (N, T), and the embedding."""
 
     states: Tensor
     source: Tensor
@@ -402,12 +402,12 @@ class Decoder(nn.Module):
         probabilities: Tensor = (own * words).scatter_add(2, copies, (1 - own) * attention)
         return probabilities.clamp_min(1e-9).log()
 
-    def write(self, memory: Memory) -> Tensor:
+    def generate(self, memory: Memory) -> Tensor:
         """Generate tokens (N, S) greedily; those after END are arbitrary."""
-        written = torch.full((len(memory.source), 1), BEGIN, device=memory.source.device)
+        generated = torch.full((len(memory.source), 1), BEGIN, device=memory.source.device)
         for _ in range(self.length):
-            written = torch.cat([written, self(written, memory)[:, -1:].argmax(dim=-1)], dim=1)
-        return written[:, 1:]
+            generated = torch.cat([generated, self(generated, memory)[:, -1:].argmax(dim=-1)], dim=1)
+        return generated[:, 1:]
 
 
 class DecoderBlock(nn.Module):

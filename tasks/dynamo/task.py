@@ -188,7 +188,7 @@ class DynamoTask(Task):
 
     def masked_loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return the cross-entropy of the masked tokens."""
-        logits = model(batch, "base")["hidden"].float()
+        logits = model(batch, "base")["mlm_logits"].float()
         hidden = batch["hidden"]
         loss = F.cross_entropy(logits.flatten(0, 1), hidden.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss, (hidden != IGNORED).sum()
@@ -211,13 +211,13 @@ class DynamoTask(Task):
         A record that is routed to another task counts as wrong, because another head answers.
         """
         if self.phase == "pretrain":
-            logits = model(batch, "base")["hidden"].float()
+            logits = model(batch, "base")["mlm_logits"].float()
             hidden = batch["hidden"]
             loss = F.cross_entropy(logits.flatten(0, 1), hidden.flatten(), ignore_index=IGNORED, reduction="sum")
             count = (hidden != IGNORED).sum()
             return {"loss": (loss, count), "accuracy": ((logits.argmax(-1) == hidden).sum(), count)}
         routed = self.phase != "lora"
-        made = model(batch, "router" if routed else "true", write=("translation",))
+        made = model(batch, "router" if routed else "true", generate=("translation",))
         metrics: dict[str, Sum] = {"loss": (tasks_loss(made, batch), len(batch["task"]))}
         if not routed:
             return metrics | measured(made, batch, None)
@@ -439,9 +439,9 @@ def measured(made: Mapping[str, Tensor], batch: Batch, right: Tensor | None) -> 
             real = answer != IGNORED
             hits = (made[task].argmax(dim=-1) == answer) & real
             found[task] = ((counted[:, None] * hits).sum(), real.sum())
-        if f"written.{task}" in made:
-            written = made[f"written.{task}"][:, : answer.shape[1]]
-            same = ((written == answer) | (answer == IGNORED)).all(dim=1)
+        if f"generated.{task}" in made:
+            generated = made[f"generated.{task}"][:, : answer.shape[1]]
+            same = ((generated == answer) | (answer == IGNORED)).all(dim=1)
             found[f"{task}_exact"] = ((counted * same).sum(), len(answer))
     return found
 

@@ -267,10 +267,10 @@ def test_the_decoder_is_causal(task: DynamoTask, memory: Memory) -> None:
 
 def test_greedy_decoding_takes_the_likeliest_token(task: DynamoTask, memory: Memory) -> None:
     decoder: Any = task.model.heads["code"]
-    written = decoder.write(memory)
-    assert written.shape == (len(memory.source), SMALL.max_target_length)
-    before = nn.functional.pad(written[:, :-1], (1, 0), value=BEGIN)
-    assert torch.equal(decoder(before, memory).argmax(dim=-1), written)
+    generated = decoder.generate(memory)
+    assert generated.shape == (len(memory.source), SMALL.max_target_length)
+    before = nn.functional.pad(generated[:, :-1], (1, 0), value=BEGIN)
+    assert torch.equal(decoder(before, memory).argmax(dim=-1), generated)
 
 
 def test_the_decoder_reads_the_source(task: DynamoTask, memory: Memory) -> None:
