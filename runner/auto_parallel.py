@@ -22,7 +22,7 @@ from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_cost
 from runner.distributed.layer_placement import check_layers, device_bytes
 from runner.workload import partition
 
-Place = str | torch.device
+DeviceLike = str | torch.device
 Strategy = Literal["single", "replicated", "pipeline"]
 
 
@@ -44,7 +44,7 @@ class ParallelChoice:
 
 def auto_parallelize(
     model: nn.Module,
-    devices: Sequence[Place] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
     *,
     layers: Sequence[nn.Module] | None = None,
     example: Sequence[Any] | None = None,
@@ -123,7 +123,7 @@ class PipelineParallel(nn.Module):
         self,
         model: nn.Module,
         num_microbatches: int = 8,
-        devices: Sequence[Place] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
         capacities: Sequence[int] | None = None,
         *,
         layers: Sequence[nn.Module] | None = None,
@@ -304,7 +304,7 @@ def _current_rank_device() -> list[torch.device]:
     return [torch.device("cuda", number)]
 
 
-def _resolve_devices(devices: Sequence[Place] | None) -> list[torch.device]:
+def _resolve_devices(devices: Sequence[DeviceLike] | None) -> list[torch.device]:
     if devices is None:
         devices = [f"cuda:{number}" for number in range(device_count())] or ["cpu"]
     resolved = [torch.device(device) for device in devices]

@@ -33,7 +33,7 @@ class NotFinite(NumericError):
 
 
 class _Nested:
-    """A context that enters another one, and one that `make` returns."""
+    """A context that enters `outer`, and then the context that `make` returns."""
 
     def __init__(self, outer: AbstractContextManager[Any], make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._outer, self._make = outer, make

@@ -23,10 +23,10 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 class TrainingSamples:
     """Properties of the training samples that samplers use.
 
-    weights   () -> weight of each sample, (num_samples,)
-    lengths   () -> length of each sample, (num_samples,)
-    sizes     () -> number of samples of each concatenated dataset
-    is_array  the run started with an order that is drawn as an array; see `shuffled_sampler`
+    weights           () -> weight of each sample, (num_samples,)
+    lengths           () -> length of each sample, (num_samples,)
+    sizes             () -> number of samples of each concatenated dataset
+    uses_array_order  the run started before `KeyedPermutation` existed: its order is drawn as an array
     """
 
     num_samples: int
@@ -35,7 +35,7 @@ class TrainingSamples:
     weights: Callable[[], FloatArray]
     lengths: Callable[[], IntArray]
     sizes: Callable[[], Sequence[int]]
-    is_array: bool = False
+    uses_array_order: bool = False
 
     def in_order(
         self, order: Callable[[int, int], IntArray], num_samples: int | None = None, content: Sequence[Any] = ()
@@ -55,7 +55,10 @@ class TrainingSamples:
 def shuffle(samples: TrainingSamples) -> Sampler:
     """Each sample once per epoch, in random order."""
     return shuffled_sampler(
-        samples.num_samples, samples.global_batch_size, drop_last=samples.drop_last, is_array=samples.is_array
+        samples.num_samples,
+        samples.global_batch_size,
+        drop_last=samples.drop_last,
+        uses_array_order=samples.uses_array_order,
     )
 
 
@@ -108,8 +111,8 @@ def mixture(
 ) -> Sampler:
     """Draw from several datasets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
 
-    Each dataset is shuffled and read completely before its samples are repeated. Each update has the shares of
-    the datasets, up to a few samples.
+    Each dataset is shuffled and read completely before its samples are repeated. The proportions in each update match
+    the weights to within a few samples.
 
     weights      weight of each dataset, e.g. [0.7, 0.3]; []: the same for all
     num_samples  samples drawn in an epoch; null: as many as the datasets have
@@ -124,7 +127,7 @@ def mixture(
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(
-            f"the mixture contains empty datasets (numbers from 0): {abbreviate(empty)}",
+            f"the mixture contains empty datasets, at indices {abbreviate(empty)}",
             where="sampler=mixture",
             fix="remove them from the ConcatDataset, or set their sampler.weights to 0",
         )
@@ -148,7 +151,7 @@ def mixture(
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
     """Put samples of similar length into the same update, each once per epoch; uses `sample_lengths` of the task.
 
-    The task returns the lengths from `sample_lengths`. Updates come in random order.
+    Updates come in random order.
 
     bucket  lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """
@@ -217,8 +220,8 @@ def token_budget(
 class TokenBudget(Sampler):
     """Updates whose number of samples varies; the sizes of updates are the same in each epoch, in another order.
 
-    The samples, sorted by rounded length, are cut once. An epoch assigns the samples of one rounded length to its
-    places at random, so that no update exceeds the budget in any epoch, and all epochs have as many updates.
+    The samples, sorted by rounded length, are cut once. In each epoch, samples of the same rounded length exchange
+    positions at random, so no update exceeds the budget, and all epochs have the same number of updates.
     """
 
     def __init__(self, lengths: IntArray, max_samples: int, tokens: int, micro_tokens: int | None, bucket: int) -> None:

@@ -177,13 +177,13 @@ class Order:
 
 
 def shuffled_sampler(
-    num_samples: int, global_batch_size: int, *, drop_last: bool = False, is_array: bool = False
+    num_samples: int, global_batch_size: int, *, drop_last: bool = False, uses_array_order: bool = False
 ) -> Sampler:
     """Draw every sample once per epoch, in random order.
 
-    is_array  draw the order as an array for any number of samples, as versions before `KeyedPermutation` did
+    uses_array_order  draw the order as an array for any number of samples, as versions before `KeyedPermutation` did
     """
-    is_keyed = num_samples > KEYED_ABOVE and not is_array
+    is_keyed = num_samples > KEYED_ABOVE and not uses_array_order
     kind: Callable[..., Permutation] = KeyedPermutation if is_keyed else permutation
     sampler = EvenUpdates(num_samples, global_batch_size, partial(kind, num_samples=num_samples), drop_last=drop_last)
     sampler.content = KEYED if is_keyed else ""

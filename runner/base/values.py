@@ -1,6 +1,6 @@
 """Types of settings: the values allowed in YAML files and on the command line.
 
-An axis function's annotations after `*` are its schema, and use the types defined here.
+The annotations of an option's keyword-only parameters are its schema, and use the types defined here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = [
     "Interval",
     "Iterations",
     "Literal",
+    "LocalPath",
     "Mapping",
     "Matches",
     "MirrorURL",
     "NonNegative",
     "NonPositive",
     "Part",
-    "Place",
     "Positive",
     "PositiveFraction",
     "PositiveInt",
@@ -95,7 +95,7 @@ _ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
 LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
 _LOCAL = rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"
-Place = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
+LocalPath = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
 # Locks and atomic renames need a local file system.
 RunsFolder = Annotated[
     str,
@@ -110,7 +110,7 @@ _NAMED_IN_URL = r"[^@?#\s\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 MirrorURL = Annotated[
     str,
     Matches(
-        "a URL such as s3://bucket/folder, without user, password, query and options",
+        "a URL such as s3://bucket/folder, without user, password, query or fragment",
         rf"(?!.*::)(?:abfss?://[a-z0-9-]+@|{URL}){_NAMED_IN_URL}",
     ),
 ]

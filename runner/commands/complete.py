@@ -213,7 +213,7 @@ def _complete_suite(line: TypedLine) -> tuple[list[str], list[str]]:
 
 
 def _run_names(line: TypedLine) -> list[str]:
-    """Return `last` and the names of the runs; for a training, only those of runs or sweeps that it would resume."""
+    """Return `last` and the names of the runs; for `train`, only those of runs or sweeps that it would resume."""
     from runner.durable.directory import list_runs, list_sweeps
 
     if line.command == "search" or "-m" in line.flags:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
-from runner.base.values import DeviceName, Place
+from runner.base.values import DeviceName, LocalPath
 from runner.commands.arguments import parse_arguments, parse_options
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -55,7 +55,7 @@ class DoctorOptions:
 
     checks: str | None = None
     device: DeviceName = "auto"
-    output_root: Place = "outputs"
+    output_root: LocalPath = "outputs"
 
     @property
     def root(self) -> Path:
@@ -110,7 +110,10 @@ def _run_first_contact(argv: list[str]) -> int:
 
 
 def _simulate_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
-    """Restart the command on a simulated GPU. Raises DeviceMissing if there is a GPU, or no simulation."""
+    """Restart the command on a simulated GPU.
+
+    Raises DeviceMissing if there is a GPU that torch cannot use, or if none can be simulated.
+    """
     from runner.base.loaded_torch import is_stand_in
     from runner.tools.doctor import simulated_gpu
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from runner.base.errors import CannotCreate, ConfigError, DataError, DeviceMissing, InputMissing, Problem, StorageError
 from runner.base.paths import parse_path
 from runner.base.secret import sanitize
-from runner.base.values import Interval, Place, Positive
+from runner.base.values import Interval, LocalPath, Positive
 from runner.commands.arguments import parse_options, progress_printer
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class MonitorOptions:
 
     seconds: Positive | None = None
     interval_s: Interval = 1.0
-    log_dir: Place | None = "gpu_logs"
+    log_dir: LocalPath | None = "gpu_logs"
     run: str | None = None
-    output_root: Place = "outputs"
+    output_root: LocalPath = "outputs"
 
 
 def run(argv: list[str]) -> int:
@@ -107,9 +107,8 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
             except (InputMissing, DataError) as error:
                 problems.append(f"plots were not drawn (gpu.csv: {error.problems[0].what})")
 
-        _write_files(
-            contents(), partial(_write_file, folder), folder, print_line, problems, [] if monitor.lost else ["gpu.csv"]
-        )
+        written = [] if monitor.lost else ["gpu.csv"]
+        _write_files(contents(), partial(_write_file, folder), folder, print_line, problems, written, fix=_FIX_FILES)
     return 0
 
 
@@ -236,12 +235,15 @@ def _write_files(
     print_line: Callable[[str], None],
     failures: list[str] | None = None,
     already_written: Sequence[str] = (),
+    *,
+    fix: str = "free space there",
 ) -> None:
     """Write the files and print their names.
 
     failures         earlier problems; `contents` may add more
     already_written  files that were written before
-    Raises StorageError after all others are written, if a file could not be.
+    fix              advice for a file that cannot be written
+    If a file cannot be written, writes the others and then raises StorageError.
     """
     failures, names = failures if failures is not None else [], list(already_written)
     for name, content in contents:
@@ -253,7 +255,6 @@ def _write_files(
     if names:
         print_line(f"\nwritten to {folder}: {', '.join(names)}")
     if failures:
-        fix = "free space there, or use log_dir=DIR; missing samples are lost, but the figures above are complete"
         raise StorageError("; ".join(failures), where=str(folder), fix=fix)
 
 
@@ -320,3 +321,6 @@ _SLOW_START_S = 5.0  # after which the screen says that it waits for the first s
 _ALWAYS_SHOWN = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
 _GPU_ERRORS = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
 _FIX_LOG_DIR = "set log_dir to a writable folder, or to null"
+_FIX_FILES = (
+    "free space there, or use log_dir=DIR; samples that were not written are lost, but the figures are complete"
+)

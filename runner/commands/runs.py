@@ -18,7 +18,7 @@ from runner.base.errors import ConfigError
 from runner.base.json_values import is_number
 from runner.base.secret import sanitize
 from runner.base.text import format_bytes, format_metric, format_rate, format_table, terminal_width, wrap_for_terminal
-from runner.base.values import Place
+from runner.base.values import LocalPath
 from runner.commands.arguments import parse_options
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -39,7 +39,7 @@ COMMAND_KEYS = ("output_root",)
 class RunsOptions:
     """Options of the form key=value."""
 
-    output_root: Place = "outputs"
+    output_root: LocalPath = "outputs"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Choice:
     extension: str = ""
 
     def uses(self, *options: str) -> bool:
-        """Return whether the function of one of these shipped options implements it, also if it has another name."""
+        """Return whether the function of one of these shipped options implements it, even if it has another name."""
         return self.function in options
 
     @property

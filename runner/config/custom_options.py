@@ -32,7 +32,7 @@ def find_custom_options(task_file: Path | None) -> Options:
 
 
 def find_custom_hooks(task_file: Path | None) -> list[CustomOption]:
-    """Return the hooks in the order in which they run: those of packages, then those of the task file."""
+    """Return the hooks in the order in which they run: first hooks of packages, then hooks of the task file."""
     return [option for (group, _), option in find_custom_options(task_file).items() if group == HOOK]
 
 

@@ -1,4 +1,4 @@
-"""All valid keys: of the settings, the chosen options, the task, its phases and its predictions."""
+"""All valid keys of the settings, the chosen options, the task, its phases and its predictions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def list_objective_keys(
         prefix = f"{OBJECTIVE}.{name}."
         every, max_norm = declaration.get("every", 1), declaration.get("max_grad_norm")
         keys[f"{prefix}every"] = Key(f"{prefix}every", PositiveInt, every, "it is part of one update in `every`")
-        norm_help = "maximum gradient norm for clipping; null: that of the run"
+        norm_help = "maximum gradient norm for clipping; null: max_grad_norm of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)
         for group in PHASE_GROUPS:
             option = str(selected.get(f"{OBJECTIVE}.{name}.{group}", declaration.get(group, selected[group])))

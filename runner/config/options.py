@@ -65,7 +65,7 @@ def list_all_options() -> dict[str, list[str]]:
 
 
 def collect_option_names(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
-    """Return the names of all options, and all literal choices of keys: of the settings, the options and the tasks."""
+    """Return the names of all options, and all literal choices of keys of settings, options and tasks."""
     names = {file.stem for file in shipped_path("conf").rglob("*.yaml")}
     names.update(*(list_options(group, config_dir, task_file) for group in GROUPS))
     keys = [*settings_keys(Settings).values()]

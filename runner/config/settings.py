@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from runner.base.paths import parse_path
-from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, RunsFolder, Seed
+from runner.base.values import Count, DeviceName, LocalPath, NonNegative, Positive, PositiveInt, RunsFolder, Seed
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DataSettings:
     shards_per_update  shards of a stream from which an update takes its samples; null: all
     """
 
-    path: Place | None = None
+    path: LocalPath | None = None
     train_samples: PositiveInt | None = None
     shards: PositiveInt | None = None
     shards_per_update: PositiveInt | None = None
@@ -67,7 +67,7 @@ class WeightsSettings:
     rename  names in the source -> names in the model, for modules or tensors, e.g. {encoder: backbone}
     """
 
-    source: Place | None = None
+    source: LocalPath | None = None
     strict: bool = True
     only: list[str] = field(default_factory=list)
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -91,8 +91,8 @@ class Settings:
     resume             auto: resume the run of that name; fresh: start from scratch; or a run folder to start from
     resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
-    on_oom             after out of memory: retry: repeat the update with smaller micro-batches and keep that size;
-                       stop: end the run
+    on_oom             retry: after an out-of-memory error, repeat the update with smaller micro-batches and keep that
+                       size; stop: end the run
     """
 
     updates: PositiveInt | None = None

@@ -1,4 +1,4 @@
-"""List the settings that a task file adds, for `--help`: those of the task, its options and its hooks."""
+"""List the settings that a task file adds for the task, its options and its hooks, for `--help`."""
 
 from __future__ import annotations
 

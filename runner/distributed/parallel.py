@@ -1,7 +1,7 @@
 """Interface of the parallelism strategies; the base class implements a single process.
 
 In an update, `accumulate` computes this rank's gradients of the summed losses of its micro-batches; `reduce` sums
-gradients over all ranks and returns the true count, by which the loop divides once.
+gradients over all ranks and returns the total number of items, by which the loop divides once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ForwardPasses(NamedTuple):
 
     model     the model for forward passes
     loss      (model, batch) -> (loss summed over items, number of items)
-    forward   () -> context of a forward pass, which sets the number format
+    forward   () -> context of a forward pass, which sets the autocast dtype
     backward  (loss sum) -> None: accumulates its gradients, scaled into range
     scale     (loss sum) -> the scaled loss, for strategies that call backward themselves
     failed    records an error and frees its memory; raises it if the update cannot be discarded
@@ -85,13 +85,13 @@ class Parallel:
     """Interface of a strategy; this base class implements a single process.
 
     is_lockstep       every rank must run the same number of micro-batches per update, because they contain collectives
-    splits_batch      each rank gets its own share of an update; False: the ranks that hold a copy of the model read the
-                      same samples
+    splits_batch      each rank gets its own share of an update; False: the ranks that together hold one copy of
+                      the model read the same samples
     batch_rank        number of the share that this rank reads
     counts_samples    this rank counts what it reads; False: another rank counts the same samples
     supports_groups   `set_groups` is implemented
-    num_parts         ranks that write a checkpoint: their shards, which `checkpoint_tensors` returns; 1: rank 0 writes
-                      all
+    num_parts         number of ranks that write a checkpoint, each its shards (`checkpoint_tensors`); 1: rank 0 writes
+                      everything
     places_model      `wrap` moves this rank's part to the device; the whole model may not fit
     init              full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes
                       from `deferred`; auto: meta, or full if the task does not allow it
@@ -155,7 +155,10 @@ class Parallel:
         """End the phase."""
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-        """Accumulate the gradients of all micro-batches of this rank's update; return their sums."""
+        """Accumulate the gradients of all micro-batches of this rank's update.
+
+        Return the sums of their losses and item counts.
+        """
         loss_sum: Tensor | None = None
         items: Tensor | int | float = 0
         bad: tuple[tuple[int, str], ...] = ()
@@ -200,7 +203,8 @@ class Parallel:
     def attach_numbers(self, numbers: Tensor | None) -> bool:
         """All-reduce `numbers` together with the gradients of the next updates, until others or None replace them.
 
-        They are on the host, the same number on each rank. Returns False if this strategy does not support it.
+        `numbers` is a tensor on the host, with the same length on each rank. Returns False if this strategy does not
+        support it.
         """
         return False
 

@@ -4,8 +4,8 @@ Several pipelines of equal size can train together: each has a copy of the model
 and the ranks of the same stage all-reduce their gradients during the last backward pass.
 
 Built on torch.distributed.pipelining, which schedules the ranks. Its stages receive explicit shapes, and its steps
-receive micro-batch indices instead of a batch to split. Micro-batches are therefore those of the loader, of any type,
-and those of another shape form a separate step. Gradients are sums, as everywhere.
+receive micro-batch indices instead of a batch to split. Therefore the loader's micro-batches are used unchanged,
+whatever their type; consecutive ones with the same shapes form a step. Gradients are sums, as everywhere.
 Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU
 Clusters, SC 2021.
 """
@@ -86,7 +86,7 @@ class Pipelined(Parallel):
     split     number of layers of each stage; None: by `balance`
     balance   memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init      how the model is built, see Parallel
-    timeout_s timeout of collectives between some of the ranks
+    timeout_s timeout of collectives within a pipeline, or between the copies of a stage
     """
 
     is_lockstep = True
@@ -232,7 +232,7 @@ class Pipelined(Parallel):
                 step.step(*numbers, target=target, return_outputs=False)
             except Exception:
                 if self.stage.failure is not None:
-                    raise self.stage.failure from None  # not the loss of another rank after it
+                    raise self.stage.failure from None  # the cause, instead of a lost connection that follows from it
                 raise
             finally:
                 self.stage.end()
@@ -280,7 +280,8 @@ class Pipelined(Parallel):
         if self.replicas.world_size == 1:  # all stages see the same data
             yield
             return
-        with self._buffers.update(), self._copies.buffer_update():  # on exit first the copies of the last stage
+        # On exit, the copies of each stage are synchronized first, then the buffers outside of layers in each pipeline.
+        with self._buffers.update(), self._copies.buffer_update():
             yield
 
     def check_buffers(self) -> None:
@@ -289,7 +290,10 @@ class Pipelined(Parallel):
         self._copies.check_buffers()
 
     def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
-        """Gather tensors by name from the stages of the first copy; for a shared one, that of the first stage."""
+        """Gather tensors by name from the stages of the first copy of the model.
+
+        A tensor that several stages share is taken from the first of them.
+        """
         if not self.replicas.is_first:
             return {}
         mine = {
@@ -368,7 +372,7 @@ class Pipelined(Parallel):
     ) -> _Keys:
         """Return the first stage's description of the micro-batches, whose shapes are then known.
 
-        Raises on all ranks of all pipelines if one of them failed: in `failure`, or while it inferred shapes.
+        Raises on all ranks of all pipelines if a rank failed, as given by `failure` or while inferring shapes.
         """
         first, count = self.pipeline.is_first, len(micros)
         # A maximum of the count and of its negative gives the largest and the smallest one in a single message.
@@ -515,7 +519,7 @@ class PipelineSchedule:
         self._steps.clear()
 
     def begin_update(self) -> None:
-        """Count the steps of a new update."""
+        """Reset the counts at the start of an update."""
         self._counts = []
 
     def step(self, stage: Stage, count: int, key: int, shapes: Sequence[Shapes]) -> Any:

@@ -535,7 +535,7 @@ def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: 
                 f"a parameter must belong to one block, but {abbreviate(shared)} is in several blocks, or also outside"
                 " of blocks",
                 "parallelism=fsdp",
-                "remove the block from blocks(), or use parallelism=ddp",
+                "remove the blocks that contain it from blocks(), or use parallelism=ddp",
             )
         )
     if communicate != "float32" and any(

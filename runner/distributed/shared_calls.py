@@ -29,11 +29,13 @@ def parts_of(root: nn.Module) -> list[FSDPModule]:
 
 
 class SharedCalls:
-    """The calls of the evaluations of a model, whose hooks are registered once, before the model is compiled or called.
+    """Coordinates the calls of a sharded model across ranks.
+
+    Its hooks are registered once, before the model is compiled or called.
 
     free      frees the gathered parameters of the model
     reshards  a part is freed after its forward pass, and gathered again if it is called again
-    order     parts of the model in the order in which a call gathers them: that of the last call of this rank
+    order     parts of the model in the order in which the last call of this rank gathered them
     """
 
     def __init__(self, world: World, model: nn.Module, free: Callable[[nn.Module], None], *, reshards: bool) -> None:
@@ -85,14 +87,14 @@ class SharedCalls:
         return int(highest)
 
     def _announced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a collective that first compares with the other ranks, unless it is called inside the model."""
+        """Wrap a collective: unless it is called inside the model, it first checks that all ranks call a collective."""
         place = list(inspect.signature(function).parameters).index("group")
 
         @functools.wraps(function)
         def announced(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group", args[place] if place < len(args) else None)
             if self._is_watched and not self._depth and group in (None, dist.group.WORLD):
-                with self._own_collectives():
+                with self._unwatched():
                     self._agree(_RUNS_COLLECTIVE)
                     return function(*args, **kwargs)  # which may call other collectives
             return function(*args, **kwargs)
@@ -100,7 +102,7 @@ class SharedCalls:
         return announced
 
     @contextmanager
-    def _own_collectives(self) -> Iterator[None]:
+    def _unwatched(self) -> Iterator[None]:
         self._is_watched = False
         try:
             yield
@@ -112,7 +114,7 @@ class SharedCalls:
         return TaskFault(
             "a part of the model is used outside of model(...), where its parameters are not gathered",
             where="parallelism.evaluation=sharded",
-            fix="call model(...) in evaluate and in a fit, or use parallelism.evaluation=whole",
+            fix="call model(...) in evaluate and in phases of kind fit, or use parallelism.evaluation=whole",
         )
 
     def _gather(self, parts: list[FSDPModule]) -> None:
@@ -128,7 +130,7 @@ class SharedCalls:
             return
         self._depth += 1
         if self._depth == 1:
-            with self._own_collectives():
+            with self._unwatched():
                 self._agree(_CALLS)
             self._gathered = [self.model]
 
@@ -150,14 +152,15 @@ class SharedCalls:
             self.free(self.model)
             return
         # The caller may catch the error, while other ranks are inside the call.
-        with self._own_collectives():
+        with self._unwatched():
             self._gather(self.order[len(self._gathered) :])
         root: Any = self.model
         root._get_fsdp_state()._state_ctx.iter_forward_root = None  # torch resets it after complete calls only
 
 
 _FINISHED, _CALLS, _RUNS_COLLECTIVE = range(3)
-# Of torch.distributed, on all ranks: point-to-point messages and those of another group cannot be paired with a gather.
+# Collectives of torch.distributed on all ranks. Point-to-point messages and collectives of other groups are not listed:
+# not all ranks call them, so they cannot be matched with a gather.
 COLLECTIVES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",

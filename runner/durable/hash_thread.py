@@ -31,7 +31,8 @@ def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 class HashThread:
     """The SHA-256 of `views`, computed on a thread if they are large enough for that to be faster.
 
-    Without a thread, the caller passes the blocks of `views` to `update` in order, so that it merges small views once.
+    Without a thread, the caller passes the blocks of `views` to `update` in order, so that small views are merged
+    only once.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -72,4 +73,4 @@ class HashThread:
 
 
 BLOCK = 8 << 20  # bytes per write or hash call; below 4 MiB the call overhead matters
-MERGED = 4 << 20  # bytes of small views per call: host memory of the writing thread and of the hash thread
+MERGED = 4 << 20  # maximum bytes of small views in a call; each of the two threads allocates a buffer of this size

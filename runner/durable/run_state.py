@@ -1,4 +1,4 @@
-"""Derive the state of a run from its record, also if the process that wrote it has died."""
+"""Derive the state of a run from its record, even if the process that wrote it has died."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def derive_state(record: RunRecord, folder: Path | None = None) -> RunState:
 
 
 def resume_command(record: RunRecord, folder: Path | None = None) -> str:
-    """Return the command that resumes a run: by its name, or by its folder, which requires the task file."""
+    """Return the command that resumes a run: by its name, or by its folder, with the task file if it has one."""
     if folder is not None:
         task_file = record.origin.task_file
         return shlex.join(["accel-run", "resume", str(folder), *(["--task", str(task_file)] if task_file else [])])
@@ -76,7 +76,7 @@ def resume_command(record: RunRecord, folder: Path | None = None) -> str:
 def read_throughput(folder: Path, record: RunRecord) -> float | None:
     """Return the items per second of the run in `folder`, or None if unknown.
 
-    While a process runs, they are its own: an earlier process may have used another device.
+    While a process runs, only its own measurements count, because an earlier process may have used another device.
     """
     is_running = process_state_name(record.process) == "running"
     start = max(0, record.process.metrics_bytes) if is_running else 0

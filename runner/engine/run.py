@@ -116,7 +116,7 @@ class RunProgress:
     kept: list[int] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        """Return the keys of a checkpoint; non-finite numbers become None."""
+        """Return the progress for a checkpoint, by key; non-finite numbers become None."""
         state: dict[str, Any] = replace_nonfinite(encode(self))
         return state
 
@@ -124,7 +124,7 @@ class RunProgress:
     def from_state(state: Mapping[str, Any], *, is_own: bool) -> RunProgress:
         """Restore the progress from a checkpoint.
 
-        is_own  the checkpoint is of this run; checkpoints of another run are not kept
+        is_own  the checkpoint is of this run; the list of kept checkpoints of another run is ignored
         """
         records = {name: decode_valid(PhaseRecord, record) for name, record in state["records"].items()}
         for name, record in records.items():
@@ -187,7 +187,7 @@ class Tally:
 class ForwardNames:
     """Names of the state changed by forward passes so far.
 
-    frozen   parameters that require no gradient and were converted to buffers
+    frozen   frozen parameters that were also registered as buffers
     buffers  non-persistent buffers that checkpoints include
     """
 
@@ -224,7 +224,7 @@ class TrainingRun:
 
     @property
     def num_updates(self) -> int:
-        """Number of completed updates of all phases, saved or not; 0 before the first one since the start."""
+        """Number of completed updates of all phases, saved or not; 0 until this process has completed one."""
         return int(self.progress_mark.num_updates.value)
 
     @cached_property

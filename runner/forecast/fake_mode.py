@@ -131,7 +131,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensor returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
 
     untraceable  the last operation that could not be traced, recorded because a task may catch the exception
-    cached       False: trace each operation, also if it is in the cache; the results are the same
+    cached       False: trace each operation, even if it is in the cache; the results are the same
     """
 
     def __init__(self, recorder: AllocationRecorder, *, cached: bool = True) -> None:

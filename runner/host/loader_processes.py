@@ -55,17 +55,17 @@ class _NoModel:
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
-    """Result queue of a worker: an item that cannot be sent is replaced by the error, because the run would hang.
+    """Result queue of a worker: an item that cannot be sent is replaced by the error, so that the run does not hang.
 
     A thread of the worker sends batches as file descriptors of shared memory, which another thread passes on. Either
-    may fail: no thread, or too many open files. Python only prints that and assumes that the second thread runs, so
-    only errors are sent from then on. Checked on Python 3.11 to 3.13.
+    may fail: no thread, or too many open files. Python only prints the error, and continues to use the second thread.
+    So after the first failure, this queue sends only errors, and sends them directly. Checked on Python 3.11 to 3.13.
     """
 
     _error: RemoteError | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if parent_process() is None:  # the queue of indices for a worker
+        if parent_process() is None:  # in the main process: a queue of indices for a worker
             super().put(obj, block, timeout)
             return
         try:
@@ -81,7 +81,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
         for item in lost:
-            if item is not None:  # the request to end, after which the worker is killed
+            if item is not None:  # None requests the end of the feeder thread; the worker is then killed
                 self._send(item[0], self._error)
 
     def _send(self, number: int, error: RemoteError) -> None:
@@ -126,7 +126,7 @@ def kill_on_partial_start() -> Iterator[None]:
 
 @contextmanager
 def stop_signals_blocked(start_method: str) -> Iterator[None]:
-    """Start processes that ignore stop signals; this process receives them on exit from the context."""
+    """Block stop signals, so that processes start with them blocked; this process receives them on exit."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     if start_method == "spawn":
         # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
@@ -139,7 +139,7 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
 
 
 def init_worker(parent_pid: int, worker: int) -> None:
-    """Initialize a worker: it ignores stop signals until the checkpoint is written, but ends with its parent.
+    """Initialize a worker: it ignores stop signals, so that the run can save, and ends with its parent.
 
     torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
     """
@@ -163,7 +163,7 @@ def ignore_stop_signals() -> None:
 
 def _print_unexpected_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
+        os._exit(Exit.SYSTEM)  # the thread that passes descriptors failed: otherwise the run would wait forever
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
 

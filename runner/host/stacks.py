@@ -1,4 +1,4 @@
-"""Stack traces of all threads of a process, written by faulthandler, also if it hangs in C code."""
+"""Stack traces of all threads of a process, written by faulthandler, even if it hangs in C code."""
 
 from __future__ import annotations
 

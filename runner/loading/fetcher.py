@@ -143,7 +143,7 @@ class Fetcher:
         named = DataError(
             f"{which} cannot be read: {description}",
             where=traceback_line(description),
-            fix="fix it, or skip bad samples with dataloader.bad_samples=skip",
+            fix="fix the sample, or skip bad samples with dataloader.bad_samples=skip",
         )
         named.place = {"samples": indices}
         return named

@@ -21,7 +21,7 @@ from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 class GpuUser:
     """A compute process on a GPU.
 
-    name, user  empty if the process is not in this machine's /proc
+    name, user  of the process and of its owner; empty if the process is not in this machine's /proc
     memory_gib  None if the driver hides it
     is_ours     whether it belongs to this run; None if unknown, as in a container, where NVML reports PIDs of the host
     """
@@ -44,7 +44,7 @@ class Host:
     """
 
     SELDOM_S = 10.0  # between searches for processes
-    SEARCH_SHARE = 0.002  # maximum of one core for the search, which reads all of /proc
+    SEARCH_SHARE = 0.002  # maximum fraction of one core that the search may use; it reads all of /proc
 
     def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
         self.process_tree = ProcessTree(root or os.getpid())
@@ -71,7 +71,7 @@ class Gpus:
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], process_tree: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
         self.users: Mapping[int, tuple[GpuUser, ...]] = {}
-        self._process_tree, self._users = process_tree, _UserCache()
+        self._process_tree, self._process_names = process_tree, _ProcessNames()
         self._seldom_readings: list[dict[str, float | None]] = [{} for _ in gpus]
         self._next_seldom = 0.0
 
@@ -103,7 +103,7 @@ class Gpus:
         comparable = pids_are_of_host() or not pids.isdisjoint(self._process_tree.pids)
         self.users = {
             index: tuple(
-                self._users.user(
+                self._process_names.identify(
                     process.pid, _divide(process.used_bytes, GIB), self._process_tree, comparable=comparable
                 )
                 for process in processes
@@ -111,7 +111,7 @@ class Gpus:
             for index, processes in processes_by_gpu.items()
             if processes is not None
         }
-        self._users.keep_only(pids)
+        self._process_names.keep_only(pids)
 
     def _other_users(self, index: int) -> dict[str, float | None]:
         users = None if self.gpus[index] in self.nvml.lost else self.users.get(index)
@@ -126,7 +126,7 @@ class Gpus:
 
 
 class CpuLoad:
-    """Utilization of these cores, None: of all cores, since the previous call."""
+    """Utilization of `cores` since the previous call; None: all cores."""
 
     def __init__(self, cores: Set[int] | None = None) -> None:
         self._cores = cores
@@ -185,7 +185,7 @@ def make_cpu_load(root: int, system: Path) -> CpuLoad | QuotaCpuLoad:
 
 
 class _Ram:
-    """Memory in use, as a share of the cgroup's limit or, if that is less, of the machine's memory."""
+    """Memory in use, in percent of the cgroup's limit or of the machine's memory, whichever is less."""
 
     def __init__(self, system: Path) -> None:
         self._limit = cgroup_memory_limit(system)
@@ -265,13 +265,13 @@ class ProcessTree:
         }
 
 
-class _UserCache:
-    """Caches names and users of processes."""
+class _ProcessNames:
+    """Caches the names of processes and of their owners."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[str, str]] = {}
 
-    def user(self, pid: int, memory_gib: float | None, process_tree: ProcessTree, *, comparable: bool) -> GpuUser:
+    def identify(self, pid: int, memory_gib: float | None, process_tree: ProcessTree, *, comparable: bool) -> GpuUser:
         if pid not in self._names:
             self._names[pid] = _name_and_user(pid) if comparable else ("", "")
         name, user = self._names[pid]

@@ -1,15 +1,16 @@
 """Predict the time of an update by part, from its traced operators and the facts of hardware profiles.
 
 **Computation** is a roofline with two classes of operators (Williams et al., Roofline, CACM 2009): matrix products,
-convolutions and attention take the longer of their operations and their memory accesses; all others take their memory
-accesses. Bytes are counted per operator, without caches. Compiled code fuses the second class and accesses less.
+convolutions and attention take the time of their operations or that of their memory accesses, whichever is longer; all
+others take the time of their memory accesses. Bytes are counted per operator, without caches. Compiled code fuses the
+second class and accesses less.
 
 **Communication** is a ring over the slowest link between the ranks. What overlaps with computation is not added:
 `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
 **Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/workload/partition.py).
 
-docs/update-time.md compares predictions with published measurements and lists what was calibrated with which of them.
+docs/update-time.md compares predictions with measurements and lists what was calibrated with which of them.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ ALONE = Ring(1, 1.0, 0.0)
 def make_ring(ranks: Sequence[DeviceRates]) -> Ring | None:
     """Return the ring through the devices of all ranks; None if a link is unknown.
 
-    NCCL uses as many rings as a machine has network adapters, and each ring leaves the machine through another one. So
-    a rank's rate is limited by all adapters of its machine together.
+    NCCL uses as many rings as a machine has network adapters, and each ring leaves the machine through a different
+    adapter. So a rank's rate is limited by all adapters of its machine together.
     """
     count = len(ranks)
     if count == 1:
@@ -174,7 +175,10 @@ def make_ring(ranks: Sequence[DeviceRates]) -> Ring | None:
 
 
 def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | None:
-    """Return the ring of ranks with the same shard, one of each group; the rings of a group share its network."""
+    """Return the ring of the ranks with the same shard, one of each group of `shard_size` ranks; None if unknown.
+
+    The rings of all shards share the network adapters of a machine.
+    """
     ring, groups = make_ring(ranks), len(ranks) // shard_size
     if ring is None or groups == 1:
         return ring and ALONE
@@ -195,7 +199,7 @@ class Traffic:
 def reduce_buckets(buckets: Sequence[int], backward: float, ring: Ring) -> Traffic:
     """Return the traffic of `ddp`, which all-reduces buckets one after another during a backward pass.
 
-    buckets   bytes, in the order in which their gradients arrive: evenly over the bytes
+    buckets   bytes of each, in the order of arrival; gradients arrive at a constant rate in bytes per second
     backward  seconds of the last backward pass
     """
     total = sum(buckets)
@@ -211,7 +215,7 @@ def reduce_buckets(buckets: Sequence[int], backward: float, ring: Ring) -> Traff
 
 @dataclass(frozen=True)
 class Shards:
-    """Bytes that `fsdp` communicates: gathered parameters and reduced gradients, of a block and of all others.
+    """Bytes that `fsdp` communicates: gathered parameters and reduced gradients, of a block and outside of blocks.
 
     count     number of blocks
     reshards  blocks are gathered again for the backward pass
@@ -386,7 +390,7 @@ class _Update:
         """Return the time of the slowest stage to all-reduce its gradients over the copies of the model."""
         ring = make_ring_across(self.devices, len(stages))
         if ring is None:
-            return Part(COMMUNICATION, None, "no hardware profile states the link of each device")
+            return Part(COMMUNICATION, None, "the link rate of a device is not in any hardware profile")
         traffic = max(
             (
                 reduce_buckets([round(size * fraction) for size in stage.model.buckets], each * BACKWARD_FRACTION, ring)
@@ -406,7 +410,7 @@ class _Update:
         received = max(work.received for work in passes)
         sends = [ring.send(received) for ring in rings if ring is not None]
         if len(sends) < len(rings) or not self.demand.stages:
-            return Part(COMMUNICATION, None, "link or size of the messages between stages")
+            return Part(COMMUNICATION, None, "the link rate or the size of the messages between stages is unknown")
         busy, total = (_simulate_schedule(schedule, seconds, num_passes, each) for each in (0.0, max(sends)))
         return Part(COMMUNICATION, total - busy, f"messages of {format_bytes(received)} between stages, not overlapped")
 
@@ -445,7 +449,7 @@ class _Update:
     def _communicate(self, rank: int, sizes: Sequence[int]) -> Part:
         ring, device, choice = make_ring(self.devices), self.devices[rank], self.plan.choices["parallelism"]
         if ring is None:
-            return Part(COMMUNICATION, None, "no hardware profile states the link of each device")
+            return Part(COMMUNICATION, None, "the link rate of a device is not in any hardware profile")
         seconds = [self.pass_time(self.demand.at(size).work, device) for size in sizes]
         link = f"{ring.count} ranks at {LINK_EFFICIENCY:.0%} of {_format_si(ring.bytes_per_s / LINK_EFFICIENCY)}B/s"
         if choice.uses("fsdp"):

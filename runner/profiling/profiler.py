@@ -142,7 +142,7 @@ class Session:
             self._synchronize()
         if is_last:  # before the instrument analyzes its data
             self._record_time()
-            # A collective that ends after torch's profiler writes into freed memory (torch 2.13).
+            # A collective that is still running when torch's profiler stops writes into freed memory (torch 2.13).
             with record_function(PROFILER_WAIT):
                 self.subject.settle()
         part.update()
@@ -212,7 +212,7 @@ class Session:
             part.num = counted
 
     def _synchronize(self) -> float:
-        """Wait for the device and return the time; called between parts only."""
+        """Wait for the device and return the time; not called in measured updates, except around excluded contexts."""
         if self.subject.device.type == "cuda":
             with record_function(PROFILER_WAIT):
                 torch.accelerator.synchronize(self.subject.device)
@@ -241,7 +241,7 @@ def trace(
     """Profile operators, modules and waits in a few updates of each phase; writes to profile/ of the run.
 
     skip           warm-up updates that are not recorded
-    updates        updates timed without a profiler; then as many record operators, and as many modules
+    updates        number of updates timed without a profiler, then with operators recorded, then with modules recorded
     depth          modules nested deeper than this count toward their parent
     sort_by        sort operators by self time, total time (including children) or calls
     with_stack     record the line of the task for each operator (slower, larger files)

@@ -106,7 +106,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
         """Whose host memory `host_peak_gib` is: a text such as "host, highest of 2 ranks".
 
         Earlier versions, which did not record the attempt, measured rank 0 only. After a failure, the peaks of some
-        phases are those of rank 0, and of others those of the rank with the highest one.
+        phases are of rank 0, and the peaks of other phases are of the rank with the highest one.
         """
         if (self.world_size or 1) == 1:
             return "host"

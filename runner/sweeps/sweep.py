@@ -393,7 +393,7 @@ def assign_slots(configurations: Sequence[Configuration], together: int) -> Pack
     except BrokenProcessPool:
         devices = [""]
     if isinstance(devices, str):
-        what = f"must be 1 because each trial uses several devices with parallelism={devices}"
+        what = f"must be 1 because a trial uses several devices with parallelism={devices}"
         raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
     return divide_resources(devices, len(affinity()), min(together, len(configurations)))
 

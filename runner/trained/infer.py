@@ -110,7 +110,7 @@ def _make_monitor(plan: Plan, parts: Parts, file: Path) -> NoMonitor:
 def _retry_in_smaller_batches(
     predict: Callable[[Plan], Predicted], plan: Plan, device: torch.device, console: Console
 ) -> Predicted:
-    """Return the result of `predict`; after out of memory, call it again with half the batch size."""
+    """Return the result of `predict`; after an out-of-memory error, call it again with half the batch size."""
     while True:
         try:
             return predict(plan)

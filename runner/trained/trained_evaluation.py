@@ -109,7 +109,7 @@ def _declared_splits(task: Task) -> tuple[str, ...]:
 
 
 def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> BatchSizes:
-    """Return the batch size of the run, with its recorded reductions after out of memory."""
+    """Return the batch size of the run, with its recorded reductions after an out-of-memory error."""
     plan, world, requested = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
     def reduce(error: Exception, size: int) -> int:

@@ -15,7 +15,7 @@ class Batch:
 
     micro_batch_size  maximum number of samples in a forward pass of a rank
     shares            samples per update for each rank, or for each copy of the model that consists of several ranks
-    in_one_pass       each rank runs its whole share as one micro-batch, also if shares change during the run
+    in_one_pass       each rank runs its whole share as one micro-batch, even if shares change during the run
     stages            ranks of a copy of the model, the stages of a pipeline
     """
 

@@ -1,4 +1,4 @@
-"""Record reductions of the micro-batch size after out of memory, so that a resumed run starts with the reduced size.
+"""Record reductions of the micro-batch size after out-of-memory errors, so that a resumed run starts with that size.
 
 `passes.json` of the run directory has a row per reduction. A row applies only to the micro_batch_size and number of
 ranks with which it was recorded; with others, a run starts with the requested size.

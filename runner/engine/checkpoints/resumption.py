@@ -45,6 +45,7 @@ ADDED_KEYS: Mapping[str, Any] = {
     "weights.only": [],
     "weights.rename": {},
 }
+# Keys that may always change, even if they belong to a group above.
 MECHANICS_KEYS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
 
 
@@ -72,7 +73,7 @@ def compare(
         raise IncompatibleResume(what, where="task", fix="start a new run with another run=NAME, or use the run's task")
     allowed = tuple(allowed)
     classes = {
-        key: "by name" if _is_of_own_sum(key, before, now) else _classify(key)
+        key: "by name" if _belongs_to_custom_parallelism(key, before, now) else _classify(key)
         for key in dict.fromkeys((*now, *before))
         if before.get(key) != now.get(key)
     }
@@ -116,8 +117,8 @@ def _classify(key: str) -> str:
     return "by name" if _is_under(key, KEYS_ALLOWED_BY_NAME) else "mechanics"
 
 
-def _is_of_own_sum(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether the key chooses or configures a sum of gradients that is not shipped, and may be inexact."""
+def _belongs_to_custom_parallelism(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether the key selects or configures a custom parallelism, whose sums of gradients may be inexact."""
     names = {str(values.get("parallelism", "auto")) for values in (before, now)}
     if all((shipped_path("conf") / "parallelism" / f"{name}.yaml").is_file() for name in names):
         return False
@@ -131,9 +132,9 @@ def _is_under(key: str, roots: Iterable[str]) -> bool:
 
 
 def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDirectory) -> list[PhasePlan]:
-    """Return the phases to run: that of the checkpoint if it is selected, then the selected unfinished ones.
+    """Return the phases to run: the phase of the checkpoint if it is selected, then other selected unfinished ones.
 
-    Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
+    Phases that another run finished satisfy `needs`; phases listed in `phases` run again.
     Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or if no phase is left;
     InputMissing if a phase needs another that is neither finished nor comes before it.
     """
@@ -201,7 +202,7 @@ def is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirector
 
 
 def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | None:
-    """Return the last checkpoint of a finished run if the plan has no work left for it; None if it may have some.
+    """Return the last checkpoint of a finished run if the plan leaves nothing to do; None if something may be left.
 
     Nothing is written, so that the run keeps the record of the process that finished it. The start of the run handles
     errors, damaged files, and a mirror, which may hold newer checkpoints.

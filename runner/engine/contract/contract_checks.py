@@ -111,7 +111,7 @@ def validate_metrics(
 
 
 def _expand_pair(name: str, total: Any, count: Any) -> dict[str, tuple[Number | None, Number | None]]:
-    """Return the sums and counts of a metric: those of a vector or a matrix have an index, `name.0` or `name.0.1`.
+    """Return the sums and counts of a metric; elements of a vector or a matrix have an index, `name.0` or `name.0.1`.
 
     A vector with one count is a mistake: the values of the samples, which were not summed.
     """

@@ -1,4 +1,4 @@
-"""Load a task: a built-in one by name, or the file named on the command line. No other code is imported."""
+"""Load a task: a built-in one or one of an installed package by name, or the file named on the command line."""
 
 from __future__ import annotations
 
@@ -33,13 +33,19 @@ from runner.tensors.global_rng import seed_everything
 
 
 def load_task(plan: Plan) -> Task:
-    """Build the task of the plan. Raises TaskFault, with the place in the task's file, if it raises."""
+    """Build the task of the plan.
+
+    Raises TaskFault, with the place in the task's file, if build() raises or returns something invalid; ConfigError if
+    a declaration that was parsed differs in the executed file.
+    """
     choice = plan.choices["task"]
     file = Path(plan.task_file) if plan.task_file else None
     source = task_source(choice.name, file)
     module = _import(choice.name, file)
     if changed := [*find_changed_declarations(vars(module), source)]:
-        what = f"{changed[0]} must be a literal, because the file is parsed, not executed; code imports or changes it"
+        what = (
+            f"{changed[0]} is read without executing the file, so it must be a literal, but code imports or changes it"
+        )
         raise ConfigError(
             Problem(what, str(source), f"write all entries into {changed[0]} at the top level of the file")
         )
@@ -64,7 +70,10 @@ def load_task(plan: Plan) -> Task:
 
 
 def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
-    """Raise MissingPackage if a package that these phases, or "infer", import later is not installed."""
+    """Raise MissingPackage if a package that one of `uses` needs is not installed.
+
+    uses  names of phases, or "infer"
+    """
     with task_errors(source, "packages"):
         needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
     for module, extra in needed.items():
@@ -181,7 +190,7 @@ def build_task(plan: Plan, parallel: Parallel, world: World, loaded: Collection[
 
     loaded  names of tensors of the model that a checkpoint will replace
 
-    Raises ConfigError with parallelism.init=meta if the task needs the values of its tensors to be built.
+    Raises ConfigError with parallelism.init=meta if building the task needs the values of its tensors.
     """
     seed_everything(plan.settings.seed)
     if parallel.init == "full":

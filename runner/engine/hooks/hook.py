@@ -54,9 +54,9 @@ class PhaseView:
         planned: settings of this phase.
         start: the checkpoint it resumes from, or None.
         position: number of completed updates; `total` is the number after which the phase ends.
-        order: which samples an update has; `shares`: how they are split over the ranks.
+        order: the samples of each update; `shares` split them over the ranks.
         work: gradients or statistics. Hooks are constructed before it, so `__init__` of a hook must not read it.
-        feed: micro-batches as they are read; `batches`: the iterator of the updates, which a hook may wrap in `begin`.
+        feed: micro-batches as they are read; `batches` is the iterator of updates, which a hook may wrap in `begin`.
         record: the record of the phase in run.json.
         closed: the result of the phase has been stored in the model.
         is_evaluating: an evaluation runs, or has ended the phase with an error.
@@ -214,7 +214,7 @@ class Hook:
         clipped. The logged norm is that before clipping. They must be changed in the same way on every rank. Reading
         a tensor waits for the device.
 
-        Called for every attempt of an update that reaches the step: once, or more often after out of memory.
+        Called for every attempt of an update that reaches the step: once, or more often after an out-of-memory error.
 
         Args:
             parameters: trained parameters of the objective by their names in the model; `grad` may be None. With fsdp

@@ -105,7 +105,7 @@ class _UpdateSearch:
     """
 
     def __init__(self, phase: PhaseView, update: int, *, is_late: bool) -> None:
-        assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
+        assert isinstance(phase.work, GradientPhase), "a phase of kind fit has neither loss nor gradients"
         self.update, self.parts, self.training = update, phase.parts, phase.work.training
         self.coupled, self.fetcher = phase.work.coupled, phase.loader.fetcher
         # These hooks run after the norm is checked.
@@ -180,7 +180,7 @@ class _UpdateSearch:
             yield calls
 
     def _search_coupled(self, coupled: CoupledSource) -> _Origin:
-        """Couple the embeddings of the whole update, as training does: those of a part may be finite.
+        """Couple the embeddings of the whole update, as training does, because embeddings of a part may be finite.
 
         A collective. Each module is checked only if `couple` is not finite, or in the backward pass.
         """

@@ -139,16 +139,16 @@ def raise_if_invalid(check: StreamCheck, num_shards: int) -> None:
         )
     if not check.has_distinct_shards:
         raise DataError(
-            "shards 0 and 1 of the stream start with the same samples: each sample would be trained on"
+            "two shards of the stream start with the same samples: each sample would be trained on"
             f" {num_shards} times per epoch",
             where=f"data.shards={num_shards}",
-            fix="return only the samples of the shard from stream(split, shard, num_shards), or those of"
-            " torch.utils.data.get_worker_info() from __iter__, or use data.shards=1",
+            fix="return only the samples of the shard from stream(split, shard, num_shards), or yield from __iter__"
+            " only the samples of the worker that torch.utils.data.get_worker_info() returns, or use data.shards=1",
         )
 
 
 class _FirstSamples(Fetcher):
-    """Runs the check where batches are read, with seeded generators; the only batch is its result."""
+    """Runs the check in the process that reads batches, with seeded generators; its only batch is the result."""
 
     def __init__(self, fetcher: StreamFetcher) -> None:
         super().__init__(fetcher.dataset, fetcher.collate, bad_samples="stop", model=fetcher.model)

@@ -368,7 +368,8 @@ class StatisticsPhase(PhaseKind):
         fit = parts.task.fits.get(phase.name)
         if fit is None:
             raise TaskFault(
-                f"phase {phase.name} is of kind fit, but the task's fits has {', '.join(parts.task.fits) or 'nothing'}",
+                f"phase {phase.name} is of kind fit, but the task defines no fit of this name (it defines:"
+                f" {', '.join(parts.task.fits) or 'none'})",
                 where=str(parts.source),
                 fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
             )

@@ -25,7 +25,9 @@ from runner.plan.run_plan import PhasePlan, Plan
 
 
 def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCheckpoint | None = None) -> Order:
-    """Return the order of the training samples in a phase. A fit reads each sample once, with any sampler.
+    """Return the order of the training samples in a phase.
+
+    A phase of kind fit ignores the sampler: it reads each sample once, shuffled.
 
     start  checkpoint from which the phase resumes: its order is kept
 
@@ -43,7 +45,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
         weights=lambda: _read_from_task(parts, fetcher, parts.task.sample_weights).astype(np.float64),
         lengths=lambda: _sample_lengths(parts, fetcher),
         sizes=lambda: _dataset_sizes(parts, fetcher),
-        is_array=start is not None and (start.state.get("data") or {}).get("train", {}).get("sampler") != KEYED,
+        uses_array_order=start is not None and (start.state.get("data") or {}).get("train", {}).get("sampler") != KEYED,
     )
     if isinstance(fetcher, StreamFetcher):
         fetcher.is_lockstep = parts.parallel.is_lockstep
@@ -85,8 +87,10 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     shards_per_update = data.shards_per_update or num_shards
     problems = []
     if not plan.choices["sampler"].uses("shuffle"):
-        what = "is not supported for a stream, which is read in its own order"
-        problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a dataset"))
+        what = "is not supported for a stream, which has its own order"
+        problems.append(
+            Problem(what, f"sampler={plan.choices['sampler'].name}", "use the default sampler=shuffle, or a dataset")
+        )
     if num_shards % shards_per_update:
         what = f"must divide the number of shards, {num_shards}"
         problems.append(Problem(what, f"data.shards_per_update={shards_per_update}", _list_divisors(num_shards)))
@@ -96,7 +100,9 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     if samples.lengths is None and (phase.updates is None or phase.kind == "fit"):
         what = f"an epoch of phase {phase.name} needs the length of the stream, but it has none"
         where = "" if phase.kind == "fit" else f"epochs={phase.epochs:g}"
-        fix = "use updates=N or data.train_samples=N, or let stream return an object with len(): samples of the shard"
+        fix = (
+            "use updates=N or data.train_samples=N, or return an object from stream() whose len() is that of the shard"
+        )
         problems.append(Problem(what, where, fix))
     if problems:
         raise ConfigError(problems)
@@ -114,7 +120,7 @@ def describe_stream(samples: StreamSamples, plan: Plan) -> str:
     line = f"stream of {length} in {num_shards} {'shard' if num_shards == 1 else 'shards'}"
     if num_readers <= num_shards:
         return line
-    return f"{line}; {num_readers} processes read them, and skip samples of each other: see docs/streams.md"
+    return f"{line}; {num_readers} processes read them, and each skips the samples of the others: see docs/streams.md"
 
 
 def _list_divisors(number: int) -> str:

@@ -5,7 +5,7 @@ thread checks the mark periodically and counts its checks instead of the clock: 
 or a debugger cause one long pause between two checks, which counts as one check.
 
 A single process ends itself. A rank of our launcher only publishes heartbeats (runner.host.heartbeat): the launcher
-receives those of all ranks, so it can tell the blocking rank from those that wait for it.
+receives the heartbeats of all ranks, so it can distinguish the blocking rank from ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ProgressMark:
 
     now              (kind, update): a new tuple for each operation, even if equal to the previous one
     completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
-    num_updates      completed updates of all phases, including earlier processes; shared, 0 before the first one
+    num_updates      completed updates of all phases and processes; 0 until this process completes one; shared
     is_ending        whether training is over and only seconds remain, so that a stop has no effect; shared
     write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
     is_stopping      returns whether a stop was requested

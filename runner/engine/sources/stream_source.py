@@ -1,4 +1,4 @@
-"""Open the shards of a stream: those of `Task.stream`, or of an iterable dataset as torch's workers divide it."""
+"""Open the shards of `Task.stream`, or of an iterable dataset as torch's workers divide it."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class CoupledUpdate:
         buffers = _find_dense_buffers(self._buffers_to_record())
         self._buffers = {key: (buffer, buffer.clone()) for key, buffer in buffers.items()}
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
-        # forward pass of another one could change buffers that its graph saved for the backward pass.
+        # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
         for number, batch in enumerate(order, 1):
             yield batch.micro._replace(batch=batch, last=number == len(order))

@@ -86,7 +86,7 @@ class SharedSamples:
     def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the current update.
 
-        again  read them again, in different sizes, after out of memory
+        again  read them again, in different sizes, after an out-of-memory error
         keep   they are needed once more
         """
         if self._kept and not again:

@@ -35,7 +35,7 @@ class Position:
 
 
 class StepInfo(NamedTuple):
-    """Results of one update; tensors stay on the device. A fit has no loss and no learning rate.
+    """Results of one update; tensors stay on the device. A phase of kind fit has no loss and no learning rate.
 
     extra  further training metrics: name -> (sum, count)
     """
@@ -80,7 +80,7 @@ class Training:
                     it
     gradients       how the gradients of an update are computed
     extra           further metrics that the loss returns
-    update_wrapper  wraps each update, as the retry after out of memory does
+    update_wrapper  wraps each update, as the retry after an out-of-memory error does
     location        file:line of the loss, for messages
     """
 
@@ -134,7 +134,7 @@ class Training:
             # Updates skipped for an overflow do not advance the schedule. `num_skipped` counts those of all phases.
             factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
             lr = set_learning_rate(self.optimizer, factor)
-            self.update_wrapper.before_step()  # outside `apply`, which may repeat a step after out of memory
+            self.update_wrapper.before_step()  # outside `apply`, which may repeat a step after an out-of-memory error
             self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
             clear(self.parameters)
             parallel.stopwatch.lap("optimizer")

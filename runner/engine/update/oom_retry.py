@@ -1,4 +1,4 @@
-"""Retry an update after out of memory, from the state before its first attempt.
+"""Retry an update after an out-of-memory error, from the state before its first attempt.
 
 All state that a forward or backward pass may change is restored: gradients, random generators, buffers of the model
 (statistics of batch norms) and the loss scale. The same samples are read again, in smaller micro-batches. If some state
@@ -48,7 +48,7 @@ class RetryPolicy(Protocol):
 
 
 class OomRetry(UpdateWrapper):
-    """Retry an update with smaller micro-batches after out of memory.
+    """Retry an update with smaller micro-batches after an out-of-memory error.
 
     has_one_rank  no other rank depends on the result of an update
     """
@@ -150,7 +150,7 @@ class UpdateSnapshot:
         self._is_first = True
         self._generators = dict(zip(_HOST_GENERATORS, global_generators(), strict=False))
         self._used = set(self._generators)  # until the first update shows which are used
-        self._rng_states: dict[str, Any] = {}  # when the last update that uses them begins
+        self._rng_states: dict[str, Any] = {}  # states at the start of the last update that saved them
         self._places: list[Place] = []  # of buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # their values when the update begins
         self._sources: list[Tensor] = []  # the same, with the copy instead of a buffer that is None
@@ -232,7 +232,8 @@ class UpdateSnapshot:
             now = module._buffers.get(name)
             if now is not buffer:
                 if now is None or buffer is None or now.shape != buffer.shape:
-                    return "a buffer that grew"  # other attributes of the module may depend on its size
+                    # Other attributes of the module may depend on its size.
+                    return "a buffer that was resized or removed"
                 module._buffers[name] = buffer
             if buffer is not None and not bitwise_equal(buffer, copy):
                 with torch.no_grad():

@@ -31,10 +31,10 @@ def none() -> None:
 def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
     """Sharpness-aware minimization: use the gradient at the worst weights nearby; an update takes twice the time.
 
-    An update takes twice the time, and memory for one more copy of the weights.
+    It needs memory for one more copy of the weights.
 
     rho       distance to these weights: norm of the step over all trained parameters
-    adaptive  scale the step of each weight by its magnitude (ASAM); rho is then about ten times as large
+    adaptive  scale the step of each weight by its magnitude (ASAM); choose rho about ten times as large
     Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
     ASAM, ICML 2021.
     """
@@ -100,8 +100,8 @@ class SharpnessSource(GradientSource):
     def _at_ascent_point(self, parallel: Parallel) -> Iterator[None]:
         """Perturb the weights, and restore them on exit; the first gradients are freed.
 
-        Weights are changed through `data`, which does not increment their version counters. A retry after out of
-        memory would take an incremented counter for a change by the task.
+        Weights are changed through `data`, which does not increment their version counters. A retry after an
+        out-of-memory error would take an incremented counter for a change by the task.
         """
         moved = [weight for weight in self.weights if weight.grad is not None]
         values = [weight.data for weight in moved]

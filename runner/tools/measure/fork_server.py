@@ -1,4 +1,4 @@
-"""Processes of variants: forks of a server that has imported torch, which receive commands over a connection."""
+"""Fork the process of each variant from a server that has imported torch, and send it commands over a connection."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class ForkServer:
                 if not key or key in reply:
                     return reply
         except OSError as error:  # after a timeout, a further read raises another one
-            raise ReplyTimeout(f"no reply of the fork server within {START_TIMEOUT_S:.0f} s") from error
+            raise ReplyTimeout(f"no reply from the fork server within {START_TIMEOUT_S:.0f} s") from error
         raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
 
 
 class VariantProcess:
     """A variant and its data workers: a separate session, paused and resumed together.
 
-    deadline  by `clock`: replies are not awaited beyond it
+    deadline  time of `clock` after which replies are not awaited
     ranks     number of ranks, each also in a separate session; 0: the process itself trains
     """
 
@@ -145,7 +145,7 @@ class VariantProcess:
     def receive(self, timeout_s: float) -> dict[str, Any] | AccelRunError | None:
         """Return the next reply, or None if the process has ended. Raises ReplyTimeout if none arrives in time."""
         if not wait([self._connection], timeout_s):
-            raise ReplyTimeout(f"no reply to `{self._command}` within {timeout_s:.0f} s by the process of a variant")
+            raise ReplyTimeout(f"no reply to `{self._command}` from the process of a variant within {timeout_s:.0f} s")
         try:
             return self._connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError):

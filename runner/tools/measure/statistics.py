@@ -77,12 +77,15 @@ class ProcessSpread:
         return math.sqrt(self.squares / self.freedom)
 
     def half_width(self, *processes: float) -> float:
-        """Return half the width of the interval of a ratio of means over these numbers of processes, on a log scale."""
+        """Return half the width of the confidence interval of a ratio of means, on a log scale.
+
+        processes  number of processes in each mean
+        """
         return student_quantile(self.freedom) * self.sigma * math.sqrt(sum(1 / num for num in processes))
 
 
 def student_quantile(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, within 1 % from two degrees of freedom on.
+    """Return the 97.5 % quantile of Student's t distribution, accurate to 1 % for at least two degrees of freedom.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -106,9 +109,9 @@ def estimate_process_spread(variants: Sequence[tuple[Blocks, Processes]]) -> Pro
     """Estimate the spread between identical processes from the changes at restarts of variants.
 
     Consecutive rounds with the same processes form a piece. The level of a variant in a piece is the median of its
-    distance from the other variants. At a restart the level changes by the variance of two processes, plus the noise of
-    the medians, which is not subtracted: the estimate is conservative. Variants with few blocks before or after a
-    restart are excluded.
+    distance from the median of all variants. The change of the level at a restart has the variance of two processes,
+    plus that of the medians, which is not subtracted: the estimate is conservative. Variants with few blocks before
+    or after a restart are excluded.
     """
     numbers = sorted(set().union(*(blocks for blocks, _ in variants)) if variants else [])
     pieces: list[list[int]] = []
@@ -160,7 +163,7 @@ def paired_ratio(
     Biometrika 1987): with ten rounds, a plain bootstrap takes only ten values and is too narrow. With fewer than
     MIN_BOOTSTRAP_ROUNDS rounds, Student's interval is used.
 
-    half_width  half the width of the interval between processes, on a log scale: an independent source of uncertainty
+    half_width  half the width of the confidence interval due to variation between processes, on a log scale
     """
     assert len(baseline_ms) == len(other_ms) > 0, "blocks are paired by round"
     logs = np.log(np.asarray(baseline_ms, dtype=np.float64) / np.asarray(other_ms, dtype=np.float64))

@@ -147,7 +147,7 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
     [
         (lambda model: model.constant.add_(1), 2, 2, "a parameter, or a buffer that the first update did not change"),
         (replace, 2, 2, "a buffer, which the first update did not replace"),
-        (grow, 2, 0, "a buffer that grew"),
+        (grow, 2, 0, "a buffer that was resized or removed"),
         (add_one, 0, 0, "a buffer that did not exist"),
         (add_one, 2, 2, "a buffer that did not exist"),
         (lambda model: nn.init.zeros_(model.weight), 2, 0, "a parameter, or a buffer that the first update did not"),
