@@ -688,7 +688,7 @@ def test_layers_that_lose_parameters_are_refused() -> None:
     model = plain(5, torch.float32)
     lost = lambda parallel: parallel.wrap(model, lambda: list(model)[:4], [])  # noqa: E731
     for result in run_ranks(lambda world: refused(world, lost), 2):
-        assert "miss 4.weight, 4.bias" in result
+        assert "lacks 4.weight, 4.bias" in result
 
 
 @pytest.mark.slow

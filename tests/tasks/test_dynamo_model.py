@@ -378,8 +378,8 @@ def test_the_documentation_has_the_numbers_of_the_code() -> None:
     for messages in (
         f"files up to {LARGEST_FILE // 1000} kB",
         f"{HELD_OUT:.0%}".replace("%", " % each"),
-        f"cut at {LONGEST_TEXT} characters",
-        f"(tiny {SHAPES['tiny'].max_length} tokens, full {SHAPES['full'].max_length})",
+        f"truncated to {LONGEST_TEXT} characters",
+        f"(tiny: {SHAPES['tiny'].max_length} tokens, full: {SHAPES['full'].max_length})",
     ):
         assert messages in text
     assert "two wordings" in text
