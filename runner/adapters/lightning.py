@@ -79,7 +79,7 @@ class LightningTask(Task):
                 fix += "; if a LightningDataModule has it, set module.train_dataloader = data.train_dataloader"
             raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
         if not getattr(module, "automatic_optimization", True):
-            what = f"{type(module).__name__} has automatic_optimization=False, but accel-run steps the optimizer itself"
+            what = f"{type(module).__name__}.automatic_optimization is False, but accel-run steps the optimizer itself"
             raise TaskFault(what, fix="write a task with OBJECTIVES")
         for name, fix in UNSUPPORTED.items():
             if _has(module, name):

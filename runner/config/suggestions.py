@@ -11,7 +11,7 @@ from runner.config.options import GROUPS, all_keys, canonical_option, list_optio
 from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
 from runner.config.settings import MAIN_KEYS
 
-LIST_KEYS_HINT = "accel-run plan shows every key"
+LIST_KEYS_HINT = "run accel-run plan to see every key"
 MAX_HINTS = 50  # with more unknown keys than this, no similar ones are searched: the cause is not a typo
 
 

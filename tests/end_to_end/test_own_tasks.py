@@ -81,7 +81,7 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
     ("old", "new", "messages"),
     [
         (FIRST, f"def on_train_batch_end(self): ...\n\n    {FIRST}", "on_train_batch_end"),
-        (FIRST, f"automatic_optimization = False\n    {FIRST}", "automatic_optimization=False"),
+        (FIRST, f"automatic_optimization = False\n    {FIRST}", "automatic_optimization is False"),
         ("return [optimizer], [", "return [optimizer, optimizer], [", "OBJECTIVES"),
         ("StepLR(optimizer, step_size=2, gamma=0.5)", "ReduceLROnPlateau(optimizer)", "plateau"),
         ("def training_step", "def train_step", "training_step"),

@@ -94,7 +94,7 @@ def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pyt
     ("key", "text", "args"),
     [
         ("ranks", "1", "integers of at least 2"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
-        ("forms", "fsdp2", "may contain only single"),
+        ("forms", "fsdp2", "must be values from single"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, args: str) -> None:
