@@ -78,7 +78,7 @@ def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> Non
     assert result.data["recommended_micro_batch_size"] == 16
     twice = rows(result)[32, 32]
     assert twice["sure"] == "better"
-    assert any("a different training" in note for note in result.notes)
+    assert any("changes the training" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("key", ["micro", "global"])
