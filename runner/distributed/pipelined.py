@@ -239,11 +239,19 @@ class Pipelined(Parallel):
             self.stopwatch.lap("wait")
             first += count
         if self.world.any(self.stage.failure is not None):
-            raise_on_all_ranks(self.stage.failure, self.world, WHERE)
+            self._raise_first_failure()
         if not micros:
             with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
+
+    def _raise_first_failure(self) -> None:
+        """Raise the earliest failure on all ranks; the zeros sent after it may make other stages fail, too."""
+        failure = self.stage.failure
+        # Times of different machines are comparable only as far as their clocks agree.
+        times = self.world.gather(math.inf if failure is None else self.stage.failed_at)
+        is_first = times.index(min(times)) == self.world.rank
+        raise_on_all_ranks(failure if is_first else None, self.world, WHERE)
 
     def reduce(self, sums: Sums) -> Sums:
         assert isinstance(sums.items, Tensor)

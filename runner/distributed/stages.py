@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.world, self.stopwatch = world, stopwatch
         self.failure: Exception | None = None
+        self.failed_at = 0.0
         inner = set(model.modules())
         self._model = [model]  # in a list, so that it is not registered as a submodule
         self._helpers = [layer for layer in layers if layer not in inner]
@@ -144,8 +146,12 @@ class Stage(nn.Module):
             try:
                 return self._compute_micro_batch(received, number)
             except Exception as error:  # of any type: the other ranks must be informed
-                self.failure = error
+                self.fail(error)
         return self._zero_output()
+
+    def fail(self, error: Exception) -> None:
+        """Keep the error and its time, which is compared with those of other ranks."""
+        self.failure, self.failed_at = error, time.time()
 
     def _compute_micro_batch(self, received: tuple[Tensor, ...], number: int) -> Any:
         work = self._work
@@ -211,7 +217,7 @@ class TimedStage(PipelineStage):
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             except Exception as error:  # of any type: the other ranks must be informed
                 is_wrapped = "Failed to run stage backward" in str(error)  # by torch 2.13, with all shapes
-                stage.failure = error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error
+                stage.fail(error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error)
         inputs = bwd_kwargs["input_values"]
         return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
 
