@@ -179,7 +179,13 @@ def assert_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if layout.num_ranks == 8 else [])
+        for name, layout in list(LAYOUTS.items())[1:]
+    ],
+)
 def test_every_strategy_on_any_number_of_ranks_trains_like_one_process(name: str, trained: Any) -> None:
     (alone,), results = trained("one process")[1], trained(name)[1]
     for result in results:
