@@ -38,7 +38,8 @@ def test_a_script_imports_only_what_exists(path: Path) -> None:
             module = importlib.import_module(node.module)
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
-                assert hasattr(module, alias.name) or importlib.util.find_spec(submodule), submodule
+                is_submodule = hasattr(module, "__path__") and importlib.util.find_spec(submodule)
+                assert hasattr(module, alias.name) or is_submodule, submodule
 
 
 # ---------------------------------------------------------------- version and licence
