@@ -34,7 +34,7 @@ from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNega
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
-from runner.tensors.step_counters import keep_changed_numbers_in_state, keep_counters_in_state
+from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 
@@ -389,7 +389,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         group.setdefault("lr_scale", 1.0)
         group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])
     if function not in OPTIMIZERS:
-        keep_changed_numbers_in_state(optimizer, function)
+        remember_numbers(optimizer)
     return optimizer
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from runner.base.errors import IncompatibleResume
 from runner.base.text import abbreviate
 from runner.tensors.module_buffers import overwrite
+from runner.tensors.step_counters import changed_numbers, restore_numbers, select_changed
 from runner.tensors.stored_tensor import Saved, StoredTensor, first_row, in_memory
 
 
@@ -95,7 +96,7 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
     are not state: they come from the configuration.
     """
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = changed_numbers(optimizer, _weights(optimizer))
     seen: set[int] = set()
     for slot in _slots(optimizer):
         state = optimizer.state.get(slot.parameter, {})
@@ -120,8 +121,9 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
             where="optimizer",
             fix="resume with the optimizer it was saved with, or use resume=fresh",
         )
-    numbers: Mapping[str, float] = rest["numbers"]
-    unused = {*tensors, *numbers}
+    numbers: Mapping[str, Any] = rest["numbers"]
+    outside_of_state = select_changed(optimizer, numbers)
+    unused = {*tensors, *numbers} - outside_of_state.keys()
     new_state = _NEW_STATES.get(_optimizer_kind(optimizer))
     problems: list[str] = []
     restored: dict[Tensor, dict[str, Any]] = {}
@@ -149,6 +151,7 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
         )
     optimizer.state.clear()
     optimizer.state.update(restored)
+    restore_numbers(optimizer, outside_of_state, _weights(optimizer))
 
 
 class _Slot(NamedTuple):
@@ -165,6 +168,12 @@ def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
     for group_index, group in enumerate(optimizer.param_groups):
         for position, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
             yield _Slot(name, parameter, group, group_index, position)
+
+
+def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the plain tensors of this rank's parameters."""
+    for slot in _slots(optimizer):
+        yield from (part for _, part in _plain_tensors(slot.parameter, into_shards=True))
 
 
 def _optimizer_kind(optimizer: Optimizer) -> str:
@@ -191,7 +200,7 @@ def _flatten_state(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _state_like_saved(
-    slot: _Slot, names: Collection[str], tensors: Saved, numbers: Mapping[str, float]
+    slot: _Slot, names: Collection[str], tensors: Saved, numbers: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a zero state with the saved names and shapes, for an optimizer defined by the task.
 

@@ -1,4 +1,4 @@
-"""Keep numbers that an optimizer changes outside of its state in its state, where checkpoints find them.
+"""Keep numbers that an optimizer changes outside of its state, where checkpoints find them.
 
 Such numbers are in the parameter groups, beside the settings, which checkpoints leave to the configuration, or in
 attributes.
@@ -6,19 +6,26 @@ attributes.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.base.errors import TaskFault
-
 COUNTERS = ("k", "weight_sum", "lr_max")  # schedulefree 1.4
-_SIZE = "size"
-_SETTINGS = {"params", "names", "lr", "lr_scale", "base_lr", "state", "param_groups", "defaults"}
-_Place = tuple[str, int, str]  # prefix of names in the state, number of the group, name
+_AT_START = "_numbers_at_start"  # attribute of the optimizer
+_KINDS = _GROUP, _OPTIMIZER = "<group>", "<optimizer>"  # unlike the names of modules
+_SETTINGS = {"lr", "lr_scale", "base_lr", "initial_lr"}
+_PLAIN = (int, float, str, type(None))
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
 
 
 def keep_counters_in_state(optimizer: Optimizer) -> Optimizer:
@@ -44,72 +51,107 @@ def _store_counters(optimizer: Optimizer, *_: Any) -> None:
                 optimizer.state[weight].update({name: group[name] for name in COUNTERS})
 
 
-def keep_changed_numbers_in_state(optimizer: Optimizer, location: str) -> None:
-    """Store each number that a step changes in a group, or in an attribute, in the state of a parameter of the group.
+def remember_numbers(optimizer: Optimizer) -> None:
+    """Record the numbers in the groups and attributes, so that checkpoints contain those that differ from them later.
 
-    location  of the function that returned the optimizer, for messages
-    The next step reads them from there, also after a resume. Raises TaskFault if a step changes the length of a
-    container, which may hold anything.
+    A number is None, a bool, an int, a float, a str, or a tensor with one element. `step` is not wrapped.
     """
-    changed: set[_Place] = set()
-    step = optimizer.step
+    vars(optimizer)[_AT_START] = [dict(_numbers(kind, holder, set())) for kind, _, holder in _holders(optimizer)]
 
-    def counted(*args: Any, **keys: Any) -> Any:
-        _load(optimizer)
-        before = _marks(optimizer)
-        result = step(*args, **keys)
-        differing = {place for place, mark in _marks(optimizer).items() if before.get(place) != mark}
-        sizes = sorted(key for prefix, _, key in differing if prefix == _SIZE)
-        if sizes:
-            what = f"a step of the optimizer changes {sizes[0]}, which checkpoints do not contain"
-            raise TaskFault(what, where=location, fix="keep tensors and numbers in self.state[parameter]")
-        changed.update(differing)
-        _store(optimizer, changed)
+
+def changed_numbers(optimizer: Optimizer, weights: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the numbers that changed since `remember_numbers`, by "<parameter name>.<place>.<key>".
+
+    weights  plain tensors of the parameters; tensors that share memory with them are not numbers
+    Each parameter of a group has them, because a rank may own only some of the parameters.
+    """
+    result: dict[str, Any] = {}
+    if _AT_START not in vars(optimizer):
         return result
-
-    # Not with hooks of torch: they also run inside, in the step of a base class.
-    optimizer.step = counted  # type: ignore[method-assign]
-
-
-def _load(optimizer: Optimizer) -> None:
-    for prefix, _, holder, weights in _holders(optimizer):
-        for weight in weights:
-            state = optimizer.state.get(weight, {})
-            kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            if kept:
-                holder.update(kept)
-                break
-
-
-def _store(optimizer: Optimizer, changed: Collection[_Place]) -> None:
-    for prefix, number, holder, weights in _holders(optimizer):
-        values = {prefix + key: holder[key] for lead, place, key in changed if (lead, place) == (prefix, number)}
-        if values:  # an optimizer may recognize the first step of a parameter by its empty state
-            weight = next((weight for weight in weights if optimizer.state.get(weight)), weights[0])
-            optimizer.state[weight].update(values)
-
-
-def _holders(optimizer: Optimizer) -> Iterator[tuple[str, int, dict[str, Any], list[nn.Parameter]]]:
-    """Yield the groups and the attributes, each with the parameters whose state may hold their numbers."""
-    for number, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            yield "group.", number, group, group["params"]
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if weights:
-        yield "optimizer.", 0, vars(optimizer), weights
-
-
-def _marks(optimizer: Optimizer) -> dict[_Place, Any]:
-    """Return the numbers, the versions of tensors, and the sizes of containers."""
-    result: dict[_Place, Any] = {}
-    for prefix, number, holder, _ in _holders(optimizer):
-        for key, value in holder.items():
-            if key in _SETTINGS or isinstance(value, bool):
-                continue
-            if isinstance(value, (int, float)):
-                result[prefix, number, key] = value
-            elif isinstance(value, Tensor):
-                result[prefix, number, key] = id(value), value._version
-            elif isinstance(value, (list, dict, set, deque)):
-                result[_SIZE, number, key] = len(value)
+    storages = _storages(weights)
+    for (kind, names, holder), at_start in zip(_holders(optimizer), vars(optimizer)[_AT_START], strict=True):
+        for key, value in _numbers(kind, holder, storages):
+            if key not in at_start or repr(value) != repr(at_start[key]):  # NaN equals itself, and 0 is not 0.0
+                result |= {f"{name}.{kind}.{key}": value for name in names}
     return result
+
+
+def select_changed(optimizer: Optimizer, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the saved numbers that `changed_numbers` returned."""
+    is_kept = _AT_START in vars(optimizer)
+    return {name: value for name, value in numbers.items() if is_kept and any(f".{kind}." in name for kind in _KINDS)}
+
+
+def restore_numbers(optimizer: Optimizer, numbers: Mapping[str, Any], weights: Iterable[Tensor]) -> None:
+    """Restore the numbers that `changed_numbers` returned."""
+    if not numbers:
+        return
+    storages, device = _storages(weights), optimizer.param_groups[0]["params"][0].device
+    saved: defaultdict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
+    for full_name, value in numbers.items():
+        for kind in _KINDS:
+            name, found, key = full_name.partition(f".{kind}.")
+            saved[name, kind] |= {key: value} if found else {}
+    new: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # tensors that are in two places and equal stay one
+    for kind, names, holder in _holders(optimizer):
+        for key, value in next((saved[name, kind] for name in names if saved.get((name, kind))), {}).items():
+            current = holder.get(key)
+            if not isinstance(value, list):
+                holder[key] = value
+            elif not isinstance(current, Tensor):
+                holder[key] = _decode(value, device)
+            elif _is_own_scalar(current, storages):  # not a view of a parameter, which checkpoints contain
+                # Not in place: groups share a tensor of the defaults until a step replaces it.
+                _, holder[key] = new.setdefault((id(current), repr(value)), (current, _decode(value, device)))
+                holder[key].requires_grad_(current.requires_grad)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value that was read from a checkpoint can be one of `changed_numbers`."""
+    if not isinstance(value, list):
+        return isinstance(value, _PLAIN)
+    is_tensor = len(value) == 4 and isinstance(value[0], (int, float)) and isinstance(value[1], str)
+    return (
+        is_tensor
+        and value[1] in _DTYPES
+        and value[2] in [[1] * dims for dims in range(9)]
+        and value[3] in (True, False)
+    )
+
+
+def _holders(optimizer: Optimizer) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Yield the groups and the attributes, each with the names of its parameters."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    yield from ((_GROUP, group["names"], group) for group in groups)
+    if groups:
+        yield _OPTIMIZER, [name for group in groups for name in group["names"]], vars(optimizer)
+
+
+def _numbers(kind: str, holder: Mapping[str, Any], storages: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of a group or of the attributes, as JSON-serializable values."""
+    for key, value in holder.items():
+        if kind == _GROUP and key in _SETTINGS:
+            continue
+        if isinstance(value, _PLAIN):
+            yield key, value
+        elif _is_own_scalar(value, storages):
+            yield key, [value.item(), str(value.dtype), list(value.shape), value.device.type == "cpu"]
+
+
+def _is_own_scalar(value: Any, storages: Collection[int]) -> bool:
+    """Return whether a value is a plain tensor with one element outside of these storages."""
+    is_scalar = type(value) is Tensor and value.numel() == 1 and str(value.dtype) in _DTYPES
+    return is_scalar and value.device.type != "meta" and value.untyped_storage().data_ptr() not in storages
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and repr(one) == repr(other)  # also for NaN and -0.0
+
+
+def _decode(value: list[Any], device: torch.device) -> Tensor:
+    element, dtype, shape, is_on_host = value
+    return torch.tensor(element, dtype=_DTYPES[dtype], device="cpu" if is_on_host else device).reshape(shape)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.axes.optimizer import build_optimizer
 from runner.base.errors import TaskFault
 from runner.tensors.optimizer_state import export_state
+from runner.tensors.step_counters import is_number, remember_numbers
 from tests.axes.test_optimizer import assert_resuming_changes_nothing, network, train
 
 
@@ -55,8 +58,9 @@ def test_numbers_that_an_optimizer_keeps_outside_of_its_state_survive_a_checkpoi
     assert_resuming_changes_nothing(make, model, 3)
     train(model, optimizer := make(model), range(2))
     tensors, rest = export_state(optimizer)
-    assert [value for name, value in rest["numbers"].items() if name.endswith("_num_steps")] == [2]
-    assert [name for name in tensors if name.endswith(".mean")]
+    kept = {name.rpartition(".")[2]: value for name, value in rest["numbers"].items()}
+    assert (kept["_num_steps"], kept["mean"][0]) == (2, 0.375)
+    assert all("momentum_buffer" in name for name in tensors)
 
 
 UNUSABLE = {
@@ -78,22 +82,150 @@ def test_an_unusable_optimizer_is_refused_before_training(text: str, what: str, 
         build_optimizer(f"{file}:OPTIMIZERS:mine", [*network().named_parameters()], {})
 
 
-def test_an_optimizer_with_history_in_an_attribute_is_refused_at_its_first_step(tmp_path: Path) -> None:
+class Own(Optimizer):
+    """The base of the optimizers below: plain descent with a given step of each group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "t": 0, "rate": torch.tensor(1.0)})
+        self.weights = [weight for group in self.param_groups for weight in group["params"]]
+        self.prepare()
+
+    def prepare(self) -> None: ...
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["t"] += 1
+        self.change()
+
+
+class Flat(Own):
+    """All weights are views of an attribute."""
+
+    def prepare(self) -> None:
+        self.flat = torch.cat([weight.detach().reshape(-1) for weight in self.weights])
+        parts = self.flat.split([weight.numel() for weight in self.weights])
+        for weight, part in zip(self.weights, parts, strict=True):
+            weight.data = part.view_as(weight)
+
+    def change(self) -> None:
+        self.flat.sub_(torch.cat([weight.grad.reshape(-1) for weight in self.weights]), alpha=0.01)
+
+
+class Last(Own):
+    """Attributes are a parameter, and views of one of its elements."""
+
+    def prepare(self) -> None:
+        self.last, self.element, self.elements = self.weights[-1], self.weights[-1].data[0], [self.weights[-1][1:]]
+
+    def change(self) -> None:
+        self.last.sub_(self.last.grad, alpha=0.1)
+        self.element.sub_(self.last.grad[0], alpha=0.1)
+
+
+class Replacing(Own):
+    """Replaces tensors, twice in a step, such that the second may get the address of the first."""
+
+    def prepare(self) -> None:
+        self.scale: Tensor = torch.tensor(1.0)
+        self.best: float | None = None
+        self.lr, self.mode, self.large, self.loss = 1.0, "warm", 1, float("inf")
+
+    def change(self) -> None:
+        for weight in self.weights:
+            weight.sub_(weight.grad * self.scale, alpha=0.01 * self.lr * float(self.param_groups[0]["rate"]))
+        self.scale = self.scale * 0.9
+        self.scale = self.scale.clamp(min=0.01)
+        self.param_groups[0]["rate"] = self.param_groups[0]["rate"] * 0.8  # the groups shared a tensor
+        with torch.inference_mode():
+            self.made = torch.full((1, 1), 0.3, dtype=torch.bfloat16)
+        self.best, self.lr = float(self.scale) if self.best is None else None, self.lr * 0.7
+        self.mode, self.large, self.loss = "main", self.large * 9, -float("inf")
+
+
+class Lazy(Own):
+    """Recognizes the first use of a state because it is empty, and expects only tensors in it, as Lookahead."""
+
+    def change(self) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=0.01)
+                if group["t"] % 3 == 0:
+                    state = self.state[weight]
+                    if not state:
+                        state["slow"] = weight.clone()
+                    for slow in self.state[weight].values():
+                        slow.lerp_(weight, 0.5)
+                    weight.copy_(state["slow"])
+
+
+class Growing(Own):
+    """Has a cache of views, and a history for a plot."""
+
+    def prepare(self) -> None:
+        self.views: dict[int, Tensor] = {}
+        self.norms: list[float] = []
+
+    def change(self) -> None:
+        for number, weight in enumerate(self.weights):
+            self.norms.append(float(weight.grad.norm()))
+            self.views.setdefault(number, weight.view(-1)).sub_(weight.grad.view(-1), alpha=0.01)
+
+
+@pytest.mark.parametrize("kind", [Flat, Last, Replacing, Lazy, Growing])
+@pytest.mark.parametrize("updates", [1, 4])
+def test_what_an_optimizer_keeps_does_not_change_its_steps_or_a_resumed_run(
+    kind: type[Own], updates: int, tmp_path: Path
+) -> None:
+    """The steps are those without the runner, and a resumed run is the same as an uninterrupted one."""
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(
-        "import torch\n\n"
-        "class Listing(torch.optim.SGD):\n"
-        "    history = ()\n"
-        "    def step(self, closure=None):\n"
-        "        self.history.append(1)\n"
-        "        super().step()\n\n"
-        "def listing(parameters):\n"
-        "    result = Listing([weight for _, weight in parameters], lr=0.1)\n"
-        "    result.history = []\n"
-        "    return result\n\n"
-        "OPTIMIZERS = {'listing': listing}\n"
+        f"from tests.tensors.test_step_counters import {kind.__name__} as Kind\n\n"
+        "def kind(parameters):\n"
+        "    weights = [weight for _, weight in parameters]\n"
+        "    return Kind([{'params': [weight]} for weight in weights])\n\n"
+        "OPTIMIZERS = {'kind': kind}\n"
     )
+
+    def make(model: nn.Module) -> Optimizer:
+        return build_optimizer(f"{file}:OPTIMIZERS:kind", [*model.named_parameters()], {})
+
+    assert_resuming_changes_nothing(make, network(), updates)
+
+
+def test_a_value_that_is_set_between_steps_remains() -> None:
     model = network()
-    optimizer = build_optimizer(f"{file}:OPTIMIZERS:listing", [*model.named_parameters()], {})
-    with pytest.raises(TaskFault, match="history"):
-        train(model, optimizer, range(1))
+    optimizer = torch.optim.SGD([{"params": [weight], "names": [name]} for name, weight in model.named_parameters()])
+    remember_numbers(optimizer)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["momentum"] = 0.5
+    train(model, optimizer, range(1))
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_an_optimizer_is_freed_without_garbage_collection() -> None:
+    model = network()
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()], "names": [*dict(model.named_parameters())]}])
+    remember_numbers(optimizer)
+    gc.disable()
+    try:
+        reference = weakref.ref(optimizer)
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_only_what_an_export_may_contain_is_read() -> None:
+    kept = [True, 3, 2**70, 0.5, float("nan"), None, "main", [0.5, "torch.float32", [1, 1], True]]
+    assert all(is_number(value) for value in kept)
+    damaged = [{}, [], [0.5], ["0.5", "torch.float32", [], True], [0.5, "torch.os", [], True]]
+    damaged += [
+        [0.5, "torch.float32", [2], True],
+        [0.5, ["torch.float32"], [], True],
+        [0.5, "torch.float32", [], "cpu"],
+    ]
+    assert not any(is_number(value) for value in damaged)

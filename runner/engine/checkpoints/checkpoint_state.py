@@ -16,6 +16,7 @@ from runner.distributed.peer_loss import is_peer_loss
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.save_policy import SaveTimes
 from runner.records.phase_record import PhaseRecord
+from runner.tensors.step_counters import is_number
 
 Predicate = Callable[[Any], bool]
 
@@ -175,6 +176,6 @@ _OPTIONAL: Mapping[str, Predicate] = {
     "saving": _list_of(_has_fields(dict.fromkeys(_TIME_FIELDS, _is_amount))),
     "shares": _is_mapping,
     "forward_state": _has_fields({"frozen": _list_of(_is_text)}),
-    "optimizer": _has_fields({"optimizer": _is_text, "numbers": _mapping_of(_is_number)}),
+    "optimizer": _has_fields({"optimizer": _is_text, "numbers": _mapping_of(is_number)}),
     "schedule": _mapping_of(_or_none(_is_number)),
 }
