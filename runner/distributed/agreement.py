@@ -97,6 +97,41 @@ def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
     return [name for name, found in digests_by_name.items() if len(found) > 1]
 
 
+def find_unequal_sums(tensors: Mapping[str, Tensor], world: World) -> list[str]:
+    """Return the names of tensors whose sums differ between the ranks that have them. Every rank calls it.
+
+    Unlike `find_unequal`, it copies no tensor to the host. A difference of rounding is ignored.
+    """
+    sums = torch.stack([_sums(tensor, world) for tensor in tensors.values()]).tolist() if tensors else []
+    sums_by_name: dict[str, list[tuple[float, float]]] = {}
+    for rank_sums in world.gather(dict(zip(tensors, sums, strict=True))):
+        for name, pair in rank_sums.items():
+            sums_by_name.setdefault(name, []).append(pair)
+    return [name for name, pairs in sums_by_name.items() if not all(_are_close(pairs[0], pair) for pair in pairs)]
+
+
+def _sums(tensor: Tensor, world: World) -> Tensor:
+    """Return the sum of the elements and that of their absolute values, (2,), in the widest dtype of the device."""
+    values = tensor.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    result = world.zeros(2)
+    for part in torch.split(values.reshape(-1), _SUM_PART):
+        wide = part.to(world.widest)
+        result += torch.stack([wide.sum(), wide.abs().sum()]).to(world.device)
+    return result
+
+
+def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return whether sums are equal except for rounding: GPUs of different models add in another order."""
+    tolerance = 1e-12 * min(one[1], other[1])
+    return all(
+        abs(a - b) <= tolerance or a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+_SUM_PART = 2**22  # elements that are converted to the widest dtype at a time
+
+
 def catch_exception(function: Callable[[], Any]) -> Exception | None:
     """Return the exception that the function raises, or None; the caller passes it to `raise_on_all_ranks`."""
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from runner.base.errors import SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.distributed import join
+from runner.distributed.agreement import find_unequal_sums
 from runner.distributed.world import World
 from tests.distributed.ranks import CPU, run_ranks
 
@@ -70,3 +73,26 @@ def test_the_time_to_meet_grows_with_the_number_of_ranks(monkeypatch: pytest.Mon
             pass
     few, many = limits_s
     assert many - few == pytest.approx(0.5 * 198)
+
+
+def _names_of_unequal_sums(world: World) -> list[str]:
+    noise = 1e-6 * world.rank * torch.randn(100, 50, generator=torch.Generator().manual_seed(1)).T
+    values = torch.linspace(-1, 1, 5000)
+    return find_unequal_sums(
+        {
+            "equal": values.bfloat16(),
+            "counts": torch.arange(5),
+            "nan": torch.tensor([math.nan, 1.0]),
+            "infinite": torch.tensor([math.inf]),
+            "noise": values.reshape(50, 100) + noise,
+            "phase": torch.complex(values, values * (1 + world.rank)),
+            "sign": values.abs() * (-1) ** world.rank,
+            "one infinite": torch.tensor([math.inf if world.rank else 1.0]),
+            **({"mine": values} if world.is_first else {}),
+        },
+        world,
+    )
+
+
+def test_ranks_find_tensors_that_differ_by_their_sums() -> None:
+    assert run_ranks(_names_of_unequal_sums, 2) == [["noise", "phase", "sign", "one infinite"]] * 2

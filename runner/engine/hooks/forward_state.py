@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.base.text import abbreviate
-from runner.distributed.agreement import find_unequal
+from runner.distributed.agreement import find_unequal, find_unequal_sums
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.assemble import Parts
@@ -83,7 +83,7 @@ class ForwardState(Hook):
     def _warn_of_unequal_copies(self) -> None:
         parts = self.phase.parts
         weights = {name: tracked.tensor for name, tracked in _track_parameters(parts.bare)}
-        different = find_unequal(weights, parts.world)
+        different = find_unequal_sums(weights, parts.world)
         if different:
             self.phase.run.observers.screen.warn(
                 f"parameters differ between ranks after the first update: {abbreviate(different)}. A hook that changes"
