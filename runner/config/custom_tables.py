@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.base.errors import Problem
 from runner.base.paths import PACKAGE, shipped_path
@@ -119,11 +119,11 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         return {}, (unparsed,) if package else ()  # a task file is reported by read_task
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for table, value in _find_tables(tree):
+    family = _HookFamily(_find_base_names(tree), classes, find_used_names(tree))
+    for table, value in find_tables(tree):
         group = table_group(table)
         if table == HOOK_TABLE:
-            for name, signature in _read_hooks(value, classes, functions, where, problems, used):
+            for name, signature in _read_hooks(value, classes, functions, where, problems, family):
                 options[group, name] = CustomOption(group, name, table, location, signature, package)
         elif table == TECHNIQUE_TABLE:
             for name, content in _read_techniques(value, where, problems):
@@ -165,7 +165,7 @@ def find_name_error(group: str, name: object) -> tuple[str, str] | None:
     return None
 
 
-def _find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for node in tree.body:
         match node:
             case (
@@ -288,9 +288,9 @@ def _read_hooks(
     functions: Mapping[str, Signature],
     where: str,
     problems: list[Problem],
-    used: Collection[str],
+    family: _HookFamily,
 ) -> Iterator[tuple[str, Signature]]:
-    """Yield the name and the constructor of each valid hook; `used` has the attributes that the file reads."""
+    """Yield the name and the constructor of each valid hook."""
     if not isinstance(value, (ast.List, ast.Tuple)):
         what = f"{HOOK_TABLE} must be a literal list of classes of this file, such as [LogImages]"
         problems.append(Problem(what, where))
@@ -300,7 +300,7 @@ def _read_hooks(
         hook_class = classes.get(entry.id) if isinstance(entry, ast.Name) else None
         name = hook_name(hook_class.name) if hook_class else ""
         signature = _find_constructor(hook_class, classes, functions) if hook_class else None
-        error = _find_hook_error(hook_class, signature) or (hook_class and _find_uncalled(hook_class, used))
+        error = _find_hook_error(hook_class, signature) or (hook_class and _find_uncalled(hook_class, family))
         if not error and name in names:
             error = f"the hook {name} is listed twice", "remove one of them, or rename its class"
         if error:
@@ -343,11 +343,74 @@ def _find_hook_error(kind: ast.ClassDef | None, signature: Signature | None) -> 
     return _find_key_error(signature)
 
 
-def _find_uncalled(kind: ast.ClassDef, used: Collection[str]) -> tuple[str, str] | None:
+class _HookFamily(NamedTuple):
+    """What a file shows about the callers of its hooks.
+
+    bases    names of runner.Hook in this file
+    classes  classes of this file by name
+    used     names that this file reads
+    """
+
+    bases: Collection[str]
+    classes: Mapping[str, ast.ClassDef]
+    used: Collection[str]
+
+    def is_complete(self, kind: ast.ClassDef) -> bool:
+        """Return whether no other code can call its methods: all bases are in this file, and `self` is not passed on.
+
+        A base class of another file may call methods that its subclasses define.
+        """
+        nodes = [*ast.walk(kind)]
+        attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        passes_self = any(
+            isinstance(node, ast.Name) and node.id == "self" and id(node) not in attributes for node in nodes
+        )
+        bases = [ast.unparse(base) for base in kind.bases]
+        return (
+            not passes_self
+            and all(
+                base in self.bases
+                or (base in self.classes and self.classes[base] is not kind and self.is_complete(self.classes[base]))
+                for base in bases
+            )
+            and bool(bases)
+        )
+
+
+def _find_base_names(tree: ast.Module) -> set[str]:
+    """Return the names of runner.Hook in a file, according to its imports."""
+    imported = [
+        (node, alias) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
+    ]
+    return {
+        f"{alias.asname or alias.name}.Hook" if isinstance(node, ast.Import) else alias.asname or alias.name
+        for node, alias in imported
+        if (alias.name == "runner" if isinstance(node, ast.Import) else (node.module, alias.name) == ("runner", "Hook"))
+    }
+
+
+def find_used_names(tree: ast.Module) -> set[str]:
+    """Return the attributes, variables and strings that a file reads: a method may be called by any of them."""
+    nodes = [*ast.walk(tree)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return used | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def hook_methods() -> list[str]:
+    """Return the methods of runner.Hook."""
+    return [name.partition(".")[2] for name in read_functions(_HOOK_FILE) if name.startswith("Hook.")]
+
+
+def _find_uncalled(kind: ast.ClassDef, family: _HookFamily) -> tuple[str, str] | None:
     """Return a method that nothing calls: one of another framework (`on_...`), or a typo in one of runner.Hook."""
-    methods = [name.partition(".")[2] for name in read_functions(_HOOK_FILE) if name.startswith("Hook.")]
-    for member in kind.body:
-        if isinstance(member, ast.FunctionDef) and member.name not in {*methods, *used}:
+    if not family.is_complete(kind):
+        return None
+    methods = hook_methods()
+    for member in (member for member in kind.body if isinstance(member, ast.FunctionDef)):
+        # A decorator may register a method; Python calls methods such as __iter__.
+        may_be_called = member.decorator_list or member.name.startswith("__") or member.name in family.used
+        if not may_be_called and member.name not in methods:
             nearest = find_nearest(member.name, methods)
             if nearest or member.name.startswith("on_"):
                 fix = f"did you mean {nearest}?" if nearest else f"a hook has {', '.join(_HOOK_METHODS)}"

@@ -11,7 +11,15 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import PACKAGE
 from runner.base.secret_refusal import secret_problems
-from runner.config.custom_tables import TABLES, find_changed_tables, read_tables
+from runner.config.custom_tables import (
+    HOOK_TABLE,
+    TABLES,
+    find_changed_tables,
+    find_tables,
+    find_used_names,
+    hook_methods,
+    read_tables,
+)
 from runner.config.options import list_options, shipped_tasks, task_source
 from runner.config.phases import DeclaredPhase, parse_phases
 from runner.config.request import Request
@@ -175,8 +183,7 @@ def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Prob
 
 def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
     """Yield a note for each table, and each method of a Task, whose name has a typo and that the file does not use."""
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used = find_used_names(tree)
     tables = {*_LITERALS, "OBJECTIVES", *TABLES}
     members = [name.partition(".")[2] for name in read_functions(_TASK_CONTRACT) if name.startswith("Task.")]
     declared = [
@@ -187,8 +194,18 @@ def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
         if isinstance(target, ast.Name)
     ]
     declared += [(member.name, member.lineno, {*members}) for _, member in _task_methods(tree)]
+    hooks = {
+        node.id
+        for table, value in find_tables(tree)
+        if table == HOOK_TABLE
+        for node in ast.walk(value)
+        if isinstance(node, ast.Name)
+    }
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in hooks]
+    for member in (member for kind in classes for member in kind.body if isinstance(member, ast.FunctionDef)):
+        declared.append((member.name, member.lineno, {*hook_methods()}))
     for name, line, known in declared:
-        nearest = None if name in known or name in used else find_nearest(name, known, 0.85)
+        nearest = None if name in known or name in used or name.startswith("__") else find_nearest(name, known, 0.85)
         if nearest:
             yield f"{source.name}:{line}: {name} is not read by accel-run: did you mean {nearest}?"
 

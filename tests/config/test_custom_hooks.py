@@ -224,3 +224,33 @@ def test_a_hook_may_have_methods_that_it_calls_itself(write: Callable[[str], Pat
     more = "def after_updates(self): ...\n    def begin(self): self.after_updates()"
     text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    {more}")
     assert len(compose(Request((), write(f"{text}\ndef build(): ...\n"))).hooks) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):"),  # its after_update calls on_step
+        ("class Base(runner.Hook):", "from other import runner\nclass Base(runner.Hook):"),
+        ("super().__init__(phase)", "super().__init__(phase)\n        phase.listen(self)"),
+        ("super().__init__(phase)", "super().__init__(phase)\n        getattr(self, 'on_step')()"),
+        ("    def on_step", "    @register\n    def on_step"),
+        ("def on_step(self)", "def __iter__(self)"),
+        ("def on_step(self)", "def __exit__(self)"),
+    ],
+)
+def test_a_method_of_a_hook_that_other_code_may_call_is_accepted(
+    old: str, new: str, write: Callable[[str], Path]
+) -> None:
+    method = "class LogImages(Base):\n    def on_step(self): ...\n"
+    text = HOOKS.replace("import runner\n", "") if "other" in new else HOOKS
+    text = text.replace("class LogImages(Base):", method).replace(old, new)
+    configuration = compose(Request((), write(f"{text}\ndef build(): ...\n")))
+    assert len(configuration.hooks) == 2
+    assert not [note for note in configuration.notes if "did you mean" in note]
+
+
+def test_a_typo_in_a_hook_that_other_code_may_call_is_noted(write: Callable[[str], Path]) -> None:
+    text = HOOKS.replace("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):")
+    text = text.replace("class LogImages(Base):", "class LogImages(Base):\n    def after_updat(self, step): ...\n")
+    notes = compose(Request((), write(f"{text}\ndef build(): ...\n"))).notes
+    assert [note for note in notes if "did you mean after_update" in note]

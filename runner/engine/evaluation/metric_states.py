@@ -96,8 +96,6 @@ class MetricStates:
                 state.add(whole[name], 0)
                 if isinstance(state, _TorchMetricState):
                     state.check_attributes([half.get(name), whole[name]])
-                elif isinstance(state, _GatherState):
-                    state.check_result()
             except TaskFault as fault:
                 yield fault
 
@@ -183,14 +181,6 @@ class _GatherState:
         return _name_values(
             self.name, _call_compute(self.compute, _concatenate(blocks).structure), self.compute, self.source
         )
-
-    def check_result(self) -> None:
-        """Raise TaskFault if the function returns other than numbers for the rows so far; it may need more of them."""
-        try:
-            result = _call_compute(self.compute, _concatenate(self.rows.blocks).structure)
-        except Exception:
-            return
-        _name_values(self.name, result, self.compute, self.source)
 
 
 class _CoupledState:
