@@ -590,13 +590,23 @@ def test_a_loss_that_changes_its_batch_in_place_trains_on_the_unchanged_one(kind
 @pytest.mark.parametrize(
     ("third", "is_refused"),
     [
+        (lambda x, y: (x[:, 0], torch.ones(len(x))), True),  # not summed over the samples
+        (lambda x, y: (x.sum(0), torch.full((WIDTH,), len(x))), False),
         (lambda x, y: (len(y), 1), False),
         (lambda x, y: ((y >= 1).sum(), 1), False),
         (lambda x, y: (y.unique().numel(), CLASSES), False),
         (lambda x, y: (x.square().mean(), 1), False),
         (lambda x, y: (x.square().mean(), len(y)), True),
     ],
-    ids=["items per micro-batch", "positives per micro-batch", "share of classes", "mean", "mean with a count"],
+    ids=[
+        "values of samples",
+        "sum per column",
+        "items per micro-batch",
+        "positives per micro-batch",
+        "share of classes",
+        "mean",
+        "mean with a count",
+    ],
 )
 def test_a_further_metric_may_have_a_constant_count(third: Callable[..., Any], is_refused: bool) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:

@@ -237,6 +237,26 @@ def test_a_metric_without_a_sum_and_a_count_is_found_before_the_first_update(wro
         checked(lambda self, model, batch: {"mine": wrong})
 
 
+@pytest.mark.parametrize(
+    "unreduced", [lambda logits: logits, lambda logits: logits[:, 0], lambda logits: logits[:, :1]]
+)
+def test_values_that_were_not_summed_over_the_samples_are_found_before_the_first_update(unreduced: Any) -> None:
+    def evaluate(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        values = unreduced(model(batch[0]))
+        return {"mine": (values, torch.ones_like(values))}
+
+    with pytest.raises(TaskFault, match="mine"):
+        checked(evaluate)
+
+
+def test_a_sum_per_class_passes_the_check() -> None:
+    def evaluate(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        logits = model(batch[0])
+        return {"mine": (logits.sum(0), torch.full((CLASSES,), len(logits)))}
+
+    assert not checked(evaluate)
+
+
 def test_what_a_metric_does_not_accept_is_found_before_the_first_update() -> None:
     metric = pytest.importorskip("torchmetrics").AUROC(task="binary")
     with pytest.raises(TaskFault):

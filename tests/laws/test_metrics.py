@@ -149,6 +149,22 @@ def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) ->
 
 
 @pytest.mark.slow_beyond(1)
+class NotSummed(Points):
+    """Returns one value per sample, with a count for each."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        scores = model(batch[0]).flatten()
+        return {**super().evaluate(model, batch), "mine": (scores, torch.ones_like(scores))}
+
+
+@pytest.mark.parametrize("size", [36, 5])
+def test_values_that_were_not_summed_over_the_samples_are_refused(size: int) -> None:
+    world = World(torch.device("cpu"))
+    assert "mine.36" in measured(world, NotSummed(), NUM_SAMPLES)  # one batch may as well have a sum per class
+    with pytest.raises(TaskFault, match="mine"):
+        measured(world, NotSummed(), size)
+
+
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
 def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
     result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)

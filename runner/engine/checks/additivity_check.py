@@ -27,7 +27,7 @@ from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
 from runner.engine.checks.batch_halves import BatchPart, split_in_halves
 from runner.engine.checks.controlled_pass import ChangesWeights, ControlledPass, Draws
 from runner.engine.checks.task_calls import repeatable_pass, without_effects
-from runner.engine.contract.contract_checks import Number, validate_loss, validate_metrics
+from runner.engine.contract.contract_checks import EVALUATE_VALUE, ElementCheck, Number, validate_loss, validate_metrics
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
 from runner.engine.evaluation.evaluate import eval_mode
@@ -176,7 +176,8 @@ def check_loss_is_sum(
     fault, reason, warning = None, "", ""
     with _preserve_state(parts):
         split = _read_halves(first, read, parts)
-        verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch), split).compare()
+        elements = ElementCheck(loss, parts.source, _THIRD_VALUE)
+        verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch, elements), split).compare()
         if first.counts:
             verdict = verdicts.pop("loss")
             fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
@@ -185,6 +186,7 @@ def check_loss_is_sum(
             for name, verdict in verdicts.items():  # the third value of the loss
                 if verdict.is_fault and verdict.kind == "mean":  # a constant count is useful: items per micro-batch
                     fault = fault or _metric_fault(name, verdict, loss, parts)
+            fault = _describe(elements.fault) if elements.fault else fault
     gathered = parts.world.gather([fault, reason, warning, first.counts])
     faults = [fault for fault, *_ in gathered]
     # If the ranks do not split a batch, rank 0 has read its samples.
@@ -254,6 +256,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     missing: list[str] = []
     returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
     invalid: list[TaskFault] = []
+    elements = ElementCheck(task.evaluate, parts.source, EVALUATE_VALUE)
     with _preserve_state(parts):
         try:
             split = _read_halves(read(indices, like), read, parts)
@@ -268,7 +271,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                     returned.append(result)
                 result = {name: value for name, value in result.items() if name not in declared}
             try:
-                return validate_metrics(result, task.evaluate, parts.source)
+                return elements.expand(validate_metrics(result, task.evaluate, parts.source))
             except TaskFault as error:
                 invalid.append(error)
                 raise
@@ -282,7 +285,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
         for wrong in (*invalid, *(states.find_faults(returned[0], returned[-1]) if returned else ())):
-            fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
+            fault = _describe(wrong)
     if missing:
         fault = (
             f"metrics() declares {missing[0]}, but evaluate() does not return it",
@@ -293,18 +296,24 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     return dict(parts.world.broadcast(reasons))
 
 
+def _describe(error: TaskFault) -> tuple[str, str, str]:
+    return error.problems[0].what, error.problems[0].where, error.problems[0].fix
+
+
 def _raise_fault(fault: Sequence[str] | None) -> None:
     if fault is not None:
         what, where, fix = fault
         raise TaskFault(what, where=where, fix=fix)
 
 
-def _compute_sums(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> _SumsByName:
+def _compute_sums(
+    parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any, elements: ElementCheck
+) -> _SumsByName:
     """Return the loss, and the further metrics that it returns."""
     result = loss(parts.model, batch)
     total = validate_loss(result, loss, parts.source)
     further = validate_metrics(result[2], loss, parts.source, value=_THIRD_VALUE) if len(result) > 2 else {}
-    return {**further, "loss": total}
+    return {**elements.expand(further), "loss": total}
 
 
 class _SplitBatch(NamedTuple):

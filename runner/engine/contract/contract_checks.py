@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
 from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -24,10 +24,11 @@ from runner.engine.contract.error_diagnosis import locate_definition
 from runner.tensors.bitwise import bitwise_equal, is_dense
 from runner.tensors.module_buffers import TensorVersion
 
-Number = Tensor | int | float  # a tensor has shape ()
+Number = Tensor | int | float  # a tensor has shape (), except in what validate_metrics returns
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
 NUMBERS_FIX = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
+EVALUATE_VALUE = "the result of evaluate()"
 METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
@@ -79,9 +80,11 @@ def no_items_fault(update: int, location: str) -> TaskFault:
 
 
 def validate_metrics(
-    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the result of evaluate()"
+    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = EVALUATE_VALUE
 ) -> dict[str, tuple[Number, Number]]:
     """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
+
+    Vectors and matrices are returned as such, see `expand_metrics`.
 
     value  subject of the error messages: the value that contains the metrics
     """
@@ -95,33 +98,89 @@ def validate_metrics(
             raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
         _check_no_secret(name, evaluate, source)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        named = _expand_pair(name, *pair) if is_pair else {name: (None, None)}
-        if any(number is None for numbers in named.values() for number in numbers):
-            raise TaskFault(
-                f"{value} must contain (sum, count) for each metric, numbers or tensors of the same shape, but"
-                f" {name} is {describe_value(pair)}",
-                where=locate_definition(evaluate, source),
-                fix=METRIC_FIX,
-            )
-        metrics.update(named)
-        if len(named) > MAX_NUMBERS:
-            what = f"metric {name} of {value} has {len(named):,} numbers, but at most {MAX_NUMBERS:,} are reported"
-            raise TaskFault(what, where=locate_definition(evaluate, source), fix="reduce them, or use runner.Gather")
+        total, count = _validate_pair(*pair) if is_pair else (None, None)
+        if total is None or count is None:
+            raise not_a_sum_fault(name, pair, evaluate, source, value=value)
+        if isinstance(total, Tensor) and total.numel() > MAX_NUMBERS:
+            what = f"metric {name} of {value} has {total.numel():,} numbers, but at most {MAX_NUMBERS:,} are reported"
+            fix = "sum over the samples, reduce them, or use runner.Gather"
+            raise TaskFault(what, where=locate_definition(evaluate, source), fix=fix)
+        metrics[name] = (total, count)
     return metrics
 
 
-def _expand_pair(name: str, total: Any, count: Any) -> dict[str, tuple[Number | None, Number | None]]:
-    """Return the sums and counts of a metric; elements of a vector or a matrix have an index, `name.0` or `name.0.1`.
+def not_a_sum_fault(
+    name: str,
+    pair: Any,
+    evaluate: Callable[..., Any],
+    source: Path,
+    *,
+    value: str = EVALUATE_VALUE,
+    detail: str = "",
+) -> TaskFault:
+    """Return the error for a metric that is not a sum and a count; `detail` follows the description of its value."""
+    return TaskFault(
+        f"{value} must contain (sum, count) for each metric, numbers or tensors of the same shape, but"
+        f" {name} is {describe_value(pair)}{detail}",
+        where=locate_definition(evaluate, source),
+        fix=METRIC_FIX,
+    )
+
+
+def _validate_pair(total: Any, count: Any) -> tuple[Number | None, Number | None]:
+    """Return a sum and a count, or a vector or a matrix of sums with counts of the same shape; None if invalid.
 
     A vector with one count is a mistake: the values of the samples, which were not summed.
     """
-    are_tensors = isinstance(total, Tensor) and isinstance(count, Tensor)
-    if not are_tensors or total.shape != count.shape or total.numel() <= 1:
-        return {name: (_to_number(total), _to_number(count))}
-    return {
-        ".".join(map(str, (name, *index))): (_to_number(total[index]), _to_number(count[index]))
-        for index in product(*map(range, total.shape))
-    }
+    if not is_vector(total) or not is_vector(count) or total.shape != count.shape:
+        return _to_number(total), _to_number(count)
+    is_real = not any(numbers.is_complex() or numbers.dtype == torch.bool for numbers in (total, count))
+    return (total.detach(), count.detach()) if is_real else (None, None)
+
+
+def is_vector(value: Any) -> TypeGuard[Tensor]:
+    """Return whether it is a tensor with several elements."""
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def name_elements(name: str, shape: Sequence[int]) -> list[str]:
+    """Return the names of the elements of a metric with this shape, row by row: `name.0` or `name.0.1`."""
+    return [".".join(map(str, (name, *index))) for index in product(*map(range, shape))]
+
+
+def expand_metrics(metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
+    """Return the sum and count of each element, with vectors and matrices as one metric per element."""
+    expanded: dict[str, tuple[Number, Number]] = {}
+    for name, (total, count) in metrics.items():
+        if is_vector(total) and is_vector(count):
+            pairs = zip(total.reshape(-1).unbind(), count.reshape(-1).unbind(), strict=True)
+            expanded.update(zip(name_elements(name, total.shape), pairs, strict=True))
+        else:
+            expanded[name] = total, count
+    return expanded
+
+
+class ElementCheck:
+    """Refuses metrics that have one value per sample: a vector of sums has as many elements for a half as for a batch.
+
+    method, source, value  of the metrics, for the message
+    """
+
+    def __init__(self, method: Callable[..., Any], source: Path, value: str) -> None:
+        self._method, self._source, self._value = method, source, value
+        self._first: dict[str, int] = {}
+        self.fault: TaskFault | None = None
+
+    def expand(self, metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
+        """Return the elements. Raises TaskFault if a metric has another number of them than in the first call."""
+        for name, pair in metrics.items():
+            number = pair[0].numel() if is_vector(pair[0]) else 1
+            first = self._first.setdefault(name, number)
+            if number != first:
+                detail = f", with {first} elements for a batch and {number} for a half of it: sum over the samples"
+                self.fault = not_a_sum_fault(name, pair, self._method, self._source, value=self._value, detail=detail)
+                raise self.fault
+        return expand_metrics(metrics)
 
 
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:

@@ -25,7 +25,13 @@ from runner.config.task_file import find_changed_declarations
 from runner.distributed.deferred_init import DeferredInit
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import Number, check_members, validate_loss, validate_metrics
+from runner.engine.contract.contract_checks import (
+    Number,
+    check_members,
+    expand_metrics,
+    validate_loss,
+    validate_metrics,
+)
 from runner.engine.contract.error_diagnosis import explain, locate_definition
 from runner.engine.contract.lora import make_adapter
 from runner.plan.run_plan import Plan
@@ -158,7 +164,8 @@ class CheckedLoss:
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
-            metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss()")
+            value = "the third value of loss()"
+            metrics = expand_metrics(validate_metrics(answer[2], self.loss, self.source, value=value))
             for name in metrics.keys() & _RESERVED_METRICS:
                 what = (
                     f"the third value of loss() must not contain {name}, because the metric train/{name} exists already"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,15 @@ from runner.base.errors import TaskFault
 from runner.base.order import Indices, MicroBatchKey, rank_seed
 from runner.base.task import Task
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import Number, check_count, validate_metrics, validate_numbers
+from runner.engine.contract.contract_checks import (
+    Number,
+    check_count,
+    is_vector,
+    name_elements,
+    not_a_sum_fault,
+    validate_metrics,
+    validate_numbers,
+)
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.evaluation.metric_states import MetricStates, split_positions
 from runner.engine.parts.assemble import Parts
@@ -96,6 +106,7 @@ def evaluate(
 
     def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
+        sizes_by_name: dict[str, set[tuple[int, int]]] = {}  # numbers of elements and samples of the batches
         states.begin()
         with _evaluation_mode(parts, rank_seed(seed, world.rank)), parallel.gather_parameters(parts.model):
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
@@ -105,6 +116,10 @@ def evaluate(
                 with parts.precision.forward():
                     metrics = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
                 for name, pair in metrics.items() if micro.counts else ():
+                    if micro.samples is not None:
+                        num_elements = pair[0].numel() if is_vector(pair[0]) else 1
+                        sizes_by_name.setdefault(name, set()).add((num_elements, len(micro.samples.indices)))
+                        _refuse_samples(name, pair, sizes_by_name[name], task, source)
                     pairs.setdefault(name, []).append((_copy_number(pair[0]), _copy_number(pair[1])))
         return False, pairs
 
@@ -118,7 +133,9 @@ def evaluate(
             sizes.current = sizes.on_error(error, sizes.current)
         release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
     on_last_batch()
-    sums_by_name = {name: _sum_pairs(batch_pairs, world) for name, batch_pairs in pairs.items()}
+    sums_by_name: dict[str, list[float]] = {}
+    for name, batch_pairs in pairs.items():
+        sums_by_name |= _sum_pairs(name, batch_pairs, world)
     gathered = world.gather([is_stopped, sums_by_name, [size_before, sizes.current]])
     sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
     if any(is_stopped for is_stopped, _, _ in gathered):
@@ -183,17 +200,45 @@ def _copy_number(number: Number) -> Number:
     return number.clone() if isinstance(number, Tensor) else number
 
 
-def _sum_pairs(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
-    """Return the sum and count over batches, and the smallest count; sums of batches without items are ignored."""
+def _refuse_samples(name: str, pair: Any, sizes: Collection[tuple[int, int]], task: Task, source: Path) -> None:
+    """Raise TaskFault for a vector with one element per sample in batches of several sizes: a sum was forgotten."""
+    if len(sizes) > 1 and all(elements == samples for elements, samples in sizes):
+        detail = ", with as many elements as a batch has samples: sum over them"
+        raise not_a_sum_fault(name, pair, task.evaluate, source, detail=detail)
+
+
+def _sum_pairs(name: str, pairs: Sequence[tuple[Number, Number]], world: World) -> dict[str, list[float]]:
+    """Return the sum and count over batches, and the smallest count, of each element of a metric.
+
+    Sums of batches without items are ignored.
+    """
     totals, counts = (_to_floats(column, world) for column in zip(*pairs, strict=True))
-    return [sum(total for total, count in zip(totals, counts, strict=True) if count), sum(counts), min(counts)]
+    names = {pair[0].shape: name_elements(name, pair[0].shape) for pair in pairs if is_vector(pair[0])}
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for (total, _), *rows in zip(pairs, totals, counts, strict=True):
+        elements = names[total.shape] if is_vector(total) else [name]
+        for element, number, count in zip(elements, *rows, strict=True):
+            columns.setdefault(element, []).append((number, count))
+    return {
+        element: [
+            sum(number for number, count in column if count),
+            sum(count for _, count in column),
+            min(count for _, count in column),
+        ]
+        for element, column in columns.items()
+    }
 
 
-def _to_floats(numbers: Sequence[Number], world: World) -> list[float]:
-    """Copy numbers to the host in one transfer."""
-    device_numbers = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
-    values = iter(torch.stack(device_numbers).tolist() if device_numbers else ())
-    return [next(values) if isinstance(number, Tensor) else float(number) for number in numbers]
+def _to_floats(numbers: Sequence[Number], world: World) -> list[list[float]]:
+    """Copy the elements of each number, vector or matrix to the host in one transfer."""
+    device_numbers = [
+        number.to(world.device, world.widest).reshape(-1) for number in numbers if isinstance(number, Tensor)
+    ]
+    values = iter(torch.cat(device_numbers).tolist() if device_numbers else ())
+    return [
+        [*itertools.islice(values, number.numel())] if isinstance(number, Tensor) else [float(number)]
+        for number in numbers
+    ]
 
 
 def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
