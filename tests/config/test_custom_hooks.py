@@ -253,4 +253,4 @@ def test_a_typo_in_a_hook_that_other_code_may_call_is_noted(write: Callable[[str
     text = HOOKS.replace("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):")
     text = text.replace("class LogImages(Base):", "class LogImages(Base):\n    def after_updat(self, step): ...\n")
     notes = compose(Request((), write(f"{text}\ndef build(): ...\n"))).notes
-    assert [note for note in notes if "did you mean after_update" in note]
+    assert [note for note in notes if "after_updat is" in note]
