@@ -382,7 +382,11 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
     if any("lr" not in group for group in optimizer.param_groups):
-        raise TaskFault("a group of the optimizer has no lr", where=function, fix='use defaults={"lr": lr}')
+        raise TaskFault(
+            "a group of the optimizer has no lr",
+            where=function,
+            fix='give it a default lr: super().__init__(params, {"lr": lr})',
+        )
     for group in optimizer.param_groups:
         # Checkpoints store optimizer state by parameter name (tensors/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]

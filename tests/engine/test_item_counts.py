@@ -68,7 +68,7 @@ def locate_failure(folder: Path, task: str, *more: str) -> BaseException | None:
 def test_a_count_that_is_not_finite_in_a_later_update_is_a_fault_of_the_task(tmp_path: Path) -> None:
     located = locate_failure(tmp_path, TASK, "micro_batch_size=1")
     assert isinstance(located, TaskFault)
-    assert "nan items" in str(located)
+    assert "a count of nan" in str(located)
 
 
 @pytest.mark.parametrize("sharpness", ["none", "sam"])

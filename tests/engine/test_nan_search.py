@@ -399,7 +399,7 @@ def test_the_most_informative_finding_of_all_ranks_is_reported(
     monkeypatch.setattr(World, "gather", lambda _, value: [value, there] if isinstance(value, list) else [value, value])
     located = search.train()
     assert located.place["samples"] == samples
-    assert f"rank {rank}: " in located.problems[0].what
+    assert f"on rank {rank}, " in located.problems[0].what
     assert ("there" in located.problems[0].what) == (rank == 1)
     assert located.problems[0].what.endswith("not finite: 7") == (samples == [7])
 

@@ -227,7 +227,7 @@ def test_a_signature_without_the_objective_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_parameters_are_those_that_the_phase_trains(tmp_path: Path) -> None:
-    task = tmp_path / "task_of_phases.py"
+    task = tmp_path / "task_whose_hook_sees_two_phases.py"
     task.write_text(TASK.read_text() + '\n\nPHASES = {"head": {"trains": ["2"]}}\n')
     calls = trained(tmp_path, "hook.clip_each.enabled=false", task=task)
     assert [names for _, _, names, _ in calls] == [NAMES[2:]] * UPDATES

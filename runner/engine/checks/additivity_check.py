@@ -227,8 +227,9 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
             is_constant = twice != 0 and 1 / _MEAN_GROWTH < more / twice < _MEAN_GROWTH
             if once.grows_as_mean and is_constant and more_count > 1.5 * count:
                 what = (
-                    f"couple returns a mean with a count of {once.batch[1]:g}, but must return the sum over the items:"
-                    f" the loss of a batch is {once}, with rows repeated twice {twice:.4g}, four times {more:.4g}"
+                    f"couple() returns a mean with a count of {once.batch[1]:g}, but must return the sum over the"
+                    f" items: the loss of a batch is {once}, with rows repeated twice {twice:.4g},"
+                    f" four times {more:.4g}"
                 )
                 fix = (
                     'return the sum, as with reduction="sum", or the mean with a count of 1; if it already is a sum,'

@@ -290,7 +290,7 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
     items: Any = prediction.items
     if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
         what = f"the items of a Prediction must be an integer of at least 0, but are {describe_value(items)}"
-        return what, "use items=len(tokens)"
+        return what, "pass the number of items, such as len(tokens)"
     return None
 
 

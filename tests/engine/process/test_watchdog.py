@@ -166,12 +166,17 @@ def family(word: str) -> set[int]:
 @pytest.mark.parametrize(
     ("fault", "args", "messages", "at"),
     [
-        ("loss", "", "update 8 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
-        ("begin", "", "update 7 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
-        ("lock", "", "update 8 of phase train hangs", "in fail: lock.acquire()"),
-        ("pipe", "", "update 8 of phase train hangs", "in fail: os.read(os.pipe()[0], 1)"),
-        ("val", "", "a batch of the evaluation after update 12 of phase train hangs", "in loss: time.sleep(FOR_EVER)"),
-        ("data", "", "the next batch for update 7 of phase train hangs", "in __getitem__: time.sleep(FOR_EVER)"),
+        ("loss", "", "update 8 of phase train timed out", "in fail: time.sleep(FOR_EVER)"),
+        ("begin", "", "update 7 of phase train timed out", "in fail: time.sleep(FOR_EVER)"),
+        ("lock", "", "update 8 of phase train timed out", "in fail: lock.acquire()"),
+        ("pipe", "", "update 8 of phase train timed out", "in fail: os.read(os.pipe()[0], 1)"),
+        (
+            "val",
+            "",
+            "a batch of the evaluation after update 12 of phase train timed out",
+            "in loss: time.sleep(FOR_EVER)",
+        ),
+        ("data", "", "the next batch for update 7 of phase train timed out", "in __getitem__: time.sleep(FOR_EVER)"),
         ("data", f"dataloader.num_workers=1 {NO_LIMIT}", "the next batch for", "in __getitem__: time.sleep(FOR_EVER)"),
         ("disk", f"{SOON} {NO_LIMITS}", "the checkpoint of update", ""),
         ("disk", f"{BY_THE_CLOCK} {NO_LIMITS}", "the checkpoint of update", ""),
@@ -219,7 +224,7 @@ def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> N
     assert server.run(BASE, folder, VIRTUAL).code == 0
     result = server.run("inference run=r watchdog.first_update_s=3", folder, VIRTUAL)
     assert result.code == 83, result.err
-    assert "prediction 1 hangs" in result.err
+    assert "prediction 1 timed out" in result.err
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
 
 

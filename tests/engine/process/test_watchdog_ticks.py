@@ -414,7 +414,7 @@ def test_a_message_has_the_stacks_of_a_few_processes() -> None:
     shown = [line for line in format_hang(traces).splitlines() if line.startswith("rank ")]
     assert len(shown) == 4, "4 lines each, of which at most 12 are exceeded once"
     assert format_hang({"rank 0": "has none\n"}).splitlines()[0] == "rank 0 has none"
-    assert format_hang({}, file="hang.txt").splitlines()[0].startswith("hang.txt")
+    assert "hang.txt" in format_hang({}, file="hang.txt").splitlines()[0]
     assert len(format_hang({}, file=None).splitlines()) == 2
 
 
