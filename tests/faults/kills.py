@@ -126,19 +126,14 @@ def _kill_one_run(
         campaign.kills += result.code != 0
         campaign.moments[how.split()[0]] += result.code != 0
         whole_runs.assert_gone(result.pids)
+    num_before = len(whole_runs.starts(folder))
     last = whole_runs.run(args, folder, before=acknowledged)
     assert last.code == 0, f"exit {last.code}: {last.out}"
     assert "Traceback" not in last.out, last.out
-    resumed = whole_runs.events(folder, "resume")
-    actual = resumed[-1]["update"] if resumed and resumed[-1] == _last_start(folder) else 0
+    actual = whole_runs.resumed_at(folder, num_before, acknowledged)
     assert actual >= acknowledged, f"update {acknowledged} was on disk, but the run resumed at {actual}"
     whole_runs.assert_same(uninterrupted, folder)
     whole_runs.assert_tidy(folder)
-
-
-def _last_start(folder: Path) -> object:
-    starts = whole_runs.events(folder, "resume") + whole_runs.events(folder, "start")
-    return max(starts, key=lambda row: row["time"])
 
 
 class Killing(io.FileIO):

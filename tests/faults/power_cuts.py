@@ -200,11 +200,11 @@ def _cut_one_run(
         campaign.inside += result.code != 0 and kind
         disk.unmount()
         disk.mount()
+    num_before = len(whole_runs.starts(disk.path))
     last = whole_runs.run(whole_runs.WORDS, disk.path, before=acknowledged, output=output)
     assert last.code == 0, f"exit {last.code}: {last.out}"
     assert "Traceback" not in last.out, last.out
-    actual = whole_runs.events(disk.path, "resume")
-    update = actual[-1]["update"] if actual else 0
+    update = whole_runs.resumed_at(disk.path, num_before, acknowledged)
     assert update >= acknowledged, f"update {acknowledged} was on disk, but the run resumed at {update}"
 
 

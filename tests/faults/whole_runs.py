@@ -191,6 +191,20 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in files.read_rows(folder / "outputs" / NAME / "events.jsonl") if row.get("kind") == kind]
 
 
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the starts and resumes, oldest first. A command that finds a finished run adds none."""
+    return sorted(events(folder, "start") + events(folder, "resume"), key=lambda row: row["time"])
+
+
+def resumed_at(folder: Path, num_before: int, acknowledged: int) -> int:
+    """Return the update at which the last command started; `acknowledged` if it found a finished run.
+
+    num_before  starts before this command
+    """
+    later = starts(folder)[num_before:]
+    return later[-1].get("update", 0) if later else acknowledged
+
+
 def metric_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl without times."""
     text = (folder / "outputs" / NAME / "metrics.jsonl").read_text()
