@@ -148,10 +148,6 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other)  # also for NaN and -0.0
-
-
 def _decode(value: list[Any], device: torch.device) -> Tensor:
     element, dtype, shape, is_on_host = value
     return torch.tensor(element, dtype=_DTYPES[dtype], device="cpu" if is_on_host else device).reshape(shape)

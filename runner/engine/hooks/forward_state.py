@@ -42,8 +42,8 @@ class ForwardState(Hook):
 
     A frozen parameter that a forward pass changes in place is also registered as a buffer of its module: it is then
     synchronized over ranks and restored after evaluations. It stays a parameter, because a task may compute a moving
-    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved, also
-    if they grow; those that shrink are not, because a module may record the length of its cache elsewhere.
+    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved, even
+    if they grow; those that shrink are not restored, because a module may record the length of its cache elsewhere.
     """
 
     name = "forward_state"
