@@ -1,6 +1,7 @@
 """Apply the autocast rules of CUDA to CPU tensors, without a GPU.
 
-CUDA autocast runs norms, exponentials and losses in float32, so a norm between two convolutions saves twice the bytes.
+CUDA autocast runs norms, exponentials and losses in float32. Therefore, a norm between two convolutions saves twice as
+many bytes for the backward pass as on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 class CudaAutocastMode(TorchFunctionMode):
     """Cast the arguments of CPU tensors as CUDA autocast does, while CPU autocast is enabled.
 
-    CPU autocast itself casts to the half format; the mode adds the functions that only CUDA runs in float32.
+    CPU autocast itself casts to the 16-bit format; this mode adds the functions that only CUDA runs in float32.
     Functions that torch calls internally, as in cross entropy, are not intercepted; for those, a CPU saves at least
     as many bytes.
     """
@@ -38,7 +39,7 @@ class CudaAutocastMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result in float32; kernels of a GPU read float16 and write float32 without a copy of the input."""
+        """Return the result in float32; GPU kernels read float16 and write float32, so the input is not copied."""
         values = [*args, *kwargs.values()]
         dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.float32)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -72,10 +73,10 @@ _FLOAT32_FUNCTIONS = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, 
         " renorm logsumexp interpolate norm"
     )
 )
-_SOFTMAX_FUNCTIONS = {  # of AT_FORALL_FP32_SET_OPT_DTYPE: function -> operator that can convert float16
+_SOFTMAX_FUNCTIONS = {  # from AT_FORALL_FP32_SET_OPT_DTYPE: function -> operator that can convert float16
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), torch.ops.aten._softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
 }
-_FLOAT32_RESULTS = frozenset(  # of AT_FORALL_FP32_SET_OPT_DTYPE: without a copy of the input in float32
+_FLOAT32_RESULTS = frozenset(  # from AT_FORALL_FP32_SET_OPT_DTYPE: their input is not copied to float32
     _find_functions("prod cumprod cumsum sum")
 )

@@ -1,4 +1,7 @@
-"""Trace the memory demand of training at the deciding sizes: the share of a rank, or the largest part that fits."""
+"""Trace the memory demand of training at the micro-batch sizes that decide whether it fits.
+
+These are a rank's full share of the batch or, if that does not fit, the largest micro-batch that does.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def trace_memory_needs(
     alternatives: bool = False,
     on_wait: Callable[[], object] | None = None,
 ) -> MemoryNeeds:
-    """Return the result of `predict_needs`, called in a subprocess: a crash during tracing ends only that.
+    """Call `predict_needs` in a subprocess, so that a crash during tracing does not end this process.
 
-    on_wait  called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
+    on_wait  called once if the subprocess takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
     Raises the exceptions of the task.
     """
     try:
@@ -50,8 +53,8 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
     The full share of a rank is traced first. If it does not fit, a micro-batch of one sample is traced too, so that
     other sizes can be interpolated, and then the size that is predicted to fit, until a trace confirms it.
 
-    alternatives  always trace a second size, to suggest larger ones; if the run does not fit, also trace the sizes that
-                  do, because the memory of a GPU's allocator is not linear in the size
+    alternatives  always trace a second size, so that larger ones can be suggested; if the run does not fit, also trace
+                  sizes that do, because the memory that a GPU's allocator reserves is not linear in the size
     Raises the exceptions of the task.
     """
     plan = make_plan(configuration, inventory, needs=MemoryNeeds({}))
@@ -107,14 +110,14 @@ def _trace_pipeline(
 ) -> MemoryNeeds:
     """Return `single` with the demand of each pipeline stage and the assignment of layers.
 
-    Micro-batches of the planned size are traced, halved until the layers can be split; then sizes that are predicted to
-    fit. If a stage cannot be traced, only the assignment is returned.
+    The planned micro-batch size is halved until the layers can be split, and then traced, followed by sizes that are
+    predicted to fit. If a stage cannot be traced, only the assignment is returned.
     Raises ConfigError if there is no split, and TaskFault if the task does not define its layers.
     """
     from runner.forecast.stage_memory import StagePrediction  # imports torch's pipelines, which is slow
 
     allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
-    traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> sizes
+    traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> one trace per size
     done: set[PhaseSize] = set()
 
     def make_needs(layout: str) -> MemoryNeeds:
@@ -171,7 +174,7 @@ def _with_auto_sizes(configuration: Configuration) -> Configuration:
 
 
 class _Tracer:
-    """Completed traces, by phase."""
+    """Traces each phase and size once, and keeps the traces by phase."""
 
     def __init__(self, forecast: Forecast, allocator: AllocatorSettings) -> None:
         self.forecast, self.allocator = forecast, allocator
@@ -187,7 +190,7 @@ class _Tracer:
         for size in sorted(names):
             for traced in self.forecast.trace(size, names[size]):
                 self.traces[traced.phase].append(traced)
-                self.traced.add((traced.phase, size))  # with a memory budget, more phases than requested
+                self.traced.add((traced.phase, size))  # memory=budget traces more phases than requested
         return bool(new)
 
     def demands(self) -> dict[str, Demand]:
@@ -197,7 +200,7 @@ class _Tracer:
 def sizes_to_trace(
     plan: Plan, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds, *, alternatives: bool
 ) -> set[PhaseSize]:
-    """Return the planned sizes of each phase; with `alternatives`, if they do not fit, also those that would."""
+    """Return the planned sizes of each phase; with `alternatives`, also sizes that fit if the planned ones do not."""
     if not alternatives or _fits(plan):
         return _deciding_sizes(plan)
     return _deciding_sizes(plan) | _deciding_sizes(make_plan(_with_auto_sizes(configuration), inventory, needs=needs))
@@ -218,7 +221,7 @@ def _largest(plan: Plan) -> int:
 
 
 def _deciding_sizes(plan: Plan) -> set[PhaseSize]:
-    """Return the deciding sizes: the largest micro-batch per phase and kind of device."""
+    """Return the sizes that decide whether a plan fits: the largest micro-batch per phase and kind of device."""
     sizes: dict[tuple[str, str], int] = {}
     for phase in plan.selected:
         for number, rank in enumerate(plan.ranks):

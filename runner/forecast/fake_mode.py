@@ -72,7 +72,7 @@ class AllocationRecorder:
     blocks: list[StorageBlock] = field(default_factory=list)
     work: dict[str, ComputeCost] = field(default_factory=dict)
     layers: list[str] = field(default_factory=lambda: [""])
-    layer_flops: dict[str, int] = field(default_factory=dict)  # layer -> operations of forward passes
+    layer_flops: dict[str, int] = field(default_factory=dict)  # layer -> FLOPs of its forward passes
     convolved: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # layer, shape of a sample
     _in_use: dict[int, tuple[StorageBlock, Any]] = field(default_factory=dict)  # storage address -> block
     _ignored: set[int] = field(default_factory=set)
@@ -81,7 +81,7 @@ class AllocationRecorder:
         """Record the storage of a tensor once, with its kind if given; return None for tensors without storage."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a subclass that wraps other tensors
             return None
         address, size = storage._cdata, storage.nbytes()
         entry = self._in_use.get(address)
@@ -100,7 +100,7 @@ class AllocationRecorder:
         return entry[0]
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count the storage of this tensor: it represents one that is already counted."""
+        """Do not count the storage of this tensor, because it represents a storage that is already counted."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._ignored:
@@ -131,7 +131,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensor returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
 
     untraceable  the last operation that could not be traced, recorded because a task may catch the exception
-    cached       False: trace each operation, even if it is in the cache; the results are the same
+    cached       if False, trace every operation even if its outputs are cached; the results are the same
     """
 
     def __init__(self, recorder: AllocationRecorder, *, cached: bool = True) -> None:
@@ -150,7 +150,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # the most frequent call, and no operation
+        if func is _DEVICE:  # the most frequent call, which is not an operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
@@ -183,11 +183,12 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        """Return the key of the operation in the cache, or None if it reads a mask, or real tensors without content.
+        """Return the cache key of the operation, or None if it must be traced each time.
 
-        A view of such a tensor shares the storage of the fake one that stands for it, which is not counted.
-        An operation that writes into real tensors is cached only if these have no valid content. It may read other
-        real tensors, as the fused update of an optimizer reads its step counters.
+        This is the case for indexing, whose mask may be real, and for reading a real tensor without valid content:
+        a view of such a tensor shares the storage of its fake counterpart, which is not counted.
+        An operation that writes into real tensors is cached only if their content was invalid before. It may read
+        other real tensors: for example, the fused step of an optimizer reads its step counters.
         """
         if not self.is_cached or func in _INDEXING or func is _aten.masked_select.default:
             return None
@@ -206,7 +207,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def to_fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor like this one; its memory is counted as that of the original."""
+        """Return a fake tensor like this one, whose memory is not counted because the original's is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         with warnings.catch_warnings():
@@ -229,7 +230,8 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Replace parameters that modules register inside the context by fake ones."""
 
         def replace(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
-            if weight is None or isinstance(weight, FakeTensor) or is_lazy(weight):  # no shape yet: in its first pass
+            # A lazy weight has no shape until its first pass.
+            if weight is None or isinstance(weight, FakeTensor) or is_lazy(weight):
                 return weight
             # from_tensor returns the same fake tensor for the same weight, so tied weights stay tied.
             fake: Any = self.fakes.from_tensor(weight)
@@ -242,9 +244,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def _trace(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        fakes = [self.to_fake(tensor) for tensor in tensors]  # alive until the end: to_fake then returns them again
+        fakes = [self.to_fake(tensor) for tensor in tensors]  # kept alive, so that to_fake returns the same ones below
         real = {id(fake): tensor for fake, tensor in zip(fakes, tensors, strict=True) if fake is not tensor}
-        if func in _INDEXING:  # the number of elements of a real mask is known, that of a fake one is not
+        if func in _INDEXING:  # the number of selected elements is known for a real mask, but not for a fake one
             args = (args[0], [index for tensors in args[1] for index in self._mask_to_indices(tensors)], *args[2:])
         elif func is _aten.masked_select.default and not self.is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
@@ -275,7 +277,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], result: Any
     ) -> tuple[int, int, int] | None:
-        """Record outputs and cost of an operation; return the cost: operations, bytes, launches; None for a view."""
+        """Record the outputs and the cost of an operation; return FLOPs, bytes moved, launches, or None for a view."""
         outputs = _tensors(result)
         for tensor in outputs:
             self.recorder.record_tensor(tensor)
@@ -295,7 +297,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 @contextmanager
 def record_layers(recorder: AllocationRecorder, model: nn.Module) -> Iterator[None]:
-    """Record the running module of the model in the recorder."""
+    """Within the context, keep the running modules in `recorder.layers`, and the shapes that convolutions receive."""
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -365,7 +367,7 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _FLOPS: dict[Any, Callable[..., Any]] = {
     **flop_counter.flop_registry,
-    # torch counts only GPU kernels
+    # torch's registry has only the GPU kernels.
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
@@ -374,7 +376,8 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-# Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.
+# On a GPU, these operators launch no kernel, nor do views and operators of `prim`. Any other counts as one launch,
+# although some operators launch several kernels.
 _WITHOUT_KERNEL = {
     _aten.empty,
     _aten.empty_like,

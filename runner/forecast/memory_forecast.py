@@ -32,7 +32,7 @@ from runner.plan.run_plan import PhasePlan, Plan
 from runner.workload.division import Batch
 
 Result = TypeVar("Result")
-NUM_MEASURED = 2  # samples of a real run if a task cannot be traced
+NUM_MEASURED = 2  # samples that are computed with real weights if a task cannot be traced
 
 
 def forecast(configuration: Configuration, inventory: Inventory, micro_batch_sizes: Sequence[int]) -> list[Traced]:
@@ -48,8 +48,8 @@ def forecast(configuration: Configuration, inventory: Inventory, micro_batch_siz
 class Forecast:
     """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
-    A model that cannot be traced on fake weights is built with real ones and measured with few samples if the machine
-    has enough memory, and marked in the result; otherwise `trace` raises NotTraceable.
+    If a model cannot be traced on fake weights, but the machine has enough memory, it is built with real weights and
+    measured with few samples, which the result states. Otherwise, `trace` raises NotTraceable.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
@@ -77,7 +77,7 @@ class Forecast:
         self._stack.close()
 
     def trace(self, micro_batch_size: int, names: Collection[str] | None = None) -> list[Traced]:
-        """Return the demand of each phase, or of those with these names, with this micro-batch size.
+        """Return the demand with this micro-batch size of each phase, or only of the phases in `names`.
 
         With a memory budget, all training phases are traced, because the same blocks are recomputed in each of them.
         """
@@ -164,8 +164,8 @@ class Forecast:
     def _trace_statistics(self, phase: PhasePlan, size: int) -> Traced:
         """Trace a phase of kind fit as on a CPU, with real batches; on a GPU, `Fit.add` may compute differently.
 
-        Real weights, if the model needs them, change nothing: without a backward pass, all samples can be computed.
-        A failure must not hide the demand of the other phases, so it is described in the result.
+        A model that needs real weights is not measured with few samples and scaled, because all samples can be computed
+        if there is no backward pass. A failure must not hide the demand of other phases, so the result describes it.
         """
         parts = self._try_fake_weights(self._build) or self._build()
         steps = min(2, -(-self.shares[phase.name] // size))  # further micro-batches use no more memory than two
@@ -235,7 +235,7 @@ def _describe_failure(error: BaseException, source: Path) -> str:
 
 
 def has_room(model: nn.Module) -> bool:
-    """Return True if gradients and state of the model fit into half of this machine's memory."""
+    """Return True if the model with its gradients and optimizer state fits into half of this machine's memory."""
     memory = read_cpu()[0].memory_bytes
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
@@ -254,7 +254,7 @@ def plan_for_host(plan: Plan) -> Plan:
     memory = plan.choices["memory"]
     options = {**memory.options, "fraction": None, "allocator": None}
     if options.get("recompute") == "auto":
-        options["recompute"] = []  # tried one after another
+        options["recompute"] = []  # the blocks are chosen while the run is traced
     memory = dataclasses.replace(memory, options=options)
     rank = dataclasses.replace(plan.ranks[0], device="cpu")
     return dataclasses.replace(plan, ranks=(rank,), choices={**plan.choices, **replaced, "memory": memory})

@@ -1,8 +1,8 @@
 """Cache the outputs of operations on fake tensors by the shapes of their inputs.
 
 A model repeats few distinct operations many times: one pass of a ResNet-50 with a transformer runs 27,000 operations,
-of which fewer than 2,000 differ. torch caches them too (`FakeTensorMode.cache`), but needs about 0.2 ms to compute a
-key, which then takes most of the time of a trace. Here, a key contains only what differs between tensors of one CPU
+of which fewer than 2,000 differ. torch has such a cache, too (`FakeTensorMode.cache`), but computing a key takes about
+0.2 ms, which adds up to most of the time of a trace. Here, a key contains only what differs between tensors of one CPU
 trace, and an entry also contains the cost of the operation.
 
 Source: torch/_subclasses/fake_tensor.py of torch 2.13, `_validate_cache_key` and `_get_output_tensor_from_cache_entry`.
@@ -159,7 +159,7 @@ def _describe_output(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutp
             return (
                 CachedOutput(-1, number, shape, stride, int(output.storage_offset()), output.dtype) if is_fake else None
             )
-    # The active modes would intercept this call: it would be counted, and return a fake tensor.
+    # The active modes would intercept this call, count it and return a fake tensor.
     with torch.utils._python_dispatch._disable_current_modes():
         fresh = torch.empty_strided(shape, stride, dtype=output.dtype, device="meta")
     # An output may be a view into a new storage that is larger.

@@ -36,8 +36,8 @@ from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSize
 from runner.plan.run_plan import PhasePlan
 from runner.tensors.optimizer_state import state_tensors
 
-GROWING_KINDS = ("activations", "temporary", "statistics")  # of tensors that an update creates
-MIN_GROWTH_BYTES = 1024  # less may be losses and norms
+GROWING_KINDS = ("activations", "temporary", "statistics")  # kinds of the tensors that an update creates
+MIN_GROWTH_BYTES = 1024  # smaller growth may be losses and norms, which a run keeps
 NUM_UPDATES = 2  # the first update creates the optimizer state
 
 
@@ -50,12 +50,12 @@ class PhaseTracer:
         self.recorder = fake_run.recorder = AllocationRecorder()
         self.saved_blocks: list[StorageBlock] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
-        self.kept_bytes: list[int] = []  # of tensors created in passes that are alive after each update
+        self.kept_bytes: list[int] = []  # after each update, bytes of tensors from its passes that are still alive
         self.batches: list[int] = []  # bytes of each batch
         self.convolved: list[set[tuple[str, tuple[int, ...]]]] = []  # layers with the shapes they convolve, by update
 
     def trace(self) -> Traced:
-        """Trace two updates and return their demand."""
+        """Trace two updates and return their memory and work."""
         parts, phase, recorder = self.parts, self.phase, self.recorder
         order, fetcher = self._open_phase()
         position = Position(phase.name)
@@ -76,7 +76,7 @@ class PhaseTracer:
             stack.enter_context(self._mark_update(parts.parallel))
             batches = self._prefetch(self._read(order, fetcher))
             for _ in range(NUM_UPDATES):
-                # Operations are those of the last update: the first one also creates the optimizer state.
+                # Only the operations of the last update count, because the first one also creates the optimizer state.
                 recorder.work.clear()
                 recorder.layer_flops.clear()
                 recorder.convolved.clear()
@@ -112,7 +112,7 @@ class PhaseTracer:
     def _read(self, order: Order, fetcher: Fetcher) -> Iterator[MicroBatch]:
         """Yield the micro-batches to trace."""
         for key in self._micro_batches(order):
-            # Private: allocations and operations of reading data are not part of the trace.
+            # Reading data is not traced. `_disable_current_modes` is private to torch.
             with _disable_current_modes():
                 item = fetcher[key]
             self.before_batch()
@@ -123,7 +123,7 @@ class PhaseTracer:
             del item  # this frame must not keep the batch alive
 
     def before_batch(self) -> None:
-        """Do what precedes the recording of a micro-batch; nothing for training."""
+        """Do nothing: a hook for subclasses, called before each micro-batch is recorded."""
 
     def _check_traceable(self) -> None:
         """Raise NotTraceable if the task caught that exception, because a real run would not take the same path."""
@@ -145,7 +145,7 @@ class PhaseTracer:
         return sum(block.size for block in blocks if block)
 
     def after_update(self) -> None:
-        """Record which tensors of the update's passes are still alive."""
+        """Record how many bytes of the update's passes are still alive."""
         self.kept_bytes.append(
             sum(block.size for block in self.recorder.blocks_in_use() if block.kind in GROWING_KINDS)
         )
@@ -167,7 +167,7 @@ class PhaseTracer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record tensors created inside that are alive at exit as saved for the backward pass."""
+        """Record tensors that are created in the context and alive at its exit as saved for the backward pass."""
         first = len(self.recorder.blocks)
         self.recorder.stage = "forward"
         with self.fake_run.without_values():
@@ -181,7 +181,7 @@ class PhaseTracer:
 
     @contextmanager
     def _mark_update(self, parallel: Parallel) -> Iterator[None]:
-        """After the passes of the strategy, attribute the work inside to the update."""
+        """Within the context, attribute the work that follows the strategy's passes to the optimizer step."""
         original = parallel.accumulate
 
         def accumulate(passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:

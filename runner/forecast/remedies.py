@@ -47,7 +47,8 @@ def find_changes(
     began = time.process_time()
     longest = 0.0
     for settings in single:
-        if not trial.may_help(settings) or (settings == BUDGET and CHECKPOINT in failed):  # saves no memory
+        # BUDGET recomputes at most all blocks, so it saves no more memory than CHECKPOINT, which recomputes all.
+        if not trial.may_help(settings) or (settings == BUDGET and CHECKPOINT in failed):
             failed.add(settings)
             continue
         before = time.process_time()
@@ -106,7 +107,10 @@ CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)
 
 @dataclass(frozen=True)
 class _Trial:
-    """State of the search for a run that does not fit."""
+    """State of the search for a run that does not fit.
+
+    before  estimated time without changes, None if unknown
+    """
 
     configuration: Configuration
     inventory: Inventory
@@ -129,7 +133,10 @@ class _Trial:
         return tuple(setting for setting in self.configuration.request.overrides if setting.partition("=")[0] in known)
 
     def try_most(self, settings: Overrides) -> list[FittingChange]:
-        """Return the demand with these settings, without the last ones if they are invalid."""
+        """Return the change that applies all these settings, without the last ones if they are invalid.
+
+        Returns an empty list if the run still does not fit.
+        """
         while self.may_help(settings):
             try:
                 return [change for change in [self.try_settings(settings)] if change]
@@ -138,7 +145,7 @@ class _Trial:
         return []
 
     def try_settings(self, settings: Overrides) -> FittingChange | None:
-        """Return the demand with these settings, or None if the run still does not fit.
+        """Return the change that applies these settings, or None if the run still does not fit.
 
         Raises AccelRunError for invalid settings.
         """
@@ -150,7 +157,7 @@ class _Trial:
         if needs_no_trace(settings) and not is_traced(plan, needs):
             needs = predict_needs(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
-        is_rough = not all(memory.is_exact for memory in self.plan.memory)  # reported with the result anyway
+        is_rough = not all(memory.is_exact for memory in self.plan.memory)  # the result then reports this anyway
         if not plan.memory or not all(
             memory.prediction.fits and (memory.is_exact or is_rough) for memory in plan.memory
         ):

@@ -1,6 +1,6 @@
-"""Predict the memory of each pipeline stage: place the layers and trace the run of its rank on fake weights.
+"""Predict the memory of each pipeline stage: assign the layers to ranks and trace each rank on fake weights.
 
-The traced run uses torch's own schedule with simulated ranks: received tensors are fake.
+The traced run uses torch's own schedule. The other ranks are simulated, so the tensors received from them are fake.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class StagePrediction:
         host = plan_for_host(plan)
         self.plan = dataclasses.replace(
             host, choices={**host.choices, "parallelism": Choice("single", "single", {})}
-        )  # the strategy is set afterwards
+        )  # `_trace_rank` adds the pipeline
         self._stack = ExitStack()
 
     def __enter__(self) -> StagePrediction:
-        """Raise TaskFault if the task does not declare its layers."""
+        """Build the model and measure its layers. Raises TaskFault if the task does not declare its layers."""
         self.fake_run = FakeRun(AllocationRecorder())
         with _ignore_warnings(), self.fake_run, self.fake_run.fake_parameters():
             self.parts = assemble(self.plan, self._stack)
@@ -97,10 +97,10 @@ class StagePrediction:
         return plan_placement(costs, devices, request)
 
     def trace(self, phase: PhasePlan, size: int) -> list[Traced]:
-        """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
+        """Return a trace per rank of this phase and micro-batch size. Raises ConfigError if there is no split."""
         split = self.plan_placement(size).split
         many = -(-max(phase.batch.shares) // size)
-        few = min(many, self.count + 1)  # the largest number in flight, and one more
+        few = min(many, self.count + 1)  # at most `count` micro-batches are in flight, and one more waits
         batch = Batch(few * size, size, (few * size,), stages=self.count)
         traced_phase = dataclasses.replace(phase, batch=batch)
         with _ignore_warnings(), self.autocast():
@@ -108,9 +108,9 @@ class StagePrediction:
             return [self._trace_rank(traced_phase, split, shapes, rank, many) for rank in range(self.count)]
 
     def _measure_costs(self) -> tuple[list[LayerCost], int]:
-        """Return the costs of the layers for an example, measured as in a run, and its number of samples.
+        """Return the costs of the layers for the task's example, measured as in a run, and its number of samples.
 
-        Operations are used instead of seconds.
+        `seconds` holds FLOPs, because a trace cannot be timed. Without an example, the costs are estimated.
         """
         model, costs = self.parts.bare, []
         try:
@@ -167,7 +167,7 @@ class StagePrediction:
 
 
 class StageTracer(PhaseTracer):
-    """Trace the rank of a stage."""
+    """Trace the rank that runs a stage."""
 
     def trace(self) -> Traced:
         assert isinstance(self.parts.parallel, Pipelined)
@@ -176,7 +176,8 @@ class StageTracer(PhaseTracer):
         return super().trace()
 
     def after_update(self) -> None:
-        # Discard the received tensors of the first update, which do not exist in a run.
+        # The first update has one micro-batch only. Discard its schedule with the receive buffers, which would add
+        # to the peak, because a run has no such update.
         self.parts.parallel.begin([])
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,9 +189,9 @@ class StageTracer(PhaseTracer):
 
 
 def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
-    """Return the demand with `others` more micro-batches of the traced size, which wait for their turn.
+    """Return the trace with `others` more micro-batches of the traced size, which wait for their turn.
 
-    nbytes  received per micro-batch, and kept per micro-batch by gpipe
+    nbytes  bytes that each of them receives and, with gpipe, keeps until its backward pass
     """
     inputs = others * (traced.peak.inputs // traced.accumulation_steps)
     peak = dataclasses.replace(

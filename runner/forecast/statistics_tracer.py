@@ -14,12 +14,12 @@ from runner.plan.memory_trace import Traced
 class StatisticsTracer(PhaseTracer):
     """Trace one phase of kind fit with one micro-batch size.
 
-    Batches and state are real, so that operations may depend on their values. The results of the statistics are not
-    computed: `Fit.finish` needs values of the weights that a trace does not have.
+    Batches and state are real, so that operations may depend on their values. The final statistics are not computed,
+    because `Fit.finish` needs the values of the weights, which a trace does not have.
     """
 
     def trace(self) -> Traced:
-        """Trace two updates and return their demand, without the time, which depends on the data loader."""
+        """Trace two updates and return their memory use, but not their time, which depends on the data loader."""
         order, fetcher = self._open_phase()
         with self.fake_run, record_layers(self.recorder, self.parts.bare), without_samples():
             self.recorder.kind = "statistics"
