@@ -76,7 +76,7 @@ class DeviceWaits:
         return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
 
     def _record(self) -> None:
-        """Record a synchronization at the current task line, or at the current library if there is none."""
+        """Record a synchronization at the current task line, or at the current library line if there is none."""
         if self.model.training and not self._is_excluded:
             self._counts[_locate(self.is_task_file)] += 1
 
@@ -86,7 +86,7 @@ def _intercept_warnings(callback: Callable[[], None]) -> Iterator[None]:
     """Call `callback` for each synchronization that torch reports in the context."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=SYNC_WARNING)
-        warnings.filterwarnings("ignore", message=PROTOTYPE_WARNING)  # the report covers it
+        warnings.filterwarnings("ignore", message=PROTOTYPE_WARNING)  # the report says the same
         show = warnings.showwarning
 
         def show_warning(message: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,8 @@ def _locate(is_task_file: IsTaskFile) -> _Location:
         file = frame.f_code.co_filename
         if is_task_file(file):
             return _Location(_describe_frame(frame), (file, frame.f_lineno))
-        if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
+        # On CUDA, torch emits the warnings of a backward pass when the pass has ended.
+        if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):
             return _Location(other or _describe_backward_node())
         only_forwards_calls = (
             file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
@@ -133,7 +134,7 @@ def _describe_frame(frame: Any) -> str:
 
 def _describe_backward_node() -> str:
     """Return the current node of torch's backward pass, if known."""
-    node: Any = torch._C._current_autograd_node()  # its type does not include None
+    node: Any = torch._C._current_autograd_node()  # may be None, although its annotation excludes that
     return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
 
 

@@ -144,7 +144,7 @@ class Operators(ProfiledUpdates):
         self.add_rows(operators, averages, self.num)
 
     def add_rows(self, operators: OperatorFindings, averages: Iterable[Any], num: int) -> None:
-        """Add the operators and the kernels of `num` updates; torch counts the time of a kernel in both rows."""
+        """Add the operators and kernels of `num` updates; a kernel's time is in its own row and in its operator's."""
         named = [row for row in averages if _is_named_by_torch(row)]
         operators.kernels = _sum_kernels([row for row in named if row.device_type != DeviceType.CPU], num)
         rows = _merge_rows(self._operator(row, num) for row in named if row.device_type == DeviceType.CPU)
@@ -165,7 +165,7 @@ class Operators(ProfiledUpdates):
         )
 
     def _is_task_line(self, line: str) -> bool:
-        """Return whether a line of a stack belongs to the task; torch omits folders from which Python imports."""
+        """Return whether a stack line belongs to the task; its path may be relative to a folder of sys.path."""
         file = line.partition("(")[0]
         if file not in self._is_task_file:
             paths = [Path(folder, file) for folder in ("", *sys.path)]
@@ -213,7 +213,7 @@ class HiddenWaits(ProfiledUpdates):
 
 
 def _make_profiler(device: torch.device, updates: int, **options: Any) -> Any:
-    """Return torch's profiler for this number of updates after one warm-up update, because it starts slowly."""
+    """Return torch's profiler for this number of updates; it starts slowly, so a warm-up update precedes them."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to standard error
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -233,7 +233,7 @@ def _export_trace(profile: Any) -> bytes:
 
 
 def filter_events(events: Any) -> Any:
-    """Return the events of torch's profiler without Python functions and CUDA calls, which count as their caller.
+    """Return the profiler's events without Python functions and CUDA calls, whose time is counted for their caller.
 
     Events in excluded spans are removed; the device is idle when such a span starts and ends.
     """
@@ -273,7 +273,7 @@ def _is_named_by_torch(row: Any) -> bool:
 
 
 def _merge_rows(rows: Iterable[Operator]) -> list[Operator]:
-    """Add the rows of the same operator, shape and task line: their stacks differ above the task line."""
+    """Add up the rows of the same operator, shape and task line, which torch separates if their stacks differ."""
     operators: dict[tuple[str, str, str], Operator] = {}
     for row in rows:
         key = (row.name, row.shapes, row.place)
@@ -293,7 +293,7 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
 
 # Annotations in the trace.
 DATA = "accel-run: data"  # the wait for a batch
-PROFILER_WAIT = "accel-run: wait of the profiler"  # not a wait of the run
+PROFILER_WAIT = "accel-run: wait of the profiler"  # only the profiler causes it
 EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is not part of an update
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
 CUDA_ACTIVITIES = ("cuda_runtime", "cuda_driver", "overhead")

@@ -1,8 +1,8 @@
 """Measure forward and backward time per module from events at module boundaries, without synchronizing.
 
-A module's self time is the time in which it runs, but none of its submodules. In a backward pass, a node of the graph
-belongs to the module that was running when the node was created, which its sequence number shows; the graph is not
-changed.
+A module's self time is the time in which it runs and none of its submodules does. In a backward pass, a node of the
+graph belongs to the module that was running when the node was created. Its sequence number shows this, so the graph
+does not have to be changed.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class ModuleTimes:
         self._lap(COMMUNICATION)
 
     def _queue_end_of_pass(self) -> None:
-        """Queue the end behind callbacks that wait for other ranks, which were queued during the pass."""
+        """Queue the end of the pass behind the callbacks that wait for other ranks, which the pass itself queued."""
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._lap, OUTSIDE))
 
     def _own_seconds(self, update: _Update) -> dict[TimeOwner, float]:
@@ -270,7 +270,7 @@ class ModuleTimes:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Return whether another module contains the module of this path."""
+    """Return whether the module at `outer` contains the module at `path`."""
     return path != outer and (outer == "" or path.startswith(f"{outer}."))
 
 

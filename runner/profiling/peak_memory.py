@@ -31,7 +31,7 @@ def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
 
     fragmentation  share of the reserved memory that is free, but in blocks next to memory in use
     retries        how often torch released its cache and called cudaMalloc again, since the start
-    ooms           how often this call failed, too
+    ooms           how often cudaMalloc failed again
     """
     reserved = stats.get("reserved_bytes.all.current", 0)
     return {

@@ -26,9 +26,9 @@ KERNEL_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator in an update, in milliseconds; `self` excludes the operators that it calls.
+    """Calls and milliseconds of an operator per update; `self` excludes the operators that it calls.
 
-    self_device_ms, device_ms  of the kernels that it launches
+    self_device_ms, device_ms  time of the kernels that it launches
     place                      line of the task that called it; "" if unknown
     """
 
@@ -67,10 +67,11 @@ class OperatorFindings:
 
 @dataclass
 class Findings:
-    """The findings in a phase; empty or None: not measured.
+    """The findings in a phase; a field is empty or None if it was not measured.
 
-    skipped    warm-up updates before the profile
-    update_ms  part of the profile -> milliseconds of an update in it; num_updates -> number of updates
+    skipped      warm-up updates before the profile
+    update_ms    part of the profile -> milliseconds per update
+    num_updates  part of the profile -> number of updates
     """
 
     phase: str
@@ -86,7 +87,7 @@ class Findings:
 
 
 def format_profile(findings: Findings, folder: Path, width: int | None = None) -> str:
-    """Return the text for the screen, no line longer than `width`, by default that of the terminal."""
+    """Return the text for the screen in lines of at most `width` characters; None: the width of the terminal."""
     width = width or min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
     rank = f", rank 0 of {findings.ranks}" if findings.ranks > 1 else ""
     title = f"profile of phase {findings.phase} on {findings.device}{rank}"

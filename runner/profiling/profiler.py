@@ -108,7 +108,7 @@ class Trace(Profiler):
 class Session:
     """The profile of one phase.
 
-    shortened  the phase has too few updates, so each instrument has fewer than requested
+    shortened  the phase has too few updates, so each instrument records fewer than requested
     """
 
     def __init__(self, subject: Subject, options: TraceOptions, *, shortened: bool) -> None:
@@ -127,7 +127,7 @@ class Session:
 
     def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, each fetched by the current instrument."""
-        return iter(lambda: self.part.fetch(batches), None)  # not a generator, which would end with the first error
+        return iter(lambda: self.part.fetch(batches), None)  # not a generator, which would end at the first error
 
     @property
     def part(self) -> ProfiledUpdates:
@@ -138,7 +138,7 @@ class Session:
         part = self.part
         self._num_updates += 1
         is_last = self._num_updates == part.num_warm_up + part.num
-        if self._num_updates == part.num_warm_up:  # kernels of earlier updates are not recorded
+        if self._num_updates == part.num_warm_up:  # so that no kernel of a warm-up update is recorded
             self._synchronize()
         if is_last:  # before the instrument analyzes its data
             self._record_time()
