@@ -1,1 +1,1 @@
-"""Grids and searches: their trials, one process tree each."""
+"""Grids and searches, whose trials are separate process trees."""

@@ -1,4 +1,4 @@
-"""Run trials as SLURM jobs: one array for those started at the same time, followed until they leave the queue."""
+"""Run trials as SLURM jobs and follow them until they leave the queue; trials that start together form a job array."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runner.sweeps.trials import STOPPED, Sweep, Trial
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Trials run as SLURM jobs, at most `together` at once; None: one of a search, all of a sweep."""
+    """Trials run as SLURM jobs, at most `together` at once; None: one trial of a search, or all trials of a sweep."""
 
     together: int | None = None
 
     @property
     def why(self) -> str:
-        """Describe the limit; empty without one."""
+        """Describe the limit; empty if there is none."""
         return f"at most {self.together} SLURM job{'s' * (self.together > 1)} at once" if self.together else ""
 
     def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> JobPool:
@@ -51,7 +51,8 @@ class JobPool(TrialPool):
     """Runs each trial as a job.
 
     A sweep submits all trials at once and leaves the limit to SLURM; a search submits as many as may run. Trials with
-    different resources are in different arrays. A stop request does not affect jobs: the same command follows them.
+    different resources are in different arrays. A stop request does not affect jobs; to follow them again, repeat the
+    command.
     """
 
     stops_trials = False
@@ -65,7 +66,7 @@ class JobPool(TrialPool):
         self._submitted_before: dict[int, str] | None = None  # jobs in the queue when the command started
         self._pending: defaultdict[Slurm, list[tuple[Trial, str]]] = defaultdict(list)  # trials and their commands
         self._followed: dict[int, Trial] = {}
-        self._deadlines: dict[int, float] = {}  # trial number of a job that left the queue -> when to give up its code
+        self._deadlines: dict[int, float] = {}  # trial whose job left the queue -> until when to wait for its exit code
         self._ended: list[tuple[Trial, int]] = []
 
     @property
@@ -77,7 +78,7 @@ class JobPool(TrialPool):
         return bool(self._pending or self._followed or self._ended)
 
     def start(self, trial: Trial, request: Request) -> None:
-        """Submit the trial at the next `wait`, unless a job of an earlier command is in the queue."""
+        """Submit the trial at the next `wait`, unless its job from an earlier command is still in the queue."""
         if self._submitted_before is None:
             self._submitted_before = queued_jobs(self._sweep.folder)
         job = self._submitted_before.pop(trial.number, None)
@@ -129,7 +130,7 @@ class JobPool(TrialPool):
                 continue
             trial = self._followed.pop(number)
             del self._deadlines[number]
-            # Without an exit code, it was canceled or killed by SLURM: the same command runs it again.
+            # A job without an exit code was canceled or killed by SLURM; the same command runs its trial again.
             self._ended.append((trial, int(Exit.PREEMPTED) if code is None else code))
             self._print_error(trial, self._ended[-1][1])
 
@@ -142,5 +143,5 @@ class JobPool(TrialPool):
         console.error(f"{trial.name} | output: {output_file(self._sweep.folder, self._sweep.jobs[trial.number])}")
 
 
-POLL_S = 10.0  # the controller serves all users of the cluster
-EXIT_CODE_DELAY_S = 30.0  # how late a file may appear on a network file system
+POLL_S = 10.0  # not shorter, because the controller serves all users of the cluster
+EXIT_CODE_DELAY_S = 30.0  # how late the file with the exit code may appear on a network file system

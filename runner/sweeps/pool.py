@@ -1,4 +1,4 @@
-"""Where trials run: the interface of a pool, and trials in separate processes on this machine."""
+"""Pools that run trials: the interface, and a pool of processes on this machine."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class _Running:
 
 
 class TrialPool(ABC):
-    """Trials that run concurrently. The context must be entered in the main thread.
+    """Runs trials concurrently. The context must be entered in the main thread.
 
-    In it, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are stop requests: no other trial is started.
+    Inside it, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are stop requests, after which no other trial is started.
+
     stops_trials  whether a stop request also ends running trials
     """
 
@@ -103,6 +104,7 @@ class LocalPool(TrialPool):
 
     A stop request makes running trials save and stop; a second one ends them, a third kills them. Trials of a killed
     sweep also save.
+
     environment  additional environment variables of trials, unless already set
     """
 
@@ -129,7 +131,7 @@ class LocalPool(TrialPool):
         super().__exit__()
 
     def start(self, trial: Trial, request: Request) -> None:
-        """Start the process of a trial. A single trial uses the terminal; otherwise its name precedes each line."""
+        """Start the process of a trial. With one slot, it uses the terminal; else, its name precedes each line."""
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
@@ -140,7 +142,7 @@ class LocalPool(TrialPool):
             text=True, errors="replace", **output,
         )  # fmt: skip
         if slot.cores:
-            with suppress(OSError, AttributeError):  # it has exited, or the system lacks the call
+            with suppress(OSError, AttributeError):  # the trial has exited, or the system lacks the call
                 os.sched_setaffinity(process.pid, slot.cores)  # before it starts threads
         reader = None
         if process.stdout is not None:

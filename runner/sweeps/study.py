@@ -157,7 +157,7 @@ def _journal_errors(action: str, journal: Path) -> Iterator[None]:
 
 
 class _NullLock:
-    """A lock that does nothing: the lock of the folder already excludes other processes, and is released on a kill."""
+    """A lock that does nothing, because the folder's lock excludes other processes and is released after a kill."""
 
     def acquire(self) -> bool:
         return True
@@ -176,7 +176,7 @@ class _StudySource:
         for result in sweep.results():
             if result.state in OPEN and not study.is_reported(result.trial):
                 self._remaining.append(result.trial)
-            elif not study.is_reported(result.trial):  # killed before its result was reported
+            elif not study.is_reported(result.trial):  # the search was killed before it reported the result
                 self.ended(result)
 
     def next(self) -> Trial | None:

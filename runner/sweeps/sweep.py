@@ -1,4 +1,4 @@
-"""Sweeps: train every combination of values in a new process; a failure does not stop the rest."""
+"""Sweeps: train every combination of values in a new process; a failed trial does not stop the others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ from runner.trackers.tracker import require_installed
 class SweepOptions:
     """Options of a sweep besides its settings.
 
-    metric    metric that compares trials, and best_is its direction; None: those of early_stopping
+    metric    metric by which trials are compared; None: that of early_stopping
+    best_is   whether lower or higher is better; None: that of early_stopping
     together  number of concurrent trials; None: one, or all jobs of a sweep on a cluster
     retry     run failed trials again
     """
@@ -80,14 +81,15 @@ class Source(Protocol):
 def sweep(request: Request, options: SweepOptions) -> int:
     """Train each combination in a subprocess or a job, print a table, and return the exit code of the first failure.
 
-    The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
-    ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75, as does a stopped
-    trial. Raises AccelRunError with the problems of every combination before anything is started, and RunInUse if
-    another process has locked the folder.
+    With `run=NAME`, the runs are NAME-1, NAME-2, ... in the folder NAME; the same command resumes unfinished ones.
+    On Ctrl-C, SIGTERM or SIGUSR1, or when a trial is stopped, the running trials save and the sweep ends with exit code
+    75, or 130 if a trial could not save. Raises AccelRunError with the problems of every combination before anything
+    is started, and RunInUse if another process has locked the folder.
     """
     requests = expand_sweep(request)
     if len(requests) > 1:
-        Console().info(f"sweep over {len(requests)} trials: checking their settings")  # which loads torch, in seconds
+        # Printed first, because checking loads torch, which takes seconds.
+        Console().info(f"sweep over {len(requests)} trials: checking their settings")
     else:
         what = "nothing to sweep over, so one run is trained"
         Console().warning(f"{what}; to sweep, list the values of a setting: optimizer.lr=0.001,0.003")
@@ -106,7 +108,7 @@ def sweep(request: Request, options: SweepOptions) -> int:
 
 
 def place_trials(configurations: Sequence[Configuration], together: int | None) -> Packing | JobPlacement:
-    """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned on their own machines."""
+    """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned later, where they run."""
     if uses_jobs(configurations):
         return JobPlacement(together)
     check_plannable(configurations)
@@ -168,7 +170,7 @@ def run_trials(
         info(placement.why)
     sweep.save(directory, "running")
     root = configuration.settings.root
-    fixed = resolve_run_names(sweep.record.fixed or (), root)  # once: trials change which run is the last one
+    fixed = resolve_run_names(sweep.record.fixed or (), root)  # only once, because trials change which run is `last`
     deadlines: dict[int, float] = {}  # number of a trial that another process has locked -> time to give up
 
     launcher = [override for override in configuration.request.overrides if is_launcher_override(override)]
@@ -194,7 +196,7 @@ def run_trials(
             if not pool or (ended := pool.wait()) is None:
                 break
             trial, code = ended
-            if code == Exit.IN_USE:  # the sweep was killed, and the trial is still saving
+            if code == Exit.IN_USE:  # the process of an earlier, killed sweep is still saving the trial
                 if not pool.is_stopped and time.monotonic() < deadlines.setdefault(
                     trial.number, time.monotonic() + LOCK_TIMEOUT_S
                 ):
@@ -213,9 +215,9 @@ def run_trials(
 
 
 def _record_end(trial: Trial, code: int, sweep: Sweep, pool: TrialPool) -> None:
-    """Record the exit code of a trial, and stop the others on this machine if it was stopped."""
-    if pool.stops_trials and pool.is_stopped and code > Exit.INTERRUPTED:  # by our signals: not its own failure
-        has_started = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
+    """Record the exit code of a trial. If it was stopped, also stop the other trials on this machine."""
+    if pool.stops_trials and pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals, so not a failure
+        has_started = code != 128 + signal.SIGUSR1  # otherwise SIGUSR1 ended it before it handled the signal
         code = int(Exit.INTERRUPTED if has_started else Exit.PREEMPTED)
     sweep.codes[trial.number] = code
     if code in STOPPED and pool.stops_trials:
@@ -259,7 +261,7 @@ def _wait_for(trial: Trial, sweep: Sweep, pool: TrialPool, info: Callable[[str],
 
 
 def check_plannable(configurations: Sequence[Configuration]) -> None:
-    """Raise the planning errors, found in a subprocess: this process must load neither torch nor CUDA."""
+    """Plan all trials and raise the errors; in a subprocess, because this one must load neither torch nor CUDA."""
     try:
         errors = run_in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
@@ -374,7 +376,7 @@ LOCK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Packing:
-    """Slots for concurrent trials, and their description; empty if only one was requested."""
+    """Slots for concurrent trials, and their description `why`, which is empty if only one was requested."""
 
     slots: tuple[Slot, ...] = ALONE
     why: str = ""

@@ -1,4 +1,4 @@
-"""Parse sweeps and search spaces: overrides with several values, in Hydra's grammar, with all their errors."""
+"""Parse sweeps and search spaces, which are overrides with several values in Hydra's grammar; report all errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SearchSpace:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the overrides to validate the space: each value, or both ends."""
+        """Return the overrides with which the space is validated: each value, or both ends."""
         return self.values or tuple(self.format_override(number) for number in (self.low, self.high))
 
     def format_override(self, value: float | str) -> str:
@@ -60,7 +60,7 @@ class SearchSpace:
 def expand_sweep(request: Request) -> list[Request]:
     """Return one request per combination of the comma lists, ranges, choices and globs among the overrides.
 
-    Raises ConfigError if a list has no values, no end or too many, or a key is given twice.
+    Raises ConfigError if a list is empty, infinite or too long, or if a key is given twice.
     """
     parsed, problems = parse_overrides(request, sweeps=True)
     problems += _find_misplaced(parsed)
@@ -76,7 +76,7 @@ def expand_sweep(request: Request) -> list[Request]:
 
 
 def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
-    """Return the fixed part of a search and its space; `log(a,b)` is tag(log,interval(a,b)).
+    """Return the fixed part of a search and its space; `log(a,b)` is short for tag(log,interval(a,b)).
 
     Raises ConfigError with all problems, including range limits that are invalid for their key.
     """
@@ -103,7 +103,7 @@ def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ..
 def compose_all(requests: Sequence[Request]) -> list[Configuration]:
     """Compose the configurations. Raises ConfigError with the problems of all, without duplicates."""
     configurations = []
-    problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown for any value
+    problems: dict[tuple[str, str], Problem] = {}  # by key and text: an unknown key is reported once for all its values
     with cache_config_files():
         for request in requests:
             try:
@@ -187,7 +187,7 @@ def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> 
 
 
 def _accepts_fractions(override: Override, low: float, high: float, fixed: Request) -> bool:
-    """Return whether the key accepts fractions; a key without numeric type is reported later."""
+    """Return whether the key accepts fractions; a key that accepts no numbers is reported later."""
     if not (low.is_integer() and high.is_integer()):
         return True
     try:
@@ -198,7 +198,7 @@ def _accepts_fractions(override: Override, low: float, high: float, fixed: Reque
 
 
 def _check_ends(fixed: Request, axes: Sequence[SearchSpace]) -> None:
-    """Raise ConfigError if a value of the space is invalid, with the others at their first."""
+    """Raise ConfigError if a value of the space is invalid while all other keys have their first value."""
     first = [axis.ends[0] for axis in axes]
     tries = [first]
     for number, axis in enumerate(axes):

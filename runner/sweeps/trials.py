@@ -151,7 +151,7 @@ class Sweep:
     def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_record(folder), self.codes.get(trial.number)
-        # SLURM jobs record launcher=local, whatever the trial says; a damaged record has no overrides.
+        # The run of a SLURM job records launcher=local, not the trial's launcher; a damaged record has no overrides.
         words = {word for word in trial.words if not is_launcher_override(word)}
         if not words <= set(record.origin.overrides or words):
             record = RunRecord()
@@ -163,7 +163,7 @@ class Sweep:
         metrics = none_to_nan(record.result.metrics)
         last = metrics.get(metric, values[-1] if values else None)
         seconds = sum(phase.seconds for phase in record.result.phases.values())
-        if not seconds and record.evidence is not None:  # an unfinished run only has the time of its last process
+        if not seconds and record.evidence is not None:  # an unfinished run records only the time of its last process
             seconds = record.evidence.seconds or 0.0
         return Result(
             trial,
