@@ -86,9 +86,9 @@ def parse_arguments(
 
 
 def _is_setting(arg: str, command_keys: Iterable[str]) -> bool:
-    """Return whether it has the form key=value; the name of an existing file or folder may contain `=`, too."""
+    """Return whether `arg` has the form key=value; if a file or folder has this name, the key must also exist."""
     key, has_value, _ = arg.partition("=")
-    with suppress(OSError, RuntimeError):  # too long for a name; `~NAME` of no user
+    with suppress(OSError, RuntimeError):  # the name is too long; `~NAME` where no user has this name
         if has_value and Path(arg).expanduser().exists():
             return key.lstrip("+") in (*GROUPS, *all_keys(), *command_keys)
     return bool(has_value)
@@ -111,7 +111,7 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     if arguments.positional and is_run:
         what = f"this command takes a single run, but {arguments.positional[0]} is also given"
         raise ConfigError(Problem(what, names[0], "run the command once for each run"))
-    if names and (problems := parse_overrides(request)[1]):  # otherwise reported only once the run is found
+    if names and (problems := parse_overrides(request)[1]):  # otherwise, they are reported only once the run is found
         raise ConfigError(problems)
     if arguments.positional and run_overrides:
         what = f"this command takes a single run, but {arguments.positional[0]} is also given"
@@ -153,7 +153,7 @@ def parse_command_keys(
 
 @dataclass(frozen=True)
 class ParsedOptions:
-    """The given values of a command's own options, converted to their types, and its given flags."""
+    """The options and flags that a command was given; the values of options have been converted to their types."""
 
     given: dict[str, Any]
     flags: set[str]
@@ -165,7 +165,7 @@ def parse_options(
     """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
 
     options_type  dataclass of the keys
-    guess         argument that is neither -> the one that it may mean
+    guess         argument that is neither a key nor a flag -> the one that may be meant; "": unknown
     """
     keys = settings_keys(options_type)
     options, problems = ParsedOptions({}, set()), []
@@ -204,10 +204,10 @@ def _unknown_argument(arg: str, keys: Collection[str], flags: Collection[str], g
 
 
 def pop_checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of `checkpoint=best|last|N`, None if it is not given, and the other arguments.
+    """Return the value of `checkpoint=best|last|N` (None if it is not given) and the other arguments.
 
-    The settings group `checkpoint` keeps its options: `checkpoint=off` and `checkpoint.every=10min` stay arguments.
-    Raises ConfigError for a value that is neither.
+    Settings of the group `checkpoint`, such as `checkpoint=off` and `checkpoint.every=10min`, stay arguments.
+    Raises ConfigError for a value that is neither a choice nor an option of the group.
     """
     from runner.durable.checkpoint_choice import BEST, LAST, is_choice
 

@@ -104,14 +104,14 @@ class TypedLine:
     def task(self) -> Mapping[str, Signature]:
         """Functions of the task's file by name; empty if it cannot be read."""
         with suppress(OSError, SyntaxError, ValueError):
-            # Matched as text: importing a YAML parser would take longer than all the rest.
+            # Matched as text, because importing a YAML parser would take longer than everything else.
             defaults = (shipped_path("conf") / "config.yaml").read_text(encoding="utf-8")
             name = self.overrides.get("task") or re.findall(r"- task: (\w+)", defaults)[0]
             return read_functions(task_source(name, self.task_file))
         return {}
 
     def keys(self, prefix: str) -> dict[str, Key]:
-        """Return the settings that begin with `prefix`, of any option; only files that can hold such keys are read."""
+        """Return the settings of all options that begin with `prefix`; only files that can have such keys are read."""
         keys = settings_keys(Settings)
         for group in AXES:
             if prefix and (group.startswith(prefix) or prefix.startswith(f"{group}.")):
@@ -187,7 +187,8 @@ def _complete_values(line: TypedLine, key: str, text: str, *, has_settings: bool
         return CHECKS
     if key in ("run", "resume"):
         return [*(("auto", "fresh") if key == "resume" else ()), *_run_names(line)]
-    if key in GROUPS and has_settings and not (alternatives and key == "checkpoint"):  # best|last|N, not the group
+    # A command whose help has checkpoint=best|last|N does not complete the options of the group.
+    if key in GROUPS and has_settings and not (alternatives and key == "checkpoint"):
         return _shell_safe(list_options(key, line.config_dir, line.task_file))
     if alternatives:
         return [word for word in alternatives[1].split("|") if not word.isupper()]

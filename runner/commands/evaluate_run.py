@@ -1,4 +1,4 @@
-"""`accel-run evaluate`: the metrics of a trained run on a split."""
+"""`accel-run evaluate`: compute the metrics of a trained run on a split."""
 
 from __future__ import annotations
 

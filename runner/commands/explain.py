@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield the removed overrides and the request without them: those of the key, of its group, of the profile."""
+    """Yield removed overrides and the request without them: of the key, then also of its group, then of the profile."""
     remaining, removed = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
         if any(override_key(arg).startswith(f"{name}.") for arg in remaining):
@@ -67,7 +67,7 @@ def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request
 
 
 def _describe_key(key: str, value: str, configuration: Configuration) -> Iterator[str]:
-    """Yield the meaning of the key, its allowed values, and where a value derived on this machine is shown."""
+    """Yield its default without the task, its meaning, its options, and where to see the value that `auto` selects."""
     documented = _find_key(key, configuration)
     is_set_by_task = configuration.sources.get(key, "").partition(" ")[0] == "task"
     if documented and is_set_by_task and key.split(".", maxsplit=1)[0] not in ("task", "inference"):
@@ -123,7 +123,7 @@ def describe_source(key: str, configuration: Configuration) -> str:
 
 
 def _override_for(key: str, request: Request) -> str:
-    """Return the override that set the key; for a key of a phase it may be that of the whole run or of its option."""
+    """Return the override that set the key; a key of a phase may be set for the whole run, or by choosing an option."""
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
     for keys in ((key,), (name,), LENGTHS if name in LENGTHS else (), (key[: len(key) - len(name)] + group, group)):

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
 
     refuse_existing(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")
-    # Exit through the `finally` below, which removes the temporary file.
+    # On SIGTERM, exit through the `finally` below, which removes the temporary file.
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         result = run_in_subprocess(convert, source.absolute(), temporary, key)

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     checkpoint, rest = pop_checkpoint_choice(argv)
     request = parse_run_request(rest, _inference_keys(rest))
 
-    from runner.launch.trained_ranks import infer  # torch, which an invalid line does not load
+    from runner.launch.trained_ranks import infer  # loads torch, so the arguments are checked first
 
     return int(infer(request, checkpoint))
 
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
 def _inference_keys(argv: list[str]) -> tuple[str, ...]:
     """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
-    They are those of --task or of the run's task; of the default task if the run is not known.
+    They are read from --task or from the run's task, or from the default task if the run is not known.
     """
     arguments = parse_arguments(argv, positional=1)
     request = arguments.request

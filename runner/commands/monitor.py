@@ -259,9 +259,9 @@ def _write_files(
 
 
 def _create_folder(log_dir: str, *, is_required: bool) -> Path | None:
-    """Return a new folder in `log_dir`, named by the time.
+    """Return a new folder in `log_dir`, named after the current time.
 
-    Failure is an error if log_dir was given, otherwise a message: monitoring works without the folder.
+    Failure is an error if log_dir was given; otherwise it is only reported, because monitoring works without a folder.
     """
     from runner.durable import files
 

@@ -35,7 +35,7 @@ examples
 
 
 def run(argv: list[str]) -> int:
-    """Train for a profile; return 0, or 130 if interrupted, with the results so far."""
+    """Train for a profile; return 0, or 130 if interrupted, after writing the results so far."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
     parsed = parse_arguments(argv, command_keys=COMMAND_KEYS).request
     request = profiled_request(parsed)

@@ -109,7 +109,7 @@ def _read_sweep(folder: Path) -> Content:
 def _write_page(out: Path, owner: RunDirectory | None, content: Content, refresh_s: float | None = None) -> int:
     """Write the page and return its size in bytes.
 
-    owner  run in whose folder it is written; None: another folder
+    owner  run whose folder contains the page; None: the page is in another folder
     """
     from runner.base.errors import StorageError
     from runner.durable import files

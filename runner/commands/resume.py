@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
 def _resume(directory: RunDirectory, origin: RunRequest, request: Request, checkpoint: str | None) -> int:
     """Resume in the working directory.
 
-    request  has only settings that differ from those of the run
+    request  only the settings that differ from those of the run
     """
     from runner.durable.rewind import rewind_run
     from runner.launch.start import train
@@ -87,13 +87,13 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
         without={
             "run",
             *(["resume"] if "resume=fresh" in origin.overrides else []),
-            # A new length replaces the old one, also in the other unit.
+            # A new length replaces the old one, even if one is in updates and the other in epochs.
             *(["updates", "epochs"] if has_new_length else []),
         },
     )
     print_progress(f"{shlex.join(['accel-run', *resumed.train_arguments()])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
-    is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
+    is_first = member is None or member.rank == 0  # under torchrun, other ranks wait for it before they read the folder
     with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():
         return int(train(resumed))
 

@@ -42,7 +42,8 @@ def run(argv: list[str]) -> int:
     report_skipped(directory, progress_printer("status"))
     record = read_record(directory.path)
     origin = record.origin
-    folder = directory.path if "/" in (settings.run or "") else None  # the name is known in another directory only
+    # The command to resume a run that was given as a path has the path, because its name is not known here.
+    folder = directory.path if "/" in (settings.run or "") else None
     _print(f"{directory.name}: {derive_state(record, folder).sentence}   ({directory.shown})")
     _print(f"  task        {origin.task or 'unknown'}" + (f" ({origin.task_file})" if origin.task_file else ""))
     _print(f"  command     {origin.command or 'unknown'}")
@@ -74,7 +75,7 @@ def _print_sweep(folder: Path) -> int:
 
 
 def _print_last_error(directory: RunDirectory, record: RunRecord) -> None:
-    """Print the error of the last attempt; of an earlier one if the last attempt is running or was killed."""
+    """Print the last error, and whether it belongs to an earlier or later attempt than the recorded state."""
     error = read_error(directory.path)
     if error is None:
         return
