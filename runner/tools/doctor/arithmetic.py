@@ -51,7 +51,7 @@ def matmul(context: CheckContext) -> Iterator[CheckResult]:
             continue
         try:
             yield check_format(number_format)
-        except RuntimeError as error:  # torch has no such kernel; a failure if the device supports the format
+        except RuntimeError as error:  # torch has no such kernel, which is a failure if the device supports the format
             if number_format.is_native or number_format.name not in ("bf16", "fp16"):
                 raise
             yield skip(number_format.subject, f"not supported on this device: {first_line(str(error))}")
@@ -97,7 +97,7 @@ def measure_error(number_format: FormatUnderTest, product: Product | None = None
 
 
 def allowed_error(number_format: FormatUnderTest) -> float:
-    """Return the error that rounding explains: of factors and result, and of the sum, which is at least in float32.
+    """Return the error that rounding of the factors, the result and the sum explains; sums use at least float32.
 
     Random rounding errors of a sum of n terms grow with the square root of n.
     Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019.
@@ -142,7 +142,7 @@ def time_product(number_format: FormatUnderTest, size: int) -> float:
 
 
 def fastest_product(number_format: FormatUnderTest, max_s: float, repetitions: int = 1) -> tuple[int, float]:
-    """Return the side of square matrices with the fastest product, and its floating-point operations per second.
+    """Return the side of the square matrices whose product has the highest rate, and the rate in FLOP/s.
 
     max_s        seconds of a product beyond which no larger one is measured
     repetitions  measurements of each size, of which the shortest counts
@@ -185,6 +185,6 @@ def _fix(number_format: FormatUnderTest) -> str:
     return f"do not train with precision={number_format.name} here: reinstall torch, or check the device"
 
 
-_MARGIN = 16.0  # largest of many thousand errors relative to their RMS
+_MARGIN = 16.0  # factor from the RMS of many thousand errors to the largest of them
 _MEASURED_S, _BURST_S = 0.03, 0.005
 _WHY_WRONG = "wrong results from a device, driver or library make training useless"

@@ -122,7 +122,7 @@ def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.
 
 
 def parse_refusal(kernel: str, caught: Sequence[str]) -> str:
-    """Return why torch refuses a kernel, from its warnings: a headline per kernel, followed by the reasons."""
+    """Return why torch refuses a kernel. Its warnings are a headline per kernel, each followed by the reasons."""
     reasons, is_ours = [], False
     for line in (first_line(message).partition(" (Triggered")[0] for message in caught):
         if line.endswith("because:"):

@@ -1,7 +1,7 @@
 """`accel-run doctor first_contact`: compare the program's predictions for a GPU with measurements.
 
-For the first run on an untested kind of GPU. Each check compares a prediction that the plan relies on; a difference is
-a warning that explains the consequence for the plan.
+It is meant for the first run on an untested kind of GPU. Each check compares a prediction on which the plan relies with
+a measurement; if they differ, a warning explains the consequence for the plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGE_GPU_BYTES = 10 * GIB  # a larger GPU trains GPT-2 with 124 million paramet
 OVERRIDES = ("global_batch_size=16", "micro_batch_size=8", "updates=20", "evaluate.samples=16")
 LARGE_OVERRIDES = ("task.size=124m", "global_batch_size=8", "micro_batch_size=4")
 MEMORY_TOLERANCE = 0.05  # relative to the prediction of the trace; docs/memory.md
-SEGMENT_BYTES = 2 * MIB  # the smallest allocation of torch's allocator from the driver; less is no difference
+SEGMENT_BYTES = 2 * MIB  # smallest allocation of torch's allocator from the driver; smaller differences do not count
 MAX_WAITS = 2.0  # per update: loss and norm for a line of progress (docs/gpu-costs.md)
 SIMULATED = "This GPU is simulated: a dry run of the command on the CPU. The results do not apply to a real GPU."
 
@@ -90,7 +90,7 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
         is_default = not request.task_file and not any(item.startswith("task=") for item in request.overrides)
         is_large = is_default and device.memory_bytes > LARGE_GPU_BYTES and not is_stand_in()
         chosen = merge_overrides(OVERRIDES, LARGE_OVERRIDES if is_large else ())
-        # The stand-in has no flash and efficient attention, which the plan expects and which need less memory.
+        # The plan expects flash or efficient attention, which need less memory, but the stand-in has neither.
         attention = ("attention=math",) if is_stand_in() else ()
         own = (f"device={device.torch_name}", "checkpoint=off", "tracker=none", "monitor=off", "parallelism=single")
         wanted = dataclasses.replace(
@@ -119,7 +119,7 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
 
 
 def _run_command(command: str, request: Request, context: CheckContext, *words: str) -> tuple[str | None, Path]:
-    """Run a command of accel-run; return its failure, None if it succeeded, and its folder."""
+    """Run a command of accel-run; return its failure (None if it succeeded) and the folder of its run."""
     root = context.scratch / command
     line = [sys.executable, "-m", "runner", command, *merge_overrides(request.overrides, words)]
     line += ["run=contact", f"output_root={root}"]
@@ -130,7 +130,7 @@ def _run_command(command: str, request: Request, context: CheckContext, *words: 
 
 
 def find_error(text: str) -> str:
-    """Return the line that describes the error in the standard error of a command, where notes may come first."""
+    """Return the line of a command's standard error that describes the error; notes may precede it."""
     lines = [line for line in text.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("accel-run: ")), lines[0] if lines else "")
 

@@ -154,7 +154,7 @@ def _judge_state(gpu: Gpu, nvml: Nvml) -> CheckResult:
         return failed(name, seen, nvml.tool.memory_errors, _WHY_ECC)
     slowed = decode_throttle_reasons(now.get("throttle_reasons"))
     seen = ", ".join(parts) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
-    # A busy GPU is at its power limit.
+    # Normal reasons need no advice: for example, a busy GPU runs at its power limit.
     advice = [THROTTLE_MEANINGS[reason] for reason in slowed if reason not in NORMAL_THROTTLING]
     if advice:
         fix = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; {'; '.join(advice)}"

@@ -97,7 +97,7 @@ def _open_files(needed: int) -> CheckResult:
     return (failed if soft < DESCRIPTORS_BESIDES else warn)("open files", seen, fix, _WHY_FILES, {"open_files": soft})
 
 
-_BUSY_S, _MIN_CORE_SHARE = 0.25, 0.8  # a quota is refilled every 0.1 s
+_BUSY_S, _MIN_CORE_SHARE = 0.25, 0.8  # the loop is longer than the 0.1 s after which a CPU quota is refilled
 _WHY_LOAD = "torch slows down disproportionately on a busy processor, and measurements are unreliable"
 _WHY_FILES = "each tensor from a data worker needs an open file on both sides; with too few, training ends with exit 71"
 # variable -> (harmless values, effect of other values)

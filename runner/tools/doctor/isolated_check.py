@@ -73,7 +73,7 @@ class _CheckProcess:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
-                stream.flush()  # otherwise the child would print it too
+                stream.flush()  # otherwise the child would print the buffered text, too
         with ExitStack() as on_error:
             self._log: IO[bytes] = on_error.enter_context(tempfile.TemporaryFile(dir=context.scratch))
             self._messages, theirs = Pipe(duplex=False)

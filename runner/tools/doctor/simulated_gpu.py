@@ -17,7 +17,7 @@ from runner.base.paths import PACKAGE
 
 ROOT = PACKAGE.parent
 STAND_IN = "tests.stand_ins.cuda"
-MACHINE = "t4"  # with the simulated GPU; stand-ins for others exist
+MACHINE = "t4"  # the machine that is simulated; the tests also simulate others
 
 
 def find_stand_in(root: Path) -> bool:
@@ -26,7 +26,7 @@ def find_stand_in(root: Path) -> bool:
 
 
 def build_stand_in(root: Path) -> str:
-    """Compile the simulation, 30 s the first time; return why that is impossible, or an empty string."""
+    """Compile the simulation, which takes 30 s the first time; return why that failed, or an empty string."""
     line = _stand_in_command("build")
     done = subprocess.run(line, env=_environment(root), capture_output=True, text=True, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -34,7 +34,7 @@ def build_stand_in(root: Path) -> str:
 
 
 def run_on_simulated_gpu(root: Path, argv: Sequence[str]) -> NoReturn:
-    """Replace this process by `accel-run` with these arguments on the simulated GPU, which signals then reach."""
+    """Replace this process by `accel-run` with these arguments on the simulated GPU, so that signals reach it."""
     sys.stdout.flush()
     sys.stderr.flush()
     line = _stand_in_command(MACHINE, sys.executable, "-m", "runner", *argv)
@@ -47,5 +47,5 @@ def _stand_in_command(*words: str) -> list[str]:
 
 def _environment(root: Path) -> dict[str, str]:
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    # Safe path: a folder named `tests` in the current directory is not that of the checkout.
+    # With PYTHONSAFEPATH, a folder named `tests` in the current directory does not hide that of the checkout.
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *inherited]), "PYTHONSAFEPATH": "1"}

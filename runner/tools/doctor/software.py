@@ -121,7 +121,7 @@ def _install_command(package: Requirement) -> str:
     return f'pip install "{package.name}{package.specifier}"'
 
 
-# Modules with another name than their package; for packages that import lazily, a submodule that accel-run uses.
+# Modules whose names differ from their packages'; for packages that import lazily, a submodule that accel-run uses.
 _MODULES = {
     "dipy": "dipy.reconst.dti",
     "hydra-core": "hydra",

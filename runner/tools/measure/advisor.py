@@ -73,7 +73,8 @@ class Advice:
     def entries(self) -> list[Entry]:
         """Settings and manual changes by decreasing gain; unknown gains come last.
 
-        If the recommended data loader hides most of the time of a slow transform, only the rest counts as its gain.
+        If a recommended data loader setting hides most of the time of a slow transform, only the rest counts as the
+        gain of a faster transform.
         """
         by_rule = {finding.rule: finding for finding in self.findings}
         entries = [Entry(by_rule[tried.rule], tried, tried.outcome.gain) for tried in self.advised]
@@ -143,9 +144,9 @@ def try_candidates(
     opened: VariantResult,
     log: LogFunction,
 ) -> ComparisonResult:
-    """Compare the candidates with the current settings, as time allows; untried ones have the reason.
+    """Compare the candidates with the current settings, as time allows; `why_not` of an untried one has the reason.
 
-    deadline  by the clock of the comparison
+    deadline  time on the clock of the comparison
     opened    measurements of the current settings, to estimate the time
     """
     left = deadline - comparison.clock()

@@ -201,7 +201,7 @@ class Comparison:
                 process.run(num, limits.start_s)
                 num, total = min(2 * num, MAX_WARM_UP_UPDATES), total + num
             is_first = not startup.start_s
-            if is_first:  # a restart reuses compiled code
+            if is_first:  # a restart is faster, because it reuses compiled code
                 startup.start_s, startup.first_update_s = start_s, first_update_s
                 startup.warm_up_s, startup.warm_up_updates = self.clock() - began, total
             must_evaluate = limits.time_first_evaluation and (is_first or limits.run_evaluations)
@@ -404,8 +404,8 @@ class Comparison:
     def _restart_due(self, result: ComparisonResult) -> bool:
         """Restart the variants that are due or nearly due; return False if time is over or the baseline failed.
 
-        Constant effects of a process, such as memory layout, show only between processes. A variant that cannot restart
-        runs no more blocks; its blocks so far count.
+        Effects that are constant within a process, such as memory layout, show only as differences between processes. A
+        variant that cannot restart runs no more blocks; its blocks so far count.
         """
         for trial in self._find_due(result, NEARLY_DUE_SHARE):
             if self.clock() >= self.deadline:
@@ -458,7 +458,7 @@ def choose_block_updates(process: VariantProcess, trial: VariantResult, limits: 
     """
     seconds, num = process.run(1, limits.start_s), 1
     while seconds < limits.block_s / 2 and num < MAX_BLOCK_UPDATES:
-        growth = min(MAX_GROWTH, limits.block_s / max(seconds, 1e-6) / 2)  # a single reading is unreliable
+        growth = min(MAX_GROWTH, limits.block_s / max(seconds, 1e-6) / 2)  # limited: a single measurement is unreliable
         num = min(MAX_BLOCK_UPDATES, max(2 * num, int(num * growth)))
         seconds = process.run(num, limits.start_s)
     update_s = seconds / num
@@ -528,7 +528,7 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
 
 
 SHORT_BUDGET = "there was no time to try everything; use a larger budget_s="
-MIN_ROUNDS = 3  # the minimum for a spread
+MIN_ROUNDS = 3  # the fewest blocks from which a spread can be estimated
 SLACK = 1.2  # factor on expected times: blocks may take longer than the updates before them
 MAX_WARM_UP_UPDATES = 64  # in one command
 MAX_BLOCK_UPDATES = 20_000

@@ -28,7 +28,7 @@ BASELINE_NAME = "as it is"  # name of the baseline if it has the current setting
 class RankSetup:
     """CPU ranks over gloo.
 
-    settle  updates until shares by measured speed have settled
+    settle  number of updates after which the shares of the ranks, which follow their measured speed, are constant
     """
 
     num: int
@@ -437,7 +437,7 @@ def is_compiled(trial: VariantResult) -> bool:
 
 
 def expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
-    """Return the expected seconds of a start: the median of similar variants, or of all; ended starts do not count."""
+    """Return the expected seconds of a start: the median of similar variants, or of all that started in time."""
     timed = [
         other for other in result.variants if other.startup.taken_s and not other.why_not.startswith(START_TIMED_OUT)
     ]
@@ -503,7 +503,7 @@ NOISY_SPREAD = 0.15  # interquartile range of blocks relative to the median, fro
 BUSY_CORES = 0.25  # cores used by other processes, from which a note reports it
 MAX_WAIT_SHARE = 0.02  # share of the time of all blocks, from which a note reports it
 NOTABLE_SIGMA = 0.02  # standard deviation between identical processes, from which a note reports it
-LOSS_ROUNDING = 1e-3  # largest relative difference of losses by order of summation
+LOSS_ROUNDING = 1e-3  # largest relative difference of losses due to the order of summation
 GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
 # Settings that change losses by more than rounding, with tolerances: other number formats, other dropout masks.
 TOLERANCES: Mapping[str, float] = {
@@ -512,9 +512,9 @@ TOLERANCES: Mapping[str, float] = {
 }  # fmt: skip
 # Tolerances for the distance of the weights after the first updates, relative to the distance they moved. Adam's first
 # updates are little more than the signs of the gradients, so other rounding flips the sign of gradients that should be
-# 0, such as those of the bias of keys: up to 0.1 in small models. Tasks in size tiny: kernels 1e-4, bf16 0.02 to 0.08,
-# fp16 up to 0.04, 8 bits 0.1; a seventh of the learning rate 0.85, SGD instead of Adam 0.99, no movement 1, opposite
-# direction 2.
+# 0, such as those of the bias of keys: up to 0.1 in small models. Measured with the tasks in size tiny: other kernels
+# 1e-4, bf16 0.02 to 0.08, fp16 up to 0.04, 8 bits 0.1; a seventh of the learning rate 0.85, SGD instead of Adam 0.99,
+# no movement 1, opposite direction 2.
 WEIGHT_TOLERANCE = 0.3
 WEIGHT_TOLERANCES: Mapping[str, float] = {"precision": 0.6, "optimizer": 0.6, "device": 0.6}
 WEIGHT_TOLERANCE_RANDOM = 1.6  # if the setting may change random draws: other dropout masks lead to up to 1.4

@@ -96,7 +96,7 @@ class ForkServer:
                 reply: dict[str, Any] = json.loads(text)
                 if not key or key in reply:
                     return reply
-        except OSError as error:  # after a timeout, a further read raises another one
+        except OSError as error:  # not only TimeoutError: after a timeout, every further read raises OSError
             raise ReplyTimeout(f"no reply from the fork server within {START_TIMEOUT_S:.0f} s") from error
         raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
 
@@ -104,7 +104,7 @@ class ForkServer:
 class VariantProcess:
     """A variant and its data workers: a separate session, paused and resumed together.
 
-    deadline  time of `clock` after which replies are not awaited
+    deadline  time on `clock` after which replies are not awaited
     ranks     number of ranks, each also in a separate session; 0: the process itself trains
     """
 

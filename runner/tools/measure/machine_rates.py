@@ -26,7 +26,7 @@ class Rate:
     part    matmul or copies
     device  torch's name
     name    format, or source and destination
-    size    of the matrices, or bytes
+    size    side of the matrices, or number of bytes
     per_s   floating-point operations or bytes per second
     """
 

@@ -58,14 +58,15 @@ def probe(run: TrainingRun, phase: Phase) -> Reply:
 def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
     """Return the cost of reading samples as the run does, and the slowest line of the task's file."""
     num, seconds, busy = 1, 0.0, 0.0
-    while seconds < SECONDS / 20 and num <= SAMPLES:  # a batch: a dataset may read its samples together
+    while seconds < SECONDS / 20 and num <= SAMPLES:  # read in batches, because a dataset may read samples together
         num = min(2 * num, len(fetcher)) if num < len(fetcher) else num
         began, busy = time.perf_counter(), time.process_time()
         batch = fetcher[_first_samples(num)].batch
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if num == len(fetcher):
             break
-    again = fetcher[_first_samples(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
+    # From another epoch, because the random draws of a dataset repeat within an epoch.
+    again = fetcher[_first_samples(num)._replace(epoch=1)].batch
     with time_lines(source) as lines:
         fetcher[_first_samples(num)]
     sizes: list[int] = []
@@ -157,7 +158,7 @@ def time_lines(source: Path) -> Iterator[dict[Line, float]]:
         return local
 
     def trace_call(frame: FrameType, event: str, argument: Any) -> Any:
-        # `stack` cannot follow suspended frames.
+        # Generators are not traced, because `stack` cannot follow frames that are suspended.
         if frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_GENERATOR:
             return None
         stack.append(frame)

@@ -26,7 +26,7 @@ SMALL_UPDATE_MS = 5.0  # shorter updates may mostly wait for kernel launches
 MIN_THROTTLED_SHARE = 0.05
 CACHE_SHARE = 0.25  # share of the machine's memory that cached samples may use
 MIN_INTERVAL_RATIO = 1.5  # a longer interval between checkpoints is recommended from this ratio to the current one
-MIN_EVENTS = 3  # checkpoints or evaluations: fewer are those at the end of phases
+MIN_EVENTS = 3  # minimum number of checkpoints or evaluations; fewer are those at the end of phases
 CPU_BOUND_SHARE = 0.5  # CPU share of the time of reading a sample, below which reading is I/O-bound
 MAX_SHAPES = 3  # the usual shape, and two at the end of an epoch
 
@@ -75,7 +75,7 @@ def data_wait(facts: Facts) -> RuleFinding | None:
     loader, workers = values.get("dataloader"), _count_workers(facts)
     counts = suggest_worker_counts(cores, is_io_bound=facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE)
     is_cached = values.get("dataloader.cache") != "none"
-    if loader == "thread":  # without a cache it is one worker process
+    if loader == "thread":  # without a cache, this loader is one worker process
         readers = "a thread reads" if is_cached else "1 worker reads (dataloader=thread)"
         tries = [f"dataloader=default dataloader.num_workers={n}" for n in counts if is_cached or n > 1]
     elif workers is None:
@@ -230,7 +230,7 @@ def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
     usage = "" if peak is None or memory is None else f"; at most {peak / memory:.0%} of the GPU's memory was in use"
     if peak and memory:
-        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part grows with the batch
+        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part of it grows with the batch
     fitting = sorted({size for size in sizes if share_of_rank % size == 0}, reverse=True)
     evidence = f"an update of {total} samples has {steps} micro-batches of {micro}{usage}"
     return _make_finding(evidence, *(f"micro_batch_size={size}" for size in fitting[:3]))

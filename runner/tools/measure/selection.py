@@ -147,7 +147,7 @@ class TriedCandidate:
 def judge_candidate(
     result: ComparisonResult, rule: str, candidate: Candidate, at_most: float | None = None
 ) -> TriedCandidate:
-    """Return a candidate with its outcome; without a ratio if blocks are too short for the periodic work it concerns.
+    """Return a candidate with its outcome, without a ratio if blocks are too short for the periodic work it affects.
 
     at_most  largest possible gain according to the evidence of the run
     """

@@ -31,7 +31,7 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """Return whether it is faster; no clear change if the interval contains 1, or almost."""
+        """Return whether it is faster; "no clear change" if the interval contains 1 or a value close to 1."""
         if self.low > 1 + NEGLIGIBLE:
             return "better"
         if self.high < 1 - NEGLIGIBLE:

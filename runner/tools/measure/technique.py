@@ -56,8 +56,8 @@ class Technique:
 def load_techniques(config_dir: Path | None, task_file: Path | None = None) -> dict[str, Technique]:
     """Return all techniques by name, the baseline first, in the order in which they are stacked.
 
-    A file of the user replaces a shipped one of the same name, or an entry of TECHNIQUES of the task file or a
-    package. Raises ConfigError, SecurityRefusal.
+    A file in `config_dir` replaces a shipped one of the same name. Both replace an entry with that name in TECHNIQUES
+    of the task file or of a package. Raises ConfigError, SecurityRefusal.
     """
     return {
         name: _read_technique(found, found.parent)
@@ -79,7 +79,7 @@ def find_techniques(config_dir: Path | None, task_file: Path | None = None) -> d
 
 
 def is_valid_name(name: str) -> bool:
-    """Return whether a row of the results may have this name: of a technique, or of a stack up to one."""
+    """Return whether a row of the results may have this name: a technique, or a stack up to a technique."""
     return bool(_NAME.fullmatch(name.removeprefix(STACK))) and name not in RESERVED_TECHNIQUES
 
 

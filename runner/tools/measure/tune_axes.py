@@ -85,7 +85,7 @@ class TuneTarget:
         try:
             after = self.values(merge_overrides(overrides, candidate.overrides))
         except AccelRunError as error:
-            return error.problems[0].what  # its fix is another candidate
+            return error.problems[0].what  # without its fix, because other candidates are tried
         changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
         if not changed:
             return "it does not change the plan on this machine"
@@ -167,7 +167,7 @@ def _propose_loaders(state: TuneState) -> Proposed:
     counts = suggest_worker_counts(state.facts.cpu.logical_cores, is_io_bound=is_io_bound)
     proposed: list[Overrides] = []
     for option in (loader, *state.options("dataloader")):
-        if option == "thread":  # without a cache it is equivalent to one worker process
+        if option == "thread":  # without a cache, it is equivalent to one worker process
             continue
         signature = find_signature("dataloader", option)
         overrides: Overrides = () if option == loader else (f"dataloader={option}",)

@@ -1,8 +1,8 @@
 """The process of a variant: real training that runs blocks of updates on command.
 
-`python -m runner.tools.measure.variant_process SOCKET PARENT` is the fork server: it only imports modules. Each `fork`
-command on its socket creates a variant with a separate connection, on which it replies to each command with a result or
-an error. A variant synchronizes with the device only before and after a block.
+`python -m runner.tools.measure.variant_process SOCKET PARENT CORES` is the fork server, which only imports modules.
+Each `fork` command on its socket creates a variant with a separate connection, on which the variant replies to each
+command with a result or an error. A variant synchronizes with the device only before and after a block.
 """
 
 from __future__ import annotations
@@ -316,10 +316,10 @@ class TrainingVariant:
         """Build the run and its phase; return a description of them.
 
         compiled         folder for compiled code, separate from that of other variants
-        phase            phase to run; None: the first training phase. Earlier phases without gradients run before it,
-                         earlier training phases do not: the time of an update does not depend on the weights
+        phase            phase to run; None: the first training phase. Earlier phases without gradients run before it;
+                         earlier training phases do not, because the time of an update does not depend on the weights
         run_evaluations  run evaluations as often as the real phase
-        settle           number of updates until shares by measured speed have settled
+        settle           number of updates to run until shares that follow the measured speed are constant
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
@@ -386,7 +386,7 @@ class TrainingVariant:
         }
 
     def report(self) -> Reply:
-        """Return losses, memory and kernels of all updates so far."""
+        """Return losses of the first updates, and memory and kernels of all updates so far."""
         accelerator = get_accelerator(self.run.parts.world.device)
         peak, total = accelerator.peak_memory(), accelerator.total_bytes()
         first = self.phase.hook(FirstUpdates)
@@ -450,7 +450,7 @@ class TrainingVariant:
         return {"seconds": seconds}
 
     def evaluate(self) -> Reply:
-        """Return the extra seconds of the first evaluation compared with the second, over all batch sizes."""
+        """Return the extra seconds of the first of two evaluations, both with one batch of each size."""
         phase, parts, seconds = self.phase, self.run.parts, list[float]()
         evaluation = phase.hook(Evaluation)
         if evaluation.held_out is None:

@@ -46,7 +46,7 @@ def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], 
                     missing.append(MissingPart(kind.title, drawing))
                     continue
                 charts.append(make_chart(drawing, kind.id, kind.title, wide=kind.wide))
-            except (ArithmeticError, ValueError) as error:  # values that no run writes
+            except (ArithmeticError, ValueError) as error:  # values that a run never writes
                 missing.append(MissingPart(kind.title, make_printable(f"cannot be drawn: {error_line(error)}")))
     return charts, missing
 
@@ -80,7 +80,7 @@ def loss(run: RunData) -> Drawing | str:
     axes.legend(loc="upper right", fontsize=9)
     bad = sum(not math.isfinite(value) for value in raw.y)
     notes = [f"{bad:,} rows without a finite loss are gaps"] if bad else []
-    if any(count > 1 for count in updates_per_row(raw.x)):  # so that it may be above the validation loss
+    if any(count > 1 for count in updates_per_row(raw.x)):  # explains why it may be above the validation loss
         notes.append("training: mean of the updates since the row before, drawn at the last of them")
     return Drawing(figure, "; ".join(descriptions), "; ".join(notes))
 

@@ -1,4 +1,4 @@
-"""State which differences between compared runs may be noise: of other seeds for metrics, of the rows for times."""
+"""State which differences between compared runs may be noise: between seeds for metrics, between rows for times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
 
     The noise of a metric is its standard deviation over seeds, pooled over all groups of runs that differ in nothing
     else. A difference is within noise if Student's t-test at 95 % does not reject that it is 0; among many pairs, one
-    in 20 is rejected by chance. Runs that are not finished have other metrics than their settings lead to.
+    in 20 is rejected by chance. Nothing is stated if a run is not finished, because its metrics are not yet those that
+    its settings lead to.
     """
     metrics = [_finite(run.metrics) for run in runs]
     names = [name for name in metrics[0] if all(name in of_run for of_run in metrics)]

@@ -13,7 +13,7 @@ from runner.monitor.health_rules import HealthVerdict
 from runner.tools.report.chart_parts import Chart, MissingPart
 from runner.version import __version__
 
-GENERATOR_TAG = '<meta name="generator" content="accel-run '  # of a page of any version
+GENERATOR_TAG = '<meta name="generator" content="accel-run '  # in pages of every version
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def phases(run: RunData) -> PageTable:
 
 def configuration(run: RunData) -> PageTable:
     """Return a folded table of all settings with the values used and reasons."""
-    decided: dict[str, Any] = {}  # by the plan
+    decided: dict[str, Any] = {}  # values of the plan
     for group, choice in run.plan.choices.items():
         decided[group] = choice.name
         decided |= {f"{group}.{key}": value for key, value in choice.options.items()}

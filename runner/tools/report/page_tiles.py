@@ -60,7 +60,7 @@ def _memory_tile(run: RunData) -> Iterable[Tile]:
 
 def _time_tile(run: RunData) -> Iterable[Tile]:
     of_phases = [phase.seconds for phase in run.record.result.phases.values()]
-    if sum(of_phases) > _SEVERAL_PROCESSES * run.total_s:  # times by part are those of the last process
+    if sum(of_phases) > _SEVERAL_PROCESSES * run.total_s:  # resumed: `total_s` is the time of the last process
         yield Tile(
             "time", format_duration(sum(of_phases)), f"of which {format_duration(run.total_s)} in the last process"
         )
@@ -86,4 +86,4 @@ def _checkpoints_tile(run: RunData) -> Iterable[Tile]:
 
 
 _METRIC_TILES = 3
-_SEVERAL_PROCESSES = 1.1  # time of all phases relative to that of the last process, from which a run was resumed
+_SEVERAL_PROCESSES = 1.1  # a run was resumed if its phases took more than this many times as long as its last process

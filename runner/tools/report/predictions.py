@@ -73,7 +73,7 @@ def _read_text(path: Path, name: str) -> Text | None:
 
 
 _MAX_PICTURES, _MAX_TEXTS, _MAX_LISTED = 6, 6, 8
-_MACHINE_PLOT = re.compile(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png")  # of the monitor; the report draws its own
+_MACHINE_PLOT = re.compile(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png")  # plots of the monitor; the report draws its own
 _PICTURE_BYTES = 190_000  # total of all encoded pictures on the page
 _PICTURE_WIDTH = 760  # pixels
 _MAX_PIXELS = 40_000_000

@@ -103,7 +103,7 @@ class RunData:
 
     @property
     def evidence(self) -> Evidence | None:
-        """The measurements of the run, once its last process has some or has ended without running an update."""
+        """The measurements of the last process, or earlier ones if it has ended without running an update."""
         current, last = self.record.current_evidence, self.record.evidence
         if current is not None or last is None or self.record.process.state == "running":
             return current
@@ -135,7 +135,7 @@ class RunData:
 
     @property
     def item(self) -> str:
-        """The unit of the throughput, such as token; item if unknown."""
+        """The unit of the throughput, such as "token"; "item" if unknown."""
         items = (row["item"] for row in reversed(self.events) if row.get("kind") == "phase" and row.get("item"))
         return str(next(items, "item"))
 
@@ -340,7 +340,8 @@ _DEFAULT_ROOT = "outputs"  # default of output_root=
 _MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
 _MAX_KEYS = 400  # metrics in metrics.jsonl that are read
-MACHINE_METRICS = (  # those that charts and health rules use: others of a long run would double the time of a report
+# Only metrics that charts and health rules use: reading the others of a long run would double the time of a report.
+MACHINE_METRICS = (
     "util", "memory_gib", "memory_total_gib", "temperature_c", "power_w", "power_limit_w", "throttle_reasons",
     "ecc_uncorrected", "other_processes", "other_memory_gib", "cpu/percent", "ram/percent",
 )  # fmt: skip

@@ -28,7 +28,7 @@ PARTS = ("matmul", "copies")
 SUITES: Mapping[str, SuiteDeclaration] = {
     "ladder": SuiteDeclaration(
         "techniques, alone and combined",
-        # modes: all; if techniques are named as arguments, isolated
+        # modes: the default is all, or isolated if techniques are named as arguments
         {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds": "60"},
         ("all", "init", "reset", "clean", "plots"),  # besides the names of techniques
     ),
@@ -38,12 +38,12 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "batch": SuiteDeclaration(
         "micro-batch sizes: samples per second",
-        # micro: sizes, or auto: the global batch halved repeatedly; global: samples per update
+        # micro: sizes; auto: the global batch, halved repeatedly. global: samples per update; same: unchanged
         {"micro": "auto", "global": "same"},
     ),
     "loader": SuiteDeclaration(
         "data loader settings: workers, prefetch, pinned memory, cache",
-        # workers: numbers and thread, or auto: by the cores; pin: auto: both with a GPU
+        # workers: numbers or `thread`; auto: according to the number of cores. pin: auto tries both if there is a GPU
         {"workers": "auto", "prefetch": "2,4", "pin": "auto", "cache": "none,memory,device"},
     ),
     "before_after": SuiteDeclaration(
@@ -52,13 +52,13 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "parallelism": SuiteDeclaration(
         "one rank, equal shares, measured shares, pipeline",
-        # updates: minimum number in a block
+        # updates: minimum number of updates in a block
         {"forms": "single,equal,shares,pipeline", "ranks": "2", "updates": "20"},
     ),
     "devices": SuiteDeclaration(
         "CPU and GPU, or numbers of threads: by phase, batch and sample size",
-        # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all
-        # batches: samples per update; sides: side of a cube in pixels
+        # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU or, without a GPU, one thread and all
+        # batches: samples per update; sides: sides of cubes in pixels
         {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128"},
     ),
 }

@@ -89,7 +89,7 @@ def _group(override: str) -> str:
 class Biggest:
     """The largest micro-batch that ran, and why no larger one did.
 
-    is_all  True: larger ones are impossible; False: unknown, because they were not tried
+    is_all  True: larger ones are impossible, or excluded by `biggest=`; False: unknown
     """
 
     size: int | None
@@ -246,7 +246,7 @@ def _inference_row(inferred: Mapping[str, Replies | str]) -> tuple[Value, ...]:
 
 
 def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
-    """Return the row of the largest batch; unknown if larger sizes of the smaller one were not tried."""
+    """Return the row of the largest batches; the verdict is unknown if the smaller one might have been larger."""
     name, sizes = "largest batch, samples", [biggest for biggest in (before, after) if biggest.size]
     if len(sizes) == 2 and not min(sizes, key=lambda biggest: (biggest.size or 0, biggest.is_all)).is_all:
         return (name, before.size, after.size, "", "unknown: no time for larger ones")
@@ -256,7 +256,7 @@ def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
 def _single_reading_row(
     name: str, before: float | None, after: float | None, *, less_is_better: bool = False
 ) -> tuple[Value, ...]:
-    """Return a row of single readings, of which only a large difference is a clear change."""
+    """Return a row of single measurements, between which only a large difference is a clear change."""
     if not before or not after:
         return (name, before, after, "", "not measured")
     change = before / after if less_is_better else after / before
@@ -268,7 +268,7 @@ def _single_reading_row(
 BEFORE, AFTER = "before", "after"
 VARIED_GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
 DATA_KEYS = ("drop_last", "bad_samples")
-MIN_CHANGE = 10 * NEGLIGIBLE  # between single readings
+MIN_CHANGE = 10 * NEGLIGIBLE  # between single measurements
 SHARE_OF_BIGGEST = 0.1  # share of the budget for each variant
 SHARE_OF_INFERENCE = 0.15
 WATCHED_S = 3.0

@@ -111,7 +111,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 
 
 def _apply_default_task(suite_request: SuiteRequest) -> SuiteRequest:
-    """Return the request, for a task with both phases unless it names one."""
+    """Return the request with the default task, which has both kinds of phases, unless it names another task."""
     request = suite_request.request
     named = [word for word in request.overrides if word.startswith("task=")]
     if request.task_file or (named and named[-1] != f"task={TASK}"):
@@ -190,7 +190,7 @@ def _ratio(result: ComparisonResult, devices: Devices, point: Point) -> Ratio | 
 def describe_crossover(
     devices: Sequence[str] | Devices, ratios: Sequence[Ratio | None], unit: str, at: Sequence[int]
 ) -> str:
-    """Describe from which size on which device is clearly faster.
+    """Describe which device is clearly faster, and from which size on.
 
     ratios  speed of the second device relative to the first, by size
     at      increasing sizes

@@ -183,7 +183,7 @@ class Ladder:
     def _drop_exclusive(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Drop techniques that change the numerical results; of mutually exclusive ones, keep only the fastest."""
         kept: list[Technique] = []
-        # Their single results decide, because measuring all combinations would take too long.
+        # The results of each technique alone decide, because measuring all combinations would take too long.
         for technique in members:
             row = self.rows.get(technique.name)
             if row is None or row.outcome.is_wrong:
@@ -246,7 +246,7 @@ class Ladder:
         return result
 
     def _keep_complete(self, result: ComparisonResult, stage: str) -> None:
-        """Add the complete rows of an interrupted stage; rows of a stack are omitted: they depend on previous ones."""
+        """Add the complete rows of an interrupted stage, except rows of a stack, which depend on previous ones."""
         for trial in result.variants:
             name, is_baseline = trial.name, trial is result.baseline
             is_complete = len(trial.blocks) >= MIN_ROUNDS and name not in self.rows
@@ -454,7 +454,7 @@ def _clean(results: Results) -> SuiteReport:
 
 
 def _plots(results: Results) -> SuiteReport:
-    """Plot the results with this prefix; if there are none, those without one, into files with the prefix."""
+    """Plot the results with this prefix, or those without a prefix if there are none, to files with the prefix."""
     unprefixed = Results(results.folder)
     measured = results if results.exists or not unprefixed.exists else unprefixed
     return SuiteReport("", files=tuple(plots.draw_plots(measured, results)))

@@ -19,7 +19,7 @@ from runner.tools.measure.suite import Columns, SuiteReport, SuiteRequest, forma
 def run(suite_request: SuiteRequest) -> SuiteReport:
     """Compare forms of parallelism on CPU ranks over gloo, with the same number of threads per rank.
 
-    Raises ConfigError for invalid numbers and fewer than two ranks, OutOfTime if there was no time for a block.
+    Raises ConfigError for invalid numbers and fewer than two ranks, BudgetExhausted if there was no time for a block.
     """
     suite_request.refuse_positional()
     names = suite_request.parse_choices("forms", FORMS)
@@ -93,6 +93,6 @@ def _make_report(task: str, result: ComparisonResult, notes: list[str]) -> Suite
 
 
 FORMS = ("single", "equal", "shares", "pipeline")
-SETTLE_UPDATES = 80  # until shares by measured speed have settled
+SETTLE_UPDATES = 80  # number of updates after which shares that follow the measured speed are constant
 UPDATES = 10**6  # length of the run, more than any comparison needs
 MICRO_BATCHES_PER_STAGE = 4  # with fewer, the stages of a pipeline idle most of the time
