@@ -237,7 +237,7 @@ def _train_at(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
     usual = [word for word in DEFAULTS if word.partition("=")[0] not in keys]
     outputs = folder.with_name(f"{folder.name}-outputs")
     with _check_out(commit, folder):
-        # Safe path: the current folder and that of the script must not precede the code of the commit.
+        # With PYTHONSAFEPATH, neither the current folder nor that of the script precedes the code of the commit.
         environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
         _check_import(folder, environment)
         print(f"training at {commit}", file=sys.stderr, flush=True)

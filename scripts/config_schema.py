@@ -36,7 +36,7 @@ def config_schema() -> Schema:
 
 
 def _group(group: str) -> Schema:
-    """Return the schema of the options of a group: each key as any of its options declares it."""
+    """Return the schema of a group's files: a key may have the type that any option of the group declares for it."""
     found: dict[str, list[Key]] = {}
     for option in list_options(group):
         signature = find_signature(group, option)

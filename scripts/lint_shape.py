@@ -11,8 +11,9 @@ function     a function has at most 6 positional parameters; settings after `*` 
 layer        imports go down only; axes do not import each other; tasks import only the task contract
 cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
 name         names of modules and of public classes are unique, so that a search finds one thing
-late         imports inside functions do not become more; commands/ and cli.py, whose start they keep fast, do not count
-top          the top level holds what TOP_LEVEL names; a file that a redirection created by mistake is not committed
+late         the number of imports inside functions does not grow; those in commands/ and cli.py, which make them start
+             fast, do not count
+top          the top level has only the names in TOP_LEVEL, so that a file created by a mistyped redirection is found
 
 NOT_YET lists the current exceptions. It may only shrink: an entry that is no longer needed is also a finding.
 Exit 0: nothing found. 1: findings.
@@ -211,7 +212,7 @@ def _class_sizes(path: str, node: ast.ClassDef) -> Iterator[Finding]:
 def package_of(module: str) -> str | None:
     """Return the package of a module of the runner, a key of FLOORS: `runner.engine.update.loop` -> `engine.update`.
 
-    A package that FLOORS does not contain is returned by its first name, and None for what has no package.
+    If FLOORS does not contain the package, its first name is returned; None if the module is in no package.
     """
     parts = module.split(".")
     if parts[0] != "runner" or len(parts) < 2 or parts[1:] == ["tools"]:
@@ -281,7 +282,7 @@ def cycles(imports: Mapping[str, Iterable[str]]) -> Iterator[Finding]:
 
 
 def names(modules: Iterable[Module]) -> Iterator[Finding]:
-    """Yield names of modules or public classes that occur twice. Suites are named as typed: suite=batch."""
+    """Yield names of modules or public classes that occur twice, except modules of suites, named as in suite=NAME."""
     places = defaultdict(list)
     for module in modules:
         stem = module.name.rpartition(".")[2]

@@ -32,7 +32,7 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_MEI
 FOREIGN = {"torch", "os", "sys", "ctypes", "pytest", "F", "dist", "threading", "signal", "_pytest"}
 WORDS_OF_A_PHRASE = 4
 TOLERANCES = {"rel", "abs", "rtol", "atol"}
-MAX_ROUNDING = 1e-3  # larger tolerances are of statistics, figures shown, or measured values
+MAX_ROUNDING = 1e-3  # larger tolerances are for statistics, printed figures or measured values
 MEASURED = re.compile(r"(_ms|_us|_s|seconds|speedup|overhead)$|/s$|^(ratios?|shares?|middle)$")  # keys of reports
 DEADLINE = re.compile(r"= time\.(?:monotonic|perf_counter|time)\(\) \+ (\d+(?:\.\d+)?)\b")
 EXCEPTION = re.compile(r"#\s*lint-tests:\s*([a-z, ]+):\s*\S")
@@ -109,7 +109,7 @@ def _of_call(call: ast.Call) -> Iterator[Finding]:
 
 
 def _short_deadlines(lines: list[str]) -> Iterator[Finding]:
-    """Find deadlines, also in programs that tests hold as strings."""
+    """Find short deadlines, also in programs that tests contain as strings."""
     for number, line in enumerate(lines, 1):
         found = DEADLINE.search(line)
         if found and float(found[1]) < MIN_TIMEOUT_S:
@@ -150,7 +150,7 @@ def _reads_clock(node: ast.AST) -> bool:
 
 
 def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef, durations: set[str]) -> Iterator[Finding]:
-    """Trace values read from clocks, or by `durations`, functions that do, to the assertions of a function."""
+    """Trace values from clocks, or from functions in `durations`, which read clocks, to assertions of a function."""
     tainted: set[str] = set()
 
     def reads_clock(node: ast.AST) -> bool:

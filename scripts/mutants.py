@@ -3,7 +3,7 @@
     python scripts/mutants.py collect              # once: which tests execute which statements, and how long they take
     python scripts/mutants.py run --count 140      # a seeded selection, and every restored field of a checkpoint
     python scripts/mutants.py run --only runner/durable --count 30 --seed 1
-    python scripts/mutants.py run --keys KEY --tests tests/base/test_batch.py  # by chosen tests, which need no map
+    python scripts/mutants.py run --keys KEY --tests tests/base/test_batch.py  # with chosen tests, without a map
     python scripts/mutants.py run --resume FILE    # only those that FILE does not list as killed
     python scripts/mutants.py page FILE            # the table for docs/results
 
@@ -11,9 +11,9 @@ A mutant is one change of one expression or statement, applied in a copy of the 
 Messages and asserts are not changed, nor is `strict=True` of zip, which asserts too. Tests that execute the changed
 statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
 the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
-fails for the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
-Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each call in
-them is left out in turn, so a new field has its mutant without an edit here.
+fails for the first time runs again with the mutant and without it; unless it fails with it and passes without it, it is
+left out. Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each
+call in them is left out in turn, so a new field gets its mutant without an edit here.
 
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
@@ -67,7 +67,7 @@ RESTORING = {
     "trained_evaluation._make_sizes", "trained_run.open_source", "trained_run._open_weights",
     "trained_run.load_trained_model", "weights._add_tied", "weights.load_initial_weights",
 }  # fmt: skip
-# Fields that are restored inside an expression, which leaving out a statement does not reach: path, old, new.
+# Fields that are restored inside an expression, so that no statement can be left out to test them: path, old, new.
 BY_HAND = (
     (
         "runner/engine/phase.py",
@@ -93,7 +93,7 @@ BY_HAND = (
     ("runner/durable/weight_source.py", "average=average", "average=None"),
     ("runner/engine/parts/objective_phase.py", 'selected, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
-# The values that a new run has for the fields of a checkpoint, in the dicts of SAVING.
+# Fields of a checkpoint, in the dicts of the function SAVING -> their values in a new run.
 SAVING = "Checkpointing.snapshot"
 FRESH = {
     "skipped_before": "0", "closed": "False", "bests": "[]", "changes": "[]", "code": "{}",
@@ -118,8 +118,8 @@ WARM = (
 class Mutant:
     """One change of one place.
 
-    function, statement  where: qualified name, and text of the innermost statement
-    start, stop          bytes of the source that are replaced by `after`
+    function, statement  its place: qualified name of the function, and text of the innermost statement
+    start, stop          range of bytes of the source that `after` replaces
     """
 
     path: str
@@ -131,11 +131,11 @@ class Mutant:
     after: str
     start: int
     stop: int
-    number: int  # among those of the same text in the same function
+    number: int  # among the mutants with the same text in the same function
 
     @property
     def key(self) -> str:
-        """Name it independently of the line, so that edits elsewhere do not rename it."""
+        """Return an identifier that does not depend on the line, so that edits elsewhere do not change it."""
         text = "\0".join([self.path, self.function, self.operator, self.before, self.after, str(self.number)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -349,9 +349,10 @@ def target_files(root: Path, only: Sequence[str] = ()) -> list[str]:
 
 
 def selection(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return all mutants "not restored", and `count` others: as many of each target and operator as their numbers say.
+    """Return all mutants "not restored", and about `count` others.
 
-    Strata are targets; within one, operators take turns, so that frequent ones do not crowd out the rest.
+    Targets get shares in proportion to the square root of their number of mutants. Within a target, operators take
+    turns, so that frequent ones do not crowd out the rest.
     """
     restoring = [mutant for mutant in every if mutant.operator == "not restored"]
     strata: dict[str, list[Mutant]] = defaultdict(list)
@@ -392,7 +393,7 @@ def copied(tree: Path) -> None:
 
 
 def write_bytecode(path: Path, code: Any, source: bytes, *, is_checked: bool) -> None:
-    """Put the code where an import finds it; unchecked, it is taken whatever the source says."""
+    """Write the code where an import finds it. Unless `is_checked`, it is used even if it differs from the source."""
     external: Any = importlib.import_module("_frozen_importlib_external")
     cache = Path(importlib.util.cache_from_source(str(path)))
     cache.parent.mkdir(exist_ok=True)
@@ -400,7 +401,7 @@ def write_bytecode(path: Path, code: Any, source: bytes, *, is_checked: bool) ->
 
 
 def apply(tree: Path, path: str, source: bytes) -> None:
-    """Give a file of the copy another source, with bytecode that is compared by content: times are too coarse."""
+    """Replace the source of a file of the copy; bytecode is validated by content, because file times are too coarse."""
     (tree / path).write_bytes(source)
     write_bytecode(tree / path, compile(source, str(tree / path), "exec", dont_inherit=True), source, is_checked=True)
 
@@ -440,8 +441,8 @@ def statement_key(path: str, function: str, text: str) -> str:
 def instrument(tree: Path, hits: Path) -> list[str]:
     """Make the targets in the copy mark each statement that they execute; return the keys by number.
 
-    Only the bytecode is changed, with the lines of the source: what reads sources sees them as they are. A mark is a
-    byte of a file that all processes map, so forks and subprocesses leave theirs too.
+    Only the bytecode is changed, and it keeps the line numbers, so code that reads sources sees the originals. A mark
+    is a byte of a file that all processes map, so forks and subprocesses set marks, too.
     """
     keys: list[str] = []
     for path in target_files(tree):
@@ -486,7 +487,7 @@ def is_future(node: ast.stmt) -> bool:
 
 
 class Recorder:
-    """Notes for each test what it executed, how long it took, and whether it passed."""
+    """Records for each test what it executed, how long it took, and whether it passed."""
 
     def __init__(self, hits: Path) -> None:
         import mmap
@@ -600,7 +601,7 @@ class Known:
         self.seconds: dict[str, float] = {}
         self.by_statement: dict[str, set[str]] = defaultdict(set)
         self.by_function: dict[str, set[str]] = defaultdict(set)
-        self.by_function_before: dict[str, set[str]] = defaultdict(set)  # as it was in a file that has changed since
+        self.by_function_before: dict[str, set[str]] = defaultdict(set)  # from maps that are older than the file
         self.by_file: dict[str, set[str]] = defaultdict(set)
         self.stale: list[str] = []
         sources = {path: digest_of(tree / path) for path in target_files(tree)}
@@ -624,16 +625,16 @@ class Known:
                         self.by_file[path].add(test)
 
     def tests_of(self, mutant: Mutant) -> set[str]:
-        """Return the tests that execute the changed statement; of code that only runs at import, those of the file."""
+        """Return the tests that execute the changed statement; for code that runs only at import, those of the file."""
         place = f"{mutant.path}\0{mutant.function}"
         if not mutant.function:
             return self.by_file[mutant.path]
-        if place not in self.by_function:  # a class, or nothing has called the function since the map was made
+        if place not in self.by_function:  # a class, or a function that no test called when the map was made
             inside = (tests for key, tests in self.by_function.items() if key.startswith(f"{place}."))
             return set().union(*inside) or self.by_file[mutant.path]
         if not mutant.statement:  # a default value, which the tests of signatures read without a call
             return self.by_function[place] | {test for test in self.seconds if test.startswith(SIGNATURES)}
-        # A statement that is newer than the map of a test may be executed by it where its function is.
+        # A test whose map is older than the statement may execute it if it executes the function.
         key = statement_key(mutant.path, mutant.function, mutant.statement)
         return self.by_statement[key] | self.by_function_before[place]
 
@@ -642,7 +643,7 @@ class Known:
 
 
 def warm() -> None:
-    """Import what tests need of other packages; nothing of the runner, which each fork imports as it is then."""
+    """Import other packages that tests need, but nothing of the runner, whose current state each fork imports."""
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY="/nonexistent")
     for name in WARM:
         with suppress(ImportError):
@@ -681,7 +682,7 @@ def run_pytest(tree: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> 
 
 
 def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Run a function in a fork, its output in a file; return its exit code, None after a timeout, and the seconds."""
+    """Run a function in a fork that logs to a file; return its exit code (None after a timeout) and its seconds."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -704,7 +705,7 @@ def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float
             os._exit(code)
     code = None
     while time.monotonic() < began + limit_s:
-        ended, status = os.waitpid(-1, os.WNOHANG)  # also its orphans: a test may wait until they are gone
+        ended, status = os.waitpid(-1, os.WNOHANG)  # also reaps orphans, because a test may wait until they are gone
         if ended == pid:
             code = os.waitstatus_to_exitcode(status)
             break
@@ -731,7 +732,7 @@ def end_children() -> None:
 
 
 class Ordered:
-    """Runs the tests in the given order, whatever the conftest prefers, and notes the first failure."""
+    """Runs the tests in the given order, regardless of the conftest's order, and records the first failure."""
 
     def __init__(self, wanted: Sequence[str], told: Path) -> None:
         self.place, self.told = {name: number for number, name in enumerate(wanted)}, told
@@ -755,7 +756,7 @@ class Ordered:
 
 @dataclass
 class Result:
-    """What the tests said of a mutant.
+    """The result of the tests of a mutant.
 
     status    killed, survived, not reached (by any test), no verdict (tests left out for the budget)
     by        the test that failed, twice
@@ -785,13 +786,13 @@ class Judge:
         self.known = Known(cache, self.tree)
         self.chosen: Sequence[str] = ()  # tests or files of tests to run instead of those of the map
         self.sound: dict[str, bool] = {}  # tests that failed -> whether they do so again, and pass without the mutant
-        self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # function -> tests that noticed a mutant of it
+        self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # function -> tests that killed a mutant of it
         for path in target_files(self.tree):
             apply(self.tree, path, (self.tree / path).read_bytes())
         warm()
 
     def judged(self, mutant: Mutant) -> Result:
-        """Apply a mutant, run its tests, and take it back."""
+        """Apply a mutant, run its tests, and revert it."""
         began = time.monotonic()
         result = Result(
             mutant.key, mutant.path, mutant.line, mutant.function, mutant.operator, mutant.before, mutant.after, ""
@@ -821,7 +822,7 @@ class Judge:
         while left:
             most_s = min(self.budget_s - spent, 60.0 if result.num_tests else 10.0)
             stage, stage_s = [], 0.0
-            if self.chosen:  # all of them, whatever their time
+            if self.chosen:  # all of them, regardless of the budget
                 stage, left = left, []
             while left and (stage_s + self.seconds_of(left[0]) <= most_s or not result.num_tests + len(stage)):
                 stage_s += self.seconds_of(left[0])
@@ -839,10 +840,10 @@ class Judge:
                 if is_certain or self._is_sound(by, mutant.path, source, changed):
                     result.status, result.by = "killed", by
                     return
-                stage = [test for test in stage if test != by]  # it fails by chance: it says nothing
+                stage = [test for test in stage if test != by]  # its failure proves nothing, because it is not reliable
 
     def seconds_of(self, test: str) -> float:
-        """Return the recorded time of a test or of those in a file, and a large one if there is none."""
+        """Return the recorded seconds of a test or of the tests in a file; UNKNOWN_S if there are none."""
         if test in self.known.seconds:
             return self.known.seconds[test]
         inside = (f"{test}::", f"{test}[")
@@ -900,7 +901,7 @@ class Judge:
 
 
 def reasons() -> dict[tuple[str, str, str, str], str]:
-    """Return why survivors cannot be noticed, by path, function, old and new text."""
+    """Return why survivors cannot be detected, by path, function, old and new text."""
     rows = tomllib.loads(EQUIVALENT.read_text())["mutant"] if EQUIVALENT.exists() else []
     return {(row["path"], row["function"], row["before"], row["after"]): row["why"] for row in rows}
 
@@ -910,7 +911,7 @@ def reason_of(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], 
 
 
 def is_equivalent(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], str]) -> bool:
-    """Return whether a mutant that was not killed need not be: it is not a program, or behaves like the original."""
+    """Return whether no test can kill a mutant, because it is not a valid program or behaves like the original."""
     why = reason_of(row, known)
     return row["status"] == "invalid" or (bool(why) and not why.startswith("not equivalent"))
 

@@ -1,12 +1,12 @@
-"""Measure how supervision, flags, checkpoints and the naming of a failing rank grow with the number of ranks.
+"""Measure how the cost of supervision, flags, checkpoints and reporting a failing rank grows with the number of ranks.
 
 Ranks are processes that the local launcher forks and supervises, without a process group: heartbeats, exit reports,
-parts of a checkpoint and its manifest are those of a run. The flags after each update are those of a run too; a process
-sums them over Unix sockets. Each rank saves its rows of a tensor and reads them again, as when a run resumes.
+parts of a checkpoint and its manifest are those of a run. The flags after each update are also those of a run; another
+process sums them over Unix sockets. Each rank saves its rows of a tensor and reads them, as when a run resumes.
 
-complete   all ranks finish: seconds, and what each holds, sends and reads (the largest of all ranks)
-failing    rank n/2 raises while the others wait for it: seconds until it is named, and until all have ended
-supervisor CPU seconds, resident memory above the start and descriptors of this process, the largest of both runs
+complete   all ranks finish: seconds, and descriptors, bytes sent and bytes read of a rank (the largest of all ranks)
+failing    rank n/2 raises while the others wait for it: seconds until it is reported, and until all have ended
+supervisor CPU seconds of this process in both runs, and the larger growth of its peak resident memory
 
 Run: python scripts/measure/bookkeeping.py --ranks 8 32 128 256
 """
@@ -126,7 +126,7 @@ def rank_main(folder: Path, fails: bool, member: RankInfo) -> tuple[int, Any]:
     rows = torch.full((ROWS, WIDTH), float(rank))
     snapshot = Snapshot(1, {"model": {"weight": rows}}, {}, {"world_size": count}, CheckpointPart(rank, count, "0"))
     (save_part if rank else save)(folder / "checkpoints", snapshot)
-    exchange(Wants(), num_bad=0, seconds=None, samples=0)  # after the parts of all ranks
+    exchange(Wants(), num_bad=0, seconds=None, samples=0)  # waits until all ranks have written their parts
     sent, before = world.num_sent, read_bytes()  # type: ignore[attr-defined]
     path = checkpoint_path(folder / "checkpoints", 1)
     again = load(path, hashes_tensors=rank == 0).stored("model")["weight"].read(rank * ROWS, (rank + 1) * ROWS)
@@ -141,7 +141,7 @@ def rank_main(folder: Path, fails: bool, member: RankInfo) -> tuple[int, Any]:
 
 
 def run(num_ranks: int, *, fails: bool) -> dict[str, float]:
-    """Run these ranks once; return what it took."""
+    """Run this number of ranks once; return the measurements."""
     folder = Path(tempfile.mkdtemp())
     size = 8 * (len(Wants._fields) + 1 + num_ranks * (2 + len(PARTS)))
     hub = os.fork()

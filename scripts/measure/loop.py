@@ -6,9 +6,10 @@ hand    a typical handwritten loop: DataLoader with default collate, AdamW's def
 tuned   the same with a fused optimizer, batched reading and a handwritten schedule: the best that plain torch allows
 ours    the Phase of accel-run, including its meter, monitor, screen, evaluation and saving
 
-hand and ours read the same TensorDataset. All three are interleaved in one process. Ratios are ratios of medians, of
-wall-clock time and of the thread's CPU time, which is less sensitive to other processes. On a GPU hand and tuned copy
-pinned batches with non_blocking=True, and a block ends with a synchronization.
+hand and ours read the same TensorDataset. All three are interleaved in one process. A ratio is the median over rounds
+of the ratio within a round. It is printed for the wall-clock time and for the thread's CPU time, which is less
+sensitive to other processes. On a GPU, hand and tuned copy pinned batches with non_blocking=True, and a block ends with
+a synchronization.
 Run: python scripts/measure/loop.py [--device cuda]
 """
 

@@ -124,7 +124,7 @@ def show_loop(environment: dict[str, str], rounds: int, block_s: float, folder: 
     found = run(LOOP, environment, rounds, block_s, folder, interval_s)
     ratios = sorted(on / off for on, off in zip(found["on"], found["off"], strict=True))
     same = sorted(later / earlier for earlier, later in itertools.pairwise(found["off"]))
-    # An interval of the median by order statistics, at least 95 %: the binomial's.
+    # A confidence interval from order statistics: the number of values below the median is binomially distributed.
     low, high = interval(ratios)
     middle, shown = statistics.median(ratios), 1.0 / interval_s
     print(

@@ -7,11 +7,11 @@
 Measures the rows whose name contains one of the words. Each row is predicted as by `accel-run plan`, then trained as by
 `accel-run train` in a separate process. On a CPU, only the full sizes are trained, with a small batch, so that 24 GiB
 of memory suffice. Prints predicted / measured and their ratio for each training phase. Exits with 1 if a run fails or a
-loss is not finite. Predicting full sizes can take longer than training them: --predict writes the predictions for a
-hardware profile without training, on another machine if one likes, and --predicted reads them.
+loss is not finite. Predicting full sizes can take longer than training them. Therefore, --predict only writes the
+predictions for a hardware profile, possibly on another machine, and --predicted reads them.
 
-allocated  peak memory of torch's allocator, without the context. CPU: resident memory of the process, which includes
-           the training data and evaluation, and never falls from one phase to the next
+allocated  peak memory of torch's allocator, without the context. On a CPU: peak resident memory of the process, which
+           includes the training data and evaluation, and never falls from one phase to the next
 reserved   peak memory that torch's allocator has obtained from the driver
 update     the median of all rows but the first; predicted where a hardware profile lists the device
 """
@@ -50,7 +50,7 @@ GPU_ROWS: dict[str, tuple[str, ...]] = {
     "nmt bf16": ("task=nmt", "task.size=full", "task.data=random", "global_batch_size=256", "precision=bf16"),
     "cape bf16": ("task=cape", "task.size=full", "global_batch_size=16", "precision=bf16"),
 }
-# Full sizes: settings, and those of a CPU, which replace them.
+# Full sizes: settings, and the settings that replace them on a CPU.
 FULL_SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cape": (("task=cape", "global_batch_size=16"), ("global_batch_size=2",)),
     "tractodiff": (("task=tractodiff",), ("global_batch_size=32",)),
@@ -104,7 +104,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Figures] | str:
         plan = make_plan(configuration, inventory, needs=needs)
     except Exception as error:  # one row must not end the others
         return f"{type(error).__name__}: {error}"
-    rank = dataclasses.replace(plan.ranks[0], unseen=0.0)  # the margin for kernels that the trace does not see
+    rank = dataclasses.replace(plan.ranks[0], unseen=0.0)  # without the margin for kernels that a trace does not see
     rates = find_rank_rates(plan, list(profile_facts().values()))
     predicted = {}
     for phase in plan.phases:
@@ -112,7 +112,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Figures] | str:
             continue
         parts = dict(predict_memory(demand, phase.batch.micro_batch_size, rank).parts)
         reserve, libraries = parts.pop("allocator"), parts.pop("libraries")
-        tensors = sum(parts.values()) + (0 if rank.is_gpu else libraries)  # torch does not count those of a GPU
+        tensors = sum(parts.values()) + (0 if rank.is_gpu else libraries)  # torch does not count libraries on a GPU
         time = predict_phase_time(plan, phase, demand, rates)
         predicted[phase.name] = Figures(
             tensors / GIB, (tensors + reserve) / GIB, 1e3 * time.seconds if time else math.nan
@@ -146,7 +146,7 @@ def train(overrides: tuple[str, ...]) -> dict[str, tuple[Figures, list[float]]] 
 
 
 def compare(predicted: Figures, measured: Figures) -> str:
-    """Return the measured figures; of those that are predicted: predicted / measured = ratio."""
+    """Return the measured figures; those that were also predicted as `predicted / measured = ratio`."""
     columns = []
     for field in dataclasses.fields(Figures):
         expected, found = vars(predicted)[field.name], vars(measured)[field.name]

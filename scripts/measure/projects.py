@@ -1,12 +1,12 @@
-"""Count the lines of each project of tests/projects, beside Lightning, the Trainer of transformers and a plain loop.
+"""Count the lines of each project in tests/projects, and with Lightning, the Trainer of transformers and a plain loop.
 
     python scripts/measure/projects.py
 
-Lines of code without blank lines, comments, imports and docstrings. The model and the data are the same in all and are
-not counted: of a project, the settings, tables, hooks and the class of the task without `dataset`; of a plain loop, its
-function and the helpers of `plain_loops.py` that it calls; of with_lightning and with_trainer, the rest of the file.
-`tests/projects/test_other_trainers.py` shows that these compute the same. A plain loop has no micro-batches, ranks,
-precision, checkpoints, resuming, logging or evaluation during training.
+Blank lines, comments, imports and docstrings do not count. The model and the data do not count either, because they
+are the same in all. In a project, the settings, tables, hooks and the class of the task without `dataset` count; for a
+plain loop, its function and the helpers of `plain_loops.py` that it calls; in with_lightning and with_trainer, the rest
+of the file. `tests/projects/test_other_trainers.py` shows that these compute the same. A plain loop has no
+micro-batches, ranks, precision, checkpoints, resuming, logging or evaluation during training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def lines_of(node: ast.AST) -> set[int]:
 
 
 def of_project(file: Path) -> int:
-    """Return the lines that the runner asks for: settings, tables, `build`, hooks and the task."""
+    """Return the number of lines that accel-run requires: settings, tables, `build`, hooks and the task."""
     tree = ast.parse(file.read_text())
     found: set[int] = set()
     for node in tree.body:
@@ -54,7 +54,7 @@ def of_project(file: Path) -> int:
 
 
 def of_loops(file: Path) -> dict[str, int]:
-    """Return function -> lines with those of the helpers that it calls."""
+    """Return function -> number of its lines, including those of the helpers that it calls."""
     functions = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
     def called(name: str) -> set[str]:
@@ -70,7 +70,7 @@ def of_loops(file: Path) -> dict[str, int]:
 
 
 def of_script(file: Path) -> int | None:
-    """Return the lines of a script for another trainer; None if there is none."""
+    """Return the number of lines of a script for another trainer; None if there is no script."""
     if not file.exists():
         return None
     body = [node for node in ast.parse(file.read_text()).body[1:] if not isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -1,8 +1,8 @@
 """Measure overhead and speedup of several ranks on this machine: two forked ranks over gloo.
 
-step  an update of gpt tiny on 2 equal ranks, against a loop with DistributedDataParallel written by hand
-small the same with an MLP 64-64-10, whose update takes less than the messages between the ranks
-slow  one rank 2 and 3 times slower: equal shares, a proportional split, measured shares, and the best there is
+step  an update of gpt tiny on 2 equal ranks, against a handwritten loop with DistributedDataParallel
+small the same with an MLP 64-64-10, whose update takes less time than the messages between the ranks
+slow  one rank is 2 and 3 times slower: equal shares, a proportional split and measured shares, against the optimum
 
 Run: python scripts/measure/ranks.py step --rounds 20
 """
@@ -109,9 +109,9 @@ def small(arguments: argparse.Namespace) -> float:
 def compare(
     arguments: argparse.Namespace, hand: Callable[[int, int], Iterator[Any]], words: Sequence[str], task: str = ""
 ) -> float:
-    """Print both times of an update and their ratio; by hand, both ranks train on the same samples.
+    """Print both times of an update and their ratio; in the handwritten loop, both ranks train on the same samples.
 
-    hand  returns the updates by hand, for (total updates, samples per rank)
+    hand  returns the updates of the handwritten loop, given (total updates, samples per rank)
     """
 
     def both(world: Any) -> dict[str, list[float]]:
@@ -181,7 +181,7 @@ def optimum_ms(lines: list[list[float]]) -> float:
 
 
 def slow(arguments: argparse.Namespace) -> float:
-    """Print the speedup by shares with a rank that is 2 and 3 times slower."""
+    """Print the speedup of different shares with a rank that is 2 and 3 times slower; return the worst ratio."""
     cost = on_two_ranks(per_sample_ms)
     print(f"a sample takes {cost:.2f} ms on each of two ranks")
     worst = 0.0

@@ -1,15 +1,16 @@
 """Measure the cost of saving: how long training is blocked, how fast the checkpoint is on disk, and the slowdown.
 
-State: a model of 100 M parameters in 120 tensors, with AdamW: 1.2 GB. Everything advances in turns within one process.
+The state is a model of 100 M parameters in 120 tensors, with AdamW: 1.2 GB. The measurements are interleaved in one
+process.
 
-held    what training waits for in a save: the Phase's own `_save`, from its first line to its last
-clone   one copy of the state as a user would make it: `clone` of each tensor into fresh memory
-warm    one copy of the state into memory that was written to before: the fastest a copy can be
-write   until the checkpoint is on disk under its name: folder, hashes, syncs and all
-dd      dd if=/dev/zero bs=1M conv=fsync, the same number of bytes on the same disk
+held    how long a save blocks training: the complete call of the save hook
+clone   a copy of the state as a user would write it: `clone` of each tensor into new memory
+warm    a copy of the state into memory that has been written before: the fastest possible copy
+write   time until the checkpoint is on disk under its name, including the folder, hashes and syncs
+dd      dd if=/dev/zero bs=1M conv=fsync, with the same number of bytes on the same disk
 
-Then updates with and without a write beside them give what a save costs in all, and the share of the time it takes at
-the interval that checkpoint.every=auto makes of it. Run: python scripts/measure/save.py --folder A_FOLDER_ON_THE_DISK
+Then, blocks of updates with and without a save give the total cost of a save, and its share of the time at the interval
+that checkpoint.every=auto chooses. Run: python scripts/measure/save.py --folder A_FOLDER_ON_THE_DISK
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Wide(Task):
 
 
 def opened(folder: Path, stack: ExitStack) -> Any:
-    """Return accel-run's own Phase of this model, through the same door as the command line."""
+    """Return the phase of this model in accel-run, opened as by the command line."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 
@@ -76,14 +77,14 @@ def saving_of(phase: Any) -> Any:
 
 
 def state_of(phase: Any) -> list[torch.Tensor]:
-    """Return the tensors that a save copies, where training has them."""
+    """Return the tensors that a save copies."""
     from runner.tensors.optimizer_state import export_state
 
     return [*phase.run.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
 
 
 def timed(act: Any) -> float:
-    """Return the seconds of a call; what it returns is gone by then."""
+    """Return the seconds of a call; freeing its result is not timed, but happens before this function returns."""
     began = time.perf_counter()
     kept = act()
     spent = time.perf_counter() - began
@@ -92,7 +93,7 @@ def timed(act: Any) -> float:
 
 
 def seconds_of_dd(folder: Path, nbytes: int) -> float:
-    """Return how long dd takes for as many bytes."""
+    """Return the seconds that dd takes to write this number of bytes."""
     target = folder / "dd.bin"
     words = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={nbytes >> 20}", "conv=fsync"]
     spent = timed(lambda: subprocess.run(words, check=True, stderr=subprocess.DEVNULL))
@@ -102,7 +103,7 @@ def seconds_of_dd(folder: Path, nbytes: int) -> float:
 
 
 def settle() -> None:
-    """What was written or removed before does not disturb what comes next."""
+    """Wait until earlier writes and removals no longer disturb the next measurement."""
     os.sync()
     time.sleep(0.5)
 
@@ -113,7 +114,7 @@ def line(name: str, values: Sequence[float], unit: str = "s") -> str:
 
 
 def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """Return the bytes of the state, and seconds by name, a figure for each round."""
+    """Return the bytes of the state, and name -> seconds of each round."""
     next(updates)
     state, saving = state_of(phase), saving_of(phase)
     nbytes = sum(tensor.nbytes for tensor in state)
@@ -139,7 +140,7 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
             target.copy_(tensor)
 
     note("first clone", timed(lambda: [tensor.clone() for tensor in state]))
-    for _ in range(20):  # the first save is never sooner than that
+    for _ in range(20):  # warm-up updates: a run does not save at its start, either
         next(updates)
     saved("first held")
     copied()
@@ -152,14 +153,14 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
         ]
         for act in acts[round_ % 4 :] + acts[: round_ % 4]:
             act()
-    found["write"] = found["write"][1:]  # of the first save nothing else was measured beside it
+    found["write"] = found["write"][1:]  # without the first save, which belongs to no round
     return nbytes, found
 
 
 def slowed(phase: Any, updates: Any, rounds: int, write_s: float) -> dict[str, list[float]]:
-    """Return what a save costs in all: blocks of updates with a save, less as many without, in turns."""
+    """Return the total cost of a save: the time of a block of updates with a save, minus that without, interleaved."""
     block, saving = 4, saving_of(phase)
-    while True:  # long enough for the write to be done within a block
+    while True:  # until a block is long enough to contain the write
         began = time.perf_counter()
         for _ in range(block):
             next(updates)
@@ -214,7 +215,7 @@ def main() -> int:
 
 
 def show_saves(nbytes: int, found: dict[str, list[float]], threads: int, rounds: int) -> None:
-    """Print what single saves took, and beside what."""
+    """Print the times of single saves, and their ratios to those of the other operations."""
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {platform.machine()}, {threads} of {cores} cores,", end=" ")
     print(f"{nbytes / 1e6:,.0f} MB of state, {rounds} rounds, load {os.getloadavg()[0]:.1f}")

@@ -1,7 +1,7 @@
 """Peak host memory of each rank while a sharded model is built, saved, loaded and exported, on the CPU.
 
-Model: a GPT with float32 weights. Peaks are those of resident memory (VmHWM, reset before each step) above its value
-before the step, so that imports and what the step starts from do not count.
+The model is a GPT with float32 weights. Peaks are those of resident memory (VmHWM, reset before each step) above its
+value before the step, so that imports and existing tensors do not count.
 
 Before the first step, a tiny model is built in the same way, which loads modules of torch; `constant` is its peak.
 

@@ -1,10 +1,11 @@
 """Measure the time from process start to the first update, against a plain script with the same model and data.
 
-bare   imports torch, builds gpt tiny, reads one batch from the prepared tokens, makes one AdamW update. Several ranks:
-       started by torchrun, over gloo, with DistributedDataParallel
-ours   accel-run train: composes, plans, locks the run directory, builds, makes one update; one rank: with wandb offline
+bare   imports torch, builds gpt tiny, reads one batch from the prepared tokens, runs one AdamW update. Several ranks
+       are started by torchrun and use DistributedDataParallel over gloo
+ours   accel-run train: composes, plans, locks the run directory, builds, runs one update; one rank also uses wandb
+       offline
 
-Both are started in turns; the ratio is that of the medians. Run: python scripts/measure/start.py [--ranks 2]
+Both are started alternately; the ratio is that of the medians. Run: python scripts/measure/start.py [--ranks 2]
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ hand  a loop in plain torch over the same samples in the same micro-batches, wit
 ours  the phase of accel-run, including its meter, monitor, screen, metrics and checks. Inference: as by
       `accel-run inference`, including the times of model calls
 
-Both are interleaved in one process. On a CPU, with one thread, and ratios are of the CPU time of this thread, which
-other processes hardly affect. On a GPU, both read batches in the main process into pinned memory, and ratios are of the
-elapsed time. A ratio is the median over rounds of the ratio within a round, with 80 % of the rounds in parentheses.
-Files are written within this thread in both, without waiting for the disk in `hand`. --set gives settings of both, such
-as task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05, or inference more
-than 1.1, of the handwritten loop.
+Both are interleaved in one process. On a CPU, one thread computes, and ratios are those of its CPU time, which other
+processes hardly affect. On a GPU, both read batches in the main process into pinned memory, and ratios are those of the
+elapsed time. A ratio is the median over rounds of the ratio within a round, with the range of 80 % of the rounds in
+parentheses. Both write files in this thread; `hand` does not wait for the disk. --set gives settings for both, such as
+task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05 times, or inference more
+than 1.1 times, as long as the handwritten loop.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None
         batch = _to_device(_read(dataset, key.indices), device)
         with autocast():
             loss, items = loss_of(model, batch)[:2]
-        (loss / (items * planned.batch.accumulation_steps)).backward()  # not int(items): it may be on the device
+        (loss / (items * planned.batch.accumulation_steps)).backward()  # no int(items), which may synchronize
         passes.append(loss.detach())
         if not key.last:
             continue
@@ -142,7 +142,7 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _now(device: torch.device) -> float:
-    """Return the CPU time of this thread; on a GPU, the time at which its work is finished. Seconds."""
+    """Return the CPU time of this thread in seconds; for a GPU, the time at which its work has finished."""
     if device.type == "cpu":
         return time.thread_time()
     torch.accelerator.synchronize(device)

@@ -3,9 +3,9 @@
     scripts/task_table [TASK...] [--seeds 0,1,2] [--root DIR]
 
 Each task runs as for a user: `accel-run both task=NAME`, default settings, a new run. The table has the wall time, the
-metrics that have a baseline, and whether each metric meets the bound below. With several seeds, a
-figure is the mean and the standard deviation over them, and a bound must hold for each. Prepared data is kept between
-runs, as for a user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
+metrics that have a baseline, and whether each metric meets its bound (BOUNDS). With several seeds, a figure is the mean
+and the standard deviation over them, and a bound must hold for each seed. Prepared data is kept between runs, as for a
+user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bound:
 
 
 def above(metric: str, *, times: float = 1.0, plus: float = 0.0, of: str = "the trivial model") -> Bound:
-    """Return the bound that a metric is above `times` its baseline + `plus`."""
+    """Return the bound that a metric is at least `times` its baseline + `plus`."""
     words = "above" if times == 1.0 else f"{times:g} x"
     more = f" + {plus:g}" if plus else ""
     return Bound(metric, f"{words} {of}{more}", lambda got, base, _: got[metric] >= times * base[metric] + plus)

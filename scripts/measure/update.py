@@ -1,14 +1,15 @@
 """Measure time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
 
-hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10; on a GPU
-       also page-locked batches that are copied without waiting
+hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10 updates;
+       on a GPU also page-locked batches that are copied without waiting
 half   the same, with the loss in the format of autocast: F.cross_entropy of bfloat16 logits has a log-softmax in
        bfloat16, which is faster; its probabilities are rounded to 8 bits. The others convert the logits to float32
 ours   the Phase of accel-run, including its meter, screen, evaluation and saving
 
-Time: both are interleaved in one process; the ratio is that of the medians. Memory: separate processes; the peak
-resident set, on a GPU the peak of allocated memory. On a GPU with a hardware profile also the model FLOP utilization:
-floating-point operations of the model (not of recomputation) per second, relative to the peak of the number format.
+Time is measured interleaved in one process; the ratio is that of the medians. Memory is measured in separate processes:
+the peak resident set or, on a GPU, the peak of allocated memory. For a GPU with a hardware profile, the model FLOP
+utilization is also printed: floating-point operations of the model (not of recomputation) per second, relative to the
+peak of the number format.
 
     python scripts/measure/update.py
     python scripts/measure/update.py --device cuda --size 124m --precision bf16 --batch 16 [--compile] [WORD...]
@@ -100,7 +101,7 @@ def by_hand(
 
 
 def _loss(model: Any, x: Tensor, y: Tensor, *, has_half_loss: bool) -> Tensor:
-    """Return the mean loss; logits that the backward pass does not need are freed at its end."""
+    """Return the mean loss; when this function returns, logits that the backward pass does not need are freed."""
     logits = model(x) if has_half_loss else model(x).float()
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
 
@@ -198,7 +199,7 @@ def flops_of_update(case: Case) -> float:
 
 
 def peak_flops(case: Case) -> float | None:
-    """Return the peak of the number format from the hardware profile of this GPU; None without one."""
+    """Return the peak of the number format from the hardware profile of this GPU; None if there is no profile."""
     from runner.config.config_files import profile_facts
     from runner.plan.update_time import find_rates
 

@@ -1,7 +1,7 @@
-"""Predicted times of updates beside measurements, most of them published by other projects.
+"""Compare predicted times of updates with measurements, most of them published by other projects.
 
     python scripts/measure/update_time.py [WORD ...]        rows whose name contains one of the words; all: 8 minutes
-    python scripts/measure/update_time.py reducer           our gradient reducer beside DistributedDataParallel
+    python scripts/measure/update_time.py reducer           our gradient reducer compared with DistributedDataParallel
 
 Needs no GPU. Each row plans the published model (decoder.py), batch and strategy with a hardware profile, as
 `accel-run plan` does. Rows marked with * were used to calibrate the constants of runner/plan/update_time.py:
@@ -55,7 +55,7 @@ HALF_CHECKPOINT = ("memory=checkpoint", "memory.every=2")
 
 PARTS = (PRODUCTS, OTHERS, OPTIMIZER, LAUNCHES, COMMUNICATION)
 
-# Facts of devices that differ from those of the profile, from the source of the measurement.
+# Facts of devices that differ from those of the profile, as stated by the source of the measurement.
 VARIANTS = {
     "a100_40gb": ("a100", {"memory_gib": 40.0, "memory_bandwidth_gb_s": 1555.0}),  # A100 datasheet, 40 GB SXM
     "h100_100g": ("h100", {"network_gb_s": 12.5}),
@@ -257,7 +257,7 @@ def table(rows: Sequence[Row], config_dir: Path) -> Iterator[str]:
 
 
 def format_ms(seconds: float) -> str:
-    """Format milliseconds with three digits, or all before the point."""
+    """Format seconds as milliseconds with three significant digits, or rounded to an integer from 100 on."""
     ms = 1e3 * seconds
     return f"{ms:,.0f}" if ms >= 100 or ms == 0 else f"{ms:.3g}"
 

@@ -6,8 +6,8 @@ Each checkout is a folder with an installed .venv; both train task=gpt with one 
 before within a round: the median, and the range over the rounds.
 
 start   a run of one update
-update  a run of many updates, less the start
-save    the same run with a checkpoint of every update, less that run
+update  an update: a run of many updates, less the start, divided by their number
+save    a save: the same run with a checkpoint after every update, less that run, divided by their number
 memory  peak resident memory of the run of many updates
 """
 

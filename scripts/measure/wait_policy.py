@@ -1,4 +1,4 @@
-"""Compare spinning with sleeping OpenMP threads, on free cores and beside other processes.
+"""Compare spinning with sleeping OpenMP threads, on free cores and while other processes run.
 
 Each process imports torch with one policy and measures updates of a small MLP, a small convolutional network or a small
 transformer, with one thread per core. The policies take turns. Printed are milliseconds per update (the median of all
