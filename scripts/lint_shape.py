@@ -90,8 +90,8 @@ class Module:
     path: str
     name: str
     imports: frozenset[str]  # dotted names, anywhere in the file; the last part may be a class or a function
-    classes: tuple[str, ...]  # public ones, at the top level
-    num_late: int  # imports inside functions
+    classes: tuple[str, ...]  # public classes at the top level
+    num_late: int  # number of imports inside functions
     too_large: tuple[Finding, ...]
 
 

@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     request, budget_s, name, is_json = parse_tune_arguments(argv)
     check_profile(request, name)
     tuned = tune(request, budget_s, progress_printer("tune"))
-    if not is_json:  # before writing: measurements must not be lost if writing fails
+    if not is_json:  # printed before writing, so that measurements are not lost if writing fails
         print(wrap_for_terminal(sanitize("\n".join(format_result(tuned)))), flush=True)
     profile_file, write_error = None, None
     try:

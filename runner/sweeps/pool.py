@@ -135,7 +135,7 @@ class LocalPool(TrialPool):
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
-        command = child_command(request.train_arguments(), signal.SIGTERM)  # a trial saves if the sweep is killed
+        command = child_command(request.train_arguments(), signal.SIGTERM)  # so that it saves if the sweep is killed
         output: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             command, stdin=None if self._is_alone else subprocess.DEVNULL, env={**environment, **slot.environment},

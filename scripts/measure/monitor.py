@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SAMPLER_SHARE = 0.005  # of one core, at one sample a second
-LOOP_SHARE = 0.01  # of the time of an update, at one sample a second
+SAMPLER_SHARE = 0.005  # maximum share of one core at one sample per second
+LOOP_SHARE = 0.01  # maximum share of the time of an update at one sample per second
 
 SAMPLER = """
 import json, pathlib, sys, threading, time

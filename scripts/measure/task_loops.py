@@ -48,7 +48,7 @@ from runner.engine.run import TrainingRun
 from runner.plan.run_plan import PhasePlan
 from runner.trained.infer import PredictionWriter, iterate_predictions, time_calls
 
-MAX_UPDATE, MAX_INFERENCE = 1.05, 1.1  # of the handwritten loop
+MAX_UPDATE, MAX_INFERENCE = 1.05, 1.1  # maximum ratios to the handwritten loop
 
 
 @dataclass(frozen=True)

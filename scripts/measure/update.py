@@ -207,7 +207,7 @@ def peak_flops(case: Case) -> float | None:
 
 
 def _print_memory(case: Case) -> None:
-    repetitions = 1 if case.device.type == "cuda" else 2  # allocated memory is the same each time
+    repetitions = 1 if case.device.type == "cuda" else 2  # allocated memory does not vary
     peaks = {name: min(peak_mib(case, name, 20) for _ in range(repetitions)) for name in ("hand", "ours")}
     print(f"memory  {peaks['ours'] / peaks['hand']:.3f} of hand ({peaks['ours']:.0f} of {peaks['hand']:.0f} MiB)")
 

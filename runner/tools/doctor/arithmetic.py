@@ -89,7 +89,7 @@ def check_format(number_format: FormatUnderTest, product: Product | None = None)
 def measure_error(number_format: FormatUnderTest, product: Product | None = None) -> float:
     """Return the largest difference from float64, relative to the RMS of the result."""
     left, right = (factor.to(get_dtype(number_format)) for factor in random_matrices(SIDE, torch.device("cpu")))
-    expected = torch.from_numpy(left.double().numpy() @ right.double().numpy())  # NumPy, to be independent of torch
+    expected = torch.from_numpy(left.double().numpy() @ right.double().numpy())  # by NumPy, independently of torch
     device = torch.device(number_format.device.torch_name)
     with torch.inference_mode(), float32_mode(number_format):
         actual = (product or torch.matmul)(left.to(device), right.to(device)).cpu().double()

@@ -35,8 +35,8 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-MAX_PRODUCT_S = 0.04  # of a product whose rate is compared
-NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
+MAX_PRODUCT_S = 0.04  # maximum seconds of a product whose rate is compared
+NATIVE_SPEEDUP = 1.5  # minimum speedup over float32; matrix units are at least twice as fast, emulation is slower
 
 
 def formats(context: CheckContext) -> Iterator[CheckResult]:

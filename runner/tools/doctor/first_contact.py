@@ -42,9 +42,9 @@ GIB, MIB = 2**30, 2**20
 LARGE_GPU_BYTES = 10 * GIB  # a larger GPU trains GPT-2 with 124 million parameters, a smaller one the tiny model
 OVERRIDES = ("global_batch_size=16", "micro_batch_size=8", "updates=20", "evaluate.samples=16")
 LARGE_OVERRIDES = ("task.size=124m", "global_batch_size=8", "micro_batch_size=4")
-MEMORY_TOLERANCE = 0.05  # relative to the prediction of the trace; docs/memory.md
+MEMORY_TOLERANCE = 0.05  # share of the predicted memory (docs/memory.md)
 SEGMENT_BYTES = 2 * MIB  # smallest allocation of torch's allocator from the driver; smaller differences do not count
-MAX_WAITS = 2.0  # per update: loss and norm for a line of progress (docs/gpu-costs.md)
+MAX_WAITS = 2.0  # expected waits per update, to read loss and norm for a line of progress (docs/gpu-costs.md)
 SIMULATED = "This GPU is simulated: a dry run of the command on the CPU. The results do not apply to a real GPU."
 
 

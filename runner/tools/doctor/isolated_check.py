@@ -130,11 +130,11 @@ class _CheckProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         wait([self._ended], _KILL_WAIT_S)
-        with suppress(ChildProcessError):  # interrupted by a signal, whose handler calls this, too
+        with suppress(ChildProcessError):  # a signal interrupted this call, and its handler has called it, too
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
-        if process_state(self.pid) != "D":  # uninterruptible: it cannot be killed
+        if process_state(self.pid) != "D":  # D: uninterruptible sleep, in which it cannot be killed
             kill_descendants({self.pid}, self._known_children - {self.pid}, 0.0)
         self._log.seek(0)
         self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")

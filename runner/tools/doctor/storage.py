@@ -30,7 +30,7 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
     yield (ok if free >= 4 * GIB else _warn_low_space)("space", seen, free_gib=free / GIB)
     context.begin("write")
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: nothing is left if the check is killed
+        with tempfile.TemporaryFile(dir=folder) as file:  # has no name, so nothing is left if the check is killed
             file.write(os.urandom(WRITTEN_BYTES))
             file.flush()
             os.fsync(file.fileno())

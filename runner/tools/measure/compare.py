@@ -96,7 +96,7 @@ class Comparison:
         self.request, self.cores, self.clock = request, cores, clock or time.monotonic
         self.load = make_cpu_load(os.getpid(), ROOT)
         self.num_started = 0
-        self.prior_spread = PRIOR_SPREAD  # between identical processes, from earlier comparisons
+        self.prior_spread = PRIOR_SPREAD  # variation between identical processes in earlier comparisons
         self.last_error = AccelRunError("nothing was started")
         self.processes: dict[str, VariantProcess] = {}
         self.compiled: dict[tuple[str, ...], Path] = {}  # variant -> folder of its compiled code, kept over restarts
@@ -251,7 +251,7 @@ class Comparison:
         """Start the baseline and pause it; the other variants wait."""
         baseline = VariantResult(variants[0])
         self.prepare(variants[0])
-        first = self.start(baseline, math.inf)  # no deadline: nothing can be compared without the baseline
+        first = self.start(baseline, math.inf)  # no deadline, because nothing can be compared without it
         if first is None:
             raise self.last_error
         num_processes = sum(variant.num_ranks or 1 for variant in variants)
@@ -331,7 +331,7 @@ class Comparison:
                 last_restart = number
                 if not self._restart_due(result):
                     return False
-            result.busy_cores.append(_measure_busy_cores(self.load))  # while all variants are stopped
+            result.busy_cores.append(_measure_busy_cores(self.load))  # measured while all variants are stopped
             active = [trial for trial in result.variants if trial.is_active]
             if len(active) < 2 and number - first >= min_rounds:
                 return True
@@ -355,7 +355,7 @@ class Comparison:
             if isinstance(self.last_error, BudgetExhausted) and trial is result.baseline:
                 trial.why_not = ""  # the budget is used up, but earlier blocks count
             return
-        # A block may take twice as long as estimated. Blocks of the baseline have no deadline: the others need them.
+        # A block may take twice as long as estimated. The baseline has no deadline, because all others need its blocks.
         process.deadline = math.inf if trial is result.baseline else self.deadline + trial.turn_s
         try:
             process.resume()
@@ -529,16 +529,16 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
 
 SHORT_BUDGET = "there was no time to try everything; use a larger budget_s="
 MIN_ROUNDS = 3  # the fewest blocks from which a spread can be estimated
-SLACK = 1.2  # factor on expected times: blocks may take longer than the updates before them
-MAX_WARM_UP_UPDATES = 64  # in one command
+SLACK = 1.2  # factor on expected times, because blocks may take longer than the updates before them
+MAX_WARM_UP_UPDATES = 64  # maximum per command
 MAX_BLOCK_UPDATES = 20_000
 MAX_GROWTH = 32  # maximum factor between two attempts at the number of updates in a block
 BLOCK_STRETCH = 4  # a block may always be this many times longer to include whole evaluations, rows or checkpoints
 UPDATES_PER_PREFETCHED = 4  # so that the head start by prefetched batches is at most a fifth of a block
 REPLY_TIMEOUT_S = 60.0
-MEMORY_MARGIN = 1.2  # factor on the memory of the baseline: other variants may need more
+MEMORY_MARGIN = 1.2  # factor on the memory of the baseline, because other variants may need more
 CONTEXT_GIB = 0.6  # GPU memory of a process besides what torch has reserved
 SLOWER_RATIO = 0.95
 IDLE_SAMPLE_S = 0.05  # duration of the measurement of busy cores before each round
-RESTART_TIMEOUT_FACTOR = 5  # times the duration of the previous start
+RESTART_TIMEOUT_FACTOR = 5  # a restart may take this many times as long as the previous start
 NEARLY_DUE_SHARE = 0.5  # after this fraction of its restart time, a variant restarts together with those that are due

@@ -499,12 +499,12 @@ def encode_outcome(outcome: TrialOutcome) -> dict[str, Any]:
 NO_TIME_LEFT = "not tried: no time was left for its start"
 START_TIMED_OUT = "not tried: it had no time to start"
 MIN_DELAY_S = 0.5  # start-ups of identical settings differ by this much
-NOISY_SPREAD = 0.15  # interquartile range of blocks relative to the median, from which a note reports it
-BUSY_CORES = 0.25  # cores used by other processes, from which a note reports it
-MAX_WAIT_SHARE = 0.02  # share of the time of all blocks, from which a note reports it
-NOTABLE_SIGMA = 0.02  # standard deviation between identical processes, from which a note reports it
+NOISY_SPREAD = 0.15  # a note reports a larger interquartile range of blocks, relative to the median
+BUSY_CORES = 0.25  # a note reports if other processes use more cores
+MAX_WAIT_SHARE = 0.02  # a note reports a larger share of the time of all blocks
+NOTABLE_SIGMA = 0.02  # a note reports a larger standard deviation between identical processes
 LOSS_ROUNDING = 1e-3  # largest relative difference of losses due to the order of summation
-GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
+GRADIENT_FACTOR = 5  # factor on the tolerance for gradient norms, which are more sensitive than mean losses
 # Settings that change losses by more than rounding, with tolerances: other number formats, other dropout masks.
 TOLERANCES: Mapping[str, float] = {
     "precision": 0.03, "micro_batch_size": 0.05, "attention": 0.02, "compile": 0.02, "memory": 0.01, "device": 0.05,

@@ -147,8 +147,8 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
 
 MIB, GIB = 2**20, 2**30
 TRIAD = "memory, triad"
-REPETITIONS = 3  # the shortest time counts: other processes only lengthen it
-MAX_PRODUCT_S = 0.1  # of one matrix product
+REPETITIONS = 3  # the shortest time counts, because other processes only lengthen it
+MAX_PRODUCT_S = 0.1  # maximum seconds of one matrix product
 COPY_BYTES = 256 * MIB
 # STREAM's rule: an array has at least four times the size of the last-level caches.
 MIN_ARRAY_BYTES, CACHE_FACTOR = 64 * MIB, 4

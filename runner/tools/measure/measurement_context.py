@@ -168,5 +168,5 @@ UPDATE_FIELDS = (
     "items_per_update", "data_wait", "transfer", "num_saves", "num_evaluations", "num_rows", "num_batch_shapes",
     "num_samples", "epochs", "global_batch_size", "micro_batch_size", "accumulation_steps", "phases",
 )  # fmt: skip
-INSPECTION_S = 3.0  # seconds of updates
-MIN_UPDATES = 20  # unless they take too long
+INSPECTION_S = 3.0  # maximum seconds of measured updates
+MIN_UPDATES = 20  # minimum number of measured updates, unless they take too long

@@ -331,5 +331,5 @@ _MAX_MARKED_STEPS = 60  # lines with more steps have no markers
 _MAX_GROUPS = 50  # maximum number of cells in a row of the heat map
 _MIN_COLOR_RANGE = 0.9  # largest ratio of the lower to the upper end of the color scale, so that noise has low contrast
 _MAX_LEGEND_COLUMNS = 5
-_MAX_LABEL_LETTERS = 30  # in one line of the legend
-_LETTERS_PER_INCH = 13  # at 8 points
+_MAX_LABEL_LETTERS = 30  # maximum number of letters in one line of the legend
+_LETTERS_PER_INCH = 13  # in text of 8 points

@@ -24,8 +24,8 @@ from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.loading.fetcher import Fetcher
 
-SECONDS = 1.0  # for each inspection
-BATCHES = 64  # whose shapes are inspected
+SECONDS = 1.0  # approximate duration of each inspection
+BATCHES = 64  # number of batches whose shapes are inspected
 SAMPLES = 16
 Reply = dict[str, Any]
 Line = tuple[str, int]  # file, number

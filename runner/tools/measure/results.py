@@ -295,4 +295,4 @@ def hardware() -> dict[str, Any]:
 _SESSION = re.compile(r" \(session \d+\)$")  # see session_baseline
 LOCK_TIMEOUT_S = 30.0  # a change takes less than a second
 _RETRY_S = 0.02
-_MAX_BYTES = 256 << 20  # a thousand columns of ten thousand steps
+_MAX_BYTES = 256 << 20  # enough for a thousand columns of ten thousand steps

@@ -25,7 +25,7 @@ MAX_MEMORY_SHARE = 0.6  # share of the GPU's memory below which activations need
 SMALL_UPDATE_MS = 5.0  # shorter updates may mostly wait for kernel launches
 MIN_THROTTLED_SHARE = 0.05
 CACHE_SHARE = 0.25  # share of the machine's memory that cached samples may use
-MIN_INTERVAL_RATIO = 1.5  # a longer interval between checkpoints is recommended from this ratio to the current one
+MIN_INTERVAL_RATIO = 1.5  # a longer interval between checkpoints is recommended from this ratio to the current one on
 MIN_EVENTS = 3  # minimum number of checkpoints or evaluations; fewer are those at the end of phases
 CPU_BOUND_SHARE = 0.5  # CPU share of the time of reading a sample, below which reading is I/O-bound
 MAX_SHAPES = 3  # the usual shape, and two at the end of an epoch
@@ -224,7 +224,7 @@ def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     micro, steps = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
     total = facts.evidence.global_batch_size
     if not micro or not steps or steps < 2 or not total or facts.probe.get("has_batch_norm"):
-        return None  # the statistics of batch norms depend on the micro-batch: another size changes the results
+        return None  # the statistics of batch norms depend on the micro-batch, so another size changes the results
     share_of_rank = min(total, micro * steps)
     sizes = [size for size in (2 * micro, 4 * micro, 8 * micro, share_of_rank) if size <= share_of_rank]
     peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib

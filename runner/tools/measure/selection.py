@@ -104,7 +104,7 @@ def select(
     return Selection(result, leader, second.outcome(second.of(leader)))
 
 
-SHARE_OF_FIRST = 0.7  # of the budget, for the first comparison
+SHARE_OF_FIRST = 0.7  # share of the budget for the first comparison
 
 
 # ---------------------------------------------------------------- candidates

@@ -135,7 +135,8 @@ def estimate_process_spread(variants: Sequence[tuple[Blocks, Processes]]) -> Pro
             changes = _levels(both, now) - _levels(both, then)
             squares += float(np.sum((changes - changes.mean()) ** 2)) / 2
             freedom += new * (1 - 1 / len(both))
-    # A process between two restarts contributes to two changes: degrees of freedom of successive differences.
+    # A process between two restarts contributes to two changes, which lowers the degrees of freedom: the changes are
+    # successive differences.
     # Source: von Neumann, Kent, Bellinson and Hart, The mean square successive difference, 1941.
     steps = len(pieces) - 1
     share = 2 * steps / (3 * steps - 1) if steps > 0 else 1.0
@@ -200,5 +201,5 @@ MIN_BLOCKS = 3  # blocks of a process that define its level
 MIN_MS = 1e-6  # a clock with low resolution may report 0
 MIN_BOOTSTRAP_ROUNDS = 6
 STUDENT_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
-NARROW_HALF_WIDTH = 0.02  # absolute
-NARROW_SHARE_OF_GAIN = 0.1  # relative to the change: +200 % need not be known to 2 %
+NARROW_HALF_WIDTH = 0.02  # absolute half width of a narrow interval
+NARROW_SHARE_OF_GAIN = 0.1  # half width relative to the change, because +200 % need not be known to 2 %

@@ -254,7 +254,7 @@ def _propose_compile_modes(state: TuneState) -> Proposed:
     return sorted(state.choices("compile"), key=lambda overrides: overrides == (f"compile={SLOWEST}",))
 
 
-MAX_CANDIDATES = 7  # of an axis
+MAX_CANDIDATES = 7  # maximum number of candidates of an axis
 DETERMINISTIC, SLOWEST = "deterministic", "max-autotune"
 # Settings that may change; everything else is mathematics.
 MECHANICS_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")

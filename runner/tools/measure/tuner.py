@@ -304,6 +304,6 @@ def as_json(report: TuneReport) -> dict[str, Any]:
 PROOF = "proof"
 PROOF_SHARE = 0.25  # share of the budget for the proof
 SHARE_OF_ALL = 0.7  # share of the time of an axis for all of its candidates; the rest is to measure the best one again
-TIME_MARGIN = 1.1  # factor on the estimated time of an axis: its comparisons begin a little late
+TIME_MARGIN = 1.1  # factor on the estimated time of an axis, because its comparisons begin a little late
 SCREENING_ROUNDS = (3, 12)  # minimum and maximum number of rounds with all candidates of an axis
 PROOF_ROUNDS = (10, 120)  # minimum and maximum number of rounds of a comparison that decides on adopting a setting

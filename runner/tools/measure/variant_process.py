@@ -187,13 +187,13 @@ class FirstUpdates(Hook):
 
     def begin(self) -> None:
         weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
-        is_partial = any(weight.is_meta for weight in weights)  # a stage of a pipeline
+        is_partial = any(weight.is_meta for weight in weights)  # a pipeline stage has only its own weights
         self._weights = [] if is_partial else weights
         self._before = sketch(self._weights)
         self._random_before = self._random_state()
 
     def after_update(self, step: StepInfo) -> None:
-        if len(self.first) < NUM_COMPARED_UPDATES:  # clone: CUDA graphs write the next loss into the same memory
+        if len(self.first) < NUM_COMPARED_UPDATES:  # cloned, because CUDA graphs reuse the memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
         if step.update == SKETCH_UPDATE and self._weights and not self.phase.run.num_skipped:

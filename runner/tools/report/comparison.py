@@ -162,5 +162,5 @@ _CURVE_CHARTS = (
 )
 _MAX_METRICS, _MAX_MARKED_POINTS = 6, 60
 _MAX_COLUMNS, _MAX_NAMED_LINES, _MAX_LISTED = 5, 6, 8
-_LEGEND_LETTERS = 84  # that fit into one line below a chart
+_LEGEND_LETTERS = 84  # number of letters that fit into one line below a chart
 _LINE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))

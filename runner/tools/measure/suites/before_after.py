@@ -268,7 +268,7 @@ def _single_reading_row(
 BEFORE, AFTER = "before", "after"
 VARIED_GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
 DATA_KEYS = ("drop_last", "bad_samples")
-MIN_CHANGE = 10 * NEGLIGIBLE  # between single measurements
+MIN_CHANGE = 10 * NEGLIGIBLE  # minimum relative change between single measurements
 SHARE_OF_BIGGEST = 0.1  # share of the budget for each variant
 SHARE_OF_INFERENCE = 0.15
 WATCHED_S = 3.0

@@ -464,7 +464,7 @@ ACTIONS: Mapping[str, Callable[[Results], SuiteReport]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
 ISOLATED_SHARE = 0.5  # fraction of the time for the isolated stage
-MAX_STARTS_SHARE = 0.6  # of the remaining time; a technique without a gain that needs more for start-ups is dropped
-MAX_START_SHARE = 0.3  # limit of one start-up, as a fraction of the time of its stage: leaves time for other variants
+MAX_STARTS_SHARE = 0.6  # share of the remaining time; a technique without gain whose starts need more is dropped
+MAX_START_SHARE = 0.3  # maximum share of the time of a stage for one start-up, so that other variants have time
 MIN_START_S = 20.0
 MIN_STAGE_S = 10.0
