@@ -35,7 +35,7 @@ Used by the scripts of: accel-run completion bash (or zsh, or fish)
 
 
 def run(argv: list[str]) -> int:
-    """Print the candidates; errors print nothing."""
+    """Print the candidates, or nothing if an error occurs."""
     completions: list[str] = []
     with suppress(Exception):
         completions = candidates(argv[1:] if argv[:1] == ["--"] else argv)
@@ -253,7 +253,7 @@ def _shell_safe(names: Iterable[str]) -> list[str]:
 
 
 def _unquote(arg: str) -> str:
-    """Return an argument without shell quoting: shells pass it to the completion as typed."""
+    """Return an argument without shell quoting, because shells pass it to the completion as typed."""
     try:
         return (shlex.split(arg) or [""])[0] if set(arg) & set("\\\"'") else arg
     except ValueError:  # unclosed quote

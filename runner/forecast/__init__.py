@@ -1,1 +1,1 @@
-"""Memory of a run, predicted without running it."""
+"""Predict the memory and time of a run without running it."""

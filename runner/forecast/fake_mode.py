@@ -227,7 +227,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def fake_parameters(self) -> Iterator[None]:
-        """Replace parameters that modules register inside the context by fake ones."""
+        """Replace parameters that modules register inside the context with fake ones."""
 
         def replace(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
             # A lazy weight has no shape until its first pass.

@@ -77,7 +77,7 @@ class Forecast:
         self._stack.close()
 
     def trace(self, micro_batch_size: int, names: Collection[str] | None = None) -> list[Traced]:
-        """Return the demand with this micro-batch size of each phase, or only of the phases in `names`.
+        """Return the demand of each phase, or only of the phases in `names`, with this micro-batch size.
 
         With a memory budget, all training phases are traced, because the same blocks are recomputed in each of them.
         """
@@ -134,7 +134,7 @@ class Forecast:
 
     @property
     def least(self) -> int:
-        """Smallest batch size that can be traced, once the model is built."""
+        """Smallest batch size that can be traced; 1 until the model is built."""
         return 1 if self._parts is None else min_batch_size(self._parts.bare)
 
     @property

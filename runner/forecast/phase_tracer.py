@@ -131,7 +131,7 @@ class PhaseTracer:
             raise NotTraceable(self.fake_run.untraceable)
 
     def _micro_batches(self, order: Order) -> Iterator[MicroBatchKey]:
-        """Yield the micro-batches to trace: one is enough for the first update, which creates the optimizer state."""
+        """Yield the micro-batches to trace; the first update, which creates the optimizer state, needs only one."""
         update = 0
         if not is_coupled(self.parts.task, self.phase.name):
             first = next(order.micro_batches(update))

@@ -30,7 +30,7 @@ class Wait:
 
     place      "my_task.py:31 in loss"
     per_update average count per update
-    in_task    True for a task line, False for one of accel-run or a library
+    in_task    True if the line belongs to the task, False if it belongs to accel-run or a library
     """
 
     place: str

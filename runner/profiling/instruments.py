@@ -63,7 +63,7 @@ class TraceOptions:
         return self.skip + 3 * self.updates + EXTRA_UPDATES
 
     def fit_to(self, total: int) -> TraceOptions:
-        """Return options for a phase of `total` updates: with fewer updates per instrument if necessary."""
+        """Return options for a phase of `total` updates, with fewer updates per instrument if necessary."""
         if self.num_updates <= total:
             return self
         skip = min(self.skip, total // 4)

@@ -45,7 +45,7 @@ def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def allocator_notes(retries: int | None, fragmentation: float | None, reserved_gib: float | None) -> list[str]:
-    """Return notes on the allocator for the end of a run; None is unknown."""
+    """Return notes on the allocator for the end of a run; an argument is None if it is unknown."""
     notes = []
     if retries:
         notes.append(

@@ -169,7 +169,7 @@ class LocalPool(TrialPool):
         """Forward a stop request to the trials.
 
         A terminal or scheduler may have signalled the trials, too, and a second SIGTERM would end them at once. So the
-        first request is SIGUSR1, which makes them save and stop and does not count.
+        first request is SIGUSR1, which makes them save and stop, but does not count as a first SIGTERM.
         """
         super()._on_stop()
         stop_signal = _STOP_SIGNALS[min(self.num_stop_requests, len(_STOP_SIGNALS)) - 1]

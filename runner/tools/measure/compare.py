@@ -431,7 +431,7 @@ class Comparison:
         return True
 
     def _discard(self, process: VariantProcess) -> None:
-        """End a process and remove its files: a checkpoint may be as large as the model."""
+        """End a process and remove its files, because a checkpoint may be as large as the model."""
         process.end()
         shutil.rmtree(self.folder / f"variant-{process.number}", ignore_errors=True)
 
@@ -479,11 +479,11 @@ def choose_block_updates(process: VariantProcess, trial: VariantResult, limits: 
 
 
 def leave_out(result: ComparisonResult, max_rounds: int, *, with_processes: bool = True) -> None:
-    """Leave out variants that need no more blocks: narrow interval, clearly slower, or the maximum number of blocks.
+    """Leave out variants that need no more blocks.
 
-    A variant that others are compared with stays until all of them are left out. A variant that is left out stays out
-    until new rounds start: otherwise, later estimates of the variation between processes would bring it back for single
-    blocks.
+    These have a narrow interval, are clearly slower, or have the maximum number of blocks. A variant that others are
+    compared with stays until all of them are left out. A variant that is left out stays out until new rounds start,
+    because later estimates of the variation between processes would bring it back for single blocks.
     """
     for trial in result.variants[1:]:
         if trial.is_out:

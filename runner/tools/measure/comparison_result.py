@@ -411,7 +411,7 @@ class ComparisonResult:
 
 
 def merge_reports(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the reports of two processes: the report with more losses, with the higher peaks."""
+    """Return the report with more losses of two processes, with the higher peaks of both."""
     longer = before if len(before.get("losses", ())) > len(now.get("losses", ())) else now
     peaks = {key: max(before[key], now[key]) for key in before.keys() & now.keys() if key.startswith("peak_")}
     return {**longer, **peaks}
@@ -432,7 +432,7 @@ def relative_distance(base: Sequence[float] | None, other: Sequence[float] | Non
 
 
 def is_compiled(trial: VariantResult) -> bool:
-    """Return whether the variant compiles its model: its start may take ten times as long."""
+    """Return whether the variant compiles its model, so that its start may take ten times as long."""
     return any(item.startswith("compile=") and item != "compile=off" for item in trial.variant.overrides)
 
 

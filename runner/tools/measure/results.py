@@ -43,7 +43,7 @@ class Usage:
     """Resource usage of an update.
 
     peak_gib   peak memory of the GPU, or of the process if there is no GPU
-    attention  attention kernels that ran; empty if unknown: compiled models hide them
+    attention  attention kernels that ran; empty if unknown, because compiled models hide them
     """
 
     peak_gib: float | None = None
@@ -125,7 +125,7 @@ class Results:
             raise ConfigError(Problem(what, f"folder={self.folder}", "use another folder=DIR"))
 
     def rows(self) -> dict[str, LadderRow]:
-        """Return the columns in the order of the table; those of a CSV file alone have step times only.
+        """Return the columns in the order of the table; if there is only a CSV file, they have step times only.
 
         Raises InputMissing if there are no results, DataError if they are damaged, StorageError.
         """

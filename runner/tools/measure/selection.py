@@ -44,7 +44,7 @@ class Selection:
     """Measured variants, and the best of them.
 
     leader   fastest variant of the first comparison with the same numerical results; empty: none is clearly faster
-    outcome  of the leader in the second comparison; the first one overestimates it, because it selected it
+    outcome  outcome of the leader in the second comparison; the first one selected it, so it overestimates the gain
     """
 
     result: ComparisonResult
@@ -112,7 +112,7 @@ SHARE_OF_FIRST = 0.7  # share of the budget for the first comparison
 
 @dataclass(frozen=True)
 class Candidate:
-    """Overrides that may be faster: only mechanics, which change results by rounding at most."""
+    """Overrides that may make updates faster; they set only mechanics, which change results by rounding at most."""
 
     overrides: tuple[str, ...]
 

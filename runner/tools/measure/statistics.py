@@ -110,7 +110,7 @@ def estimate_process_spread(variants: Sequence[tuple[Blocks, Processes]]) -> Pro
 
     Consecutive rounds with the same processes form a piece. The level of a variant in a piece is the median of its
     distance from the median of all variants. The change of the level at a restart has the variance of two processes,
-    plus that of the medians, which is not subtracted: the estimate is conservative. Variants with few blocks before
+    plus that of the medians, which is not subtracted, so the estimate is conservative. Variants with few blocks before
     or after a restart are excluded.
     """
     numbers = sorted(set().union(*(blocks for blocks, _ in variants)) if variants else [])

@@ -239,7 +239,7 @@ def call_interleaved(
 ) -> dict[str, Replies | str]:
     """Send a command to all variants, interleaved; return the replies of each, one per round, or why there are none.
 
-    For measurements other than blocks of updates. All variants are alive, and one computes at a time.
+    Use it for measurements other than blocks of updates. All variants are alive, and one computes at a time.
     """
     deadline = time.monotonic() + budget_s
     replies: dict[str, Replies | str] = {}

@@ -129,7 +129,7 @@ class TuneState:
         return [(f"{group}={name}",) for name in self.options(group)]
 
     def literals(self, group: str, key: str) -> list[str]:
-        """Return the other values of a key of type Literal of the current option, except `auto`."""
+        """Return the values, besides the current one and `auto`, that a Literal key of the current option may have."""
         signature = find_signature(group, str(self.get(group)))
         values = get_args(signature.keys[key].type) if signature and key in signature.keys else ()
         return [value for value in values if value not in ("auto", self.get(f"{group}.{key}"))]

@@ -31,7 +31,7 @@ class TuneAxis:
 
     offer         returns the candidates, given the settings adopted so far
     weight        weight of its share of the time
-    fills_memory  one of its variants may fill the memory: never keep two of them in memory together
+    fills_memory  one of its variants may fill the memory, so two of them must never be in memory together
     """
 
     name: str

@@ -232,7 +232,7 @@ class MeasuredPhase(Phase):
 
 
 class BlockClock:
-    """Times updates by the clock of the host: on a CPU, the work is finished when an update returns."""
+    """Times updates by the host's clock; on a CPU, the work has finished when an update returns."""
 
     def __init__(self) -> None:
         self._wait_counter = RunQueueWait()

@@ -35,7 +35,7 @@ from runner.tools.report.svg import GRID, MUTED, make_chart, page_style
 
 
 def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], list[MissingPart]]:
-    """Draw the charts of a run; return them, and those that cannot be drawn with the reason."""
+    """Return the charts of a run, and the reasons why others cannot be drawn."""
     charts: list[Chart] = []
     missing: list[MissingPart] = []
     with page_style():

@@ -68,7 +68,7 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
 
 
 def _describe_times(runs: Sequence[RunData], labels: Sequence[str]) -> Iterator[str]:
-    """Yield the pairs of runs whose median time of an update is within the range of most rows of the other."""
+    """Yield the pairs of runs whose median update times are each within the range of most rows of the other."""
     pairs = [
         f"{labels[one]} and {labels[other]}"
         for one, other in itertools.combinations(range(len(runs)), 2)
@@ -99,7 +99,7 @@ def _group_by_settings(runs: Sequence[RunData]) -> Groups:
 
 
 def _average_by_seed(values: Sequence[float], seeds: Sequence[str]) -> list[float]:
-    """Return one value per seed: repetitions with the same seed show no noise."""
+    """Return one value per seed, because repetitions with the same seed show no noise."""
     by_seed: dict[str, list[float]] = {}
     for value, seed in zip(values, seeds, strict=True):
         by_seed.setdefault(seed, []).append(value)

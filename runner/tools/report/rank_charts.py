@@ -1,4 +1,4 @@
-"""The chart of the division of work between ranks."""
+"""The chart that shows how work is divided between ranks."""
 
 from __future__ import annotations
 
