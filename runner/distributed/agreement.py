@@ -1,4 +1,4 @@
-"""Agreement of ranks: their starting point, merged statistics, gathered tensors, and errors."""
+"""Make ranks agree: broadcast the model, merge statistics, gather and compare tensors, and share errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.tensors.bitwise import view_bytes
 
 
 def broadcast_model(model: nn.Module, world: World) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank; tensors on the meta device have no values."""
+    """Copy the parameters and buffers of rank 0 to every rank, except those on the meta device."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if not tensor.is_meta:
@@ -25,9 +25,9 @@ def broadcast_model(model: nn.Module, world: World) -> None:
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
-    """Return the merged state of the data of all ranks, in rank order and identical on every rank.
+    """Merge the states that the ranks have computed from their data, in rank order; the result is equal on all ranks.
 
-    Raises TaskFault, on every rank, if their states differ in names, shapes or types.
+    Raises TaskFault, on every rank, if their states differ in names, shapes or dtypes.
     """
     kinds = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in state.items()}
     kinds_per_rank = world.gather(kinds)
@@ -47,7 +47,10 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
 
 
 def _broadcast(tensor: Tensor, rank: int, world: World) -> Tensor:
-    """Return the tensor of a rank, sent as bytes: not every type can be sent, and not every tensor is dense."""
+    """Return the tensor of a rank.
+
+    It is sent as the bytes of a contiguous copy, because backends send neither every dtype nor strided tensors.
+    """
     received = tensor.detach().clone(memory_format=torch.contiguous_format)
     if received.numel():
         world.broadcast_tensor(received.view(-1).view(torch.uint8), rank)
@@ -55,7 +58,7 @@ def _broadcast(tensor: Tensor, rank: int, world: World) -> Tensor:
 
 
 def _copy_from_rank_0(tensor: Tensor, world: World) -> None:
-    # A function, so that its copies are freed before those of the next tensor are allocated.
+    # A separate function, so that its copies are freed before those of the next tensor are allocated.
     theirs = _broadcast(tensor, 0, world)
     mine = tensor.detach().clone(memory_format=torch.contiguous_format)
     if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
@@ -74,12 +77,12 @@ def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
         content[start : start + size] = view_bytes(tensor)
         start += size
     if len(content):
-        # A sum of bytes where all but one rank have zeros is a copy of any dtype. all_gather needs equal sizes, and
-        # gloo adds no bfloat16.
+        # Every byte is zero on all ranks but one, so the sum copies values of any dtype, including those that gloo
+        # cannot send, such as int16 and float8. all_gather is not used, because it needs equal sizes on all ranks.
         world.sum(content)
     parts = iter(torch.split(content, [size for rank_sizes in sizes for size in rank_sizes]) if len(content) else ())
     return [
-        # A slice may start at any offset, but views of numbers must be aligned.
+        # Cloned, because a slice may start at any offset, but a view with a wider dtype must be aligned.
         [next(parts, content).clone().view(getattr(torch, dtype)).view(shape) for shape, dtype in rank_specs]
         for rank_specs in specs
     ]
@@ -100,7 +103,7 @@ def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
 def find_unequal_sums(tensors: Mapping[str, Tensor], world: World) -> list[str]:
     """Return the names of tensors whose sums differ between the ranks that have them. Every rank calls it.
 
-    Unlike `find_unequal`, it copies no tensor to the host. A difference of rounding is ignored.
+    Unlike `find_unequal`, it copies no tensor to the host. Rounding differences are ignored.
     """
     sums = torch.stack([_sums(tensor, world) for tensor in tensors.values()]).tolist() if tensors else []
     sums_by_name: dict[str, list[tuple[float, float]]] = {}
@@ -111,7 +114,7 @@ def find_unequal_sums(tensors: Mapping[str, Tensor], world: World) -> list[str]:
 
 
 def _sums(tensor: Tensor, world: World) -> Tensor:
-    """Return the sum of the elements and that of their absolute values, (2,), in the widest dtype of the device."""
+    """Return the sum of the elements and the sum of their absolute values, (2,), in the device's widest dtype."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     result = world.zeros(2)
@@ -122,7 +125,7 @@ def _sums(tensor: Tensor, world: World) -> Tensor:
 
 
 def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether sums are equal except for rounding: GPUs of different models add in another order."""
+    """Return whether sums are equal except for rounding: different GPU types may add in different orders."""
     tolerance = 1e-12 * min(one[1], other[1])
     return all(
         abs(a - b) <= tolerance or a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
@@ -142,7 +145,7 @@ def catch_exception(function: Callable[[], Any]) -> Exception | None:
 
 
 def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> None:
-    """Raise this rank's failure, or RankLost with that of another rank; collective."""
+    """Raise this rank's failure, or RankLost if only another rank failed. Collective."""
     texts = world.gather(None if failure is None else format_error_line(failure))
     if failure is not None:
         raise failure

@@ -28,8 +28,9 @@ def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:
     torch's nn.SyncBatchNorm. Call it before the model is wrapped or compiled. Returns the model.
     Raises ConfigError, on every rank, if another kind of batch norm is trained, such as a subclass with its own forward
     method, which would not be synchronized. The model is then unchanged.
-    Source: Ioffe and Szegedy, Batch Normalization, ICML 2015; the counts after Chan, Golub and LeVeque, Updating
-    Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    Sources: Ioffe and Szegedy, Batch Normalization, ICML 2015; the statistics of micro-batches of unequal size are
+    combined as in Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances,
+    1979.
     """
     if world.world_size > 1:
         _check_supported(model)
@@ -59,7 +60,7 @@ def _check_supported(model: nn.Module) -> None:
 
 
 def _training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules, with names, that train when the model does: its `train` method may exclude some."""
+    """Return (name, module) of the modules in training mode after `model.train()`, which may exclude some."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -70,7 +71,7 @@ def _training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _SyncedBatchNorm(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
-    """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks its inputs."""
+    """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks the shape."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.training:
@@ -85,7 +86,7 @@ class _SyncedBatchNorm(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _update_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        """Update the running statistics as torch does: unbiased variance, cumulative mean for `momentum=None`."""
+        """Update the running statistics as torch does: unbiased variance; cumulative average if `momentum` is None."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         step: Any = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
@@ -107,20 +108,22 @@ class _BatchNorm3d(_SyncedBatchNorm, nn.BatchNorm3d):
 
 
 class _GPUSyncBatchNorm(CollectiveCounter, nn.SyncBatchNorm):
-    """torch's implementation, extended to join a dummy pass with a batch of no samples."""
+    """torch's synchronized batch norm, extended so that a dummy pass joins its collectives with an empty batch."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if self.counts or not self.training:
             return super().forward(input)
         empty = input[:0]
         if empty.dtype in (torch.float16, torch.bfloat16):
-            empty = empty.float()  # statistics are sent as float32, but those of no samples in the input's format
+            # torch sends the statistics of a batch as float32, but those of an empty batch in the dtype of the input.
+            empty = empty.float()
         joined: Tensor = super().forward(empty)
         batch_alone = self.running_mean is None
         output = F.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, batch_alone, 0.0, self.eps
         )
-        return output + joined.sum().to(output.dtype)  # an empty sum, so that the backward pass joins too
+        # The sum of the empty batch is zero; adding it makes the backward pass join the collectives too.
+        return output + joined.sum().to(output.dtype)
 
 
 class _Normalize(torch.autograd.Function):
@@ -152,7 +155,7 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, weight_gradient = output_gradient.sum(dims), (output_gradient * hat).sum(dims)
         x_gradient = None
         if ctx.needs_input_grad[0]:  # the same on all ranks
-            both = torch.stack([bias_gradient, weight_gradient])  # a copy: the originals are local gradients
+            both = torch.stack([bias_gradient, weight_gradient])  # a copy, because this rank returns its own gradients
             dist.all_reduce(both)
             mean, slope = both / total
             inner = output_gradient - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat

@@ -1,12 +1,12 @@
-"""Synchronize buffers that training changes after every update, but never in an evaluation or a save.
+"""Synchronize the buffers that an update has changed at its end, but never in an evaluation or a save.
 
 A rank sees only its own samples, so a buffer that a forward pass changes, such as a moving average, a codebook or a
 counter, diverges between ranks. Synchronizing only at checkpoints would make the result of training depend on when
 they are written. So buffers that changed in an update are synchronized at its end: running statistics of norms are
 averaged over the ranks, all others are broadcast from one rank, as in DistributedDataParallel.
 
-Nothing is sent while nothing changes. Ranks agree on what changed by flags attached to a message that they
-exchange anyway, because a collective which only some ranks join would deadlock.
+No buffer is sent if none has changed. Because a collective that only some ranks join would deadlock, the ranks first
+agree on which buffers have changed, by flags attached to a message that they exchange anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BufferSync:
     """Synchronize the buffers of a model that changed on any rank.
 
     source    rank whose buffers are broadcast
-    averages  average running statistics of norms over the ranks instead; False: only `source` computes them
+    averages  average the running statistics of norms over the ranks instead; False: only `source` computes them
     others    modules to skip, because only some ranks have them
     modules   modules whose buffers are synchronized
 
@@ -58,13 +58,13 @@ class BufferSync:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Synchronize on exit what changed inside, with a separate message."""
+        """Synchronize on exit the buffers that have changed inside; the flags are sent in a separate message."""
         self.begin_update()
         yield
         self.apply(self.world.sum(self.flags()))
 
     def begin_update(self) -> None:
-        """Start the forward passes of an update; before the first one every buffer is copied, to detect changes."""
+        """Prepare for the forward passes of an update; in the first update of a phase, copy all buffers to compare."""
         if self._is_first:
             self._record()
             self._before = [_copy_to_host(ref.tensor) for ref in self._refs]
@@ -72,17 +72,18 @@ class BufferSync:
     def flags(self) -> Tensor:
         """Return a change flag (0 or 1) per buffer of this rank, then one for buffers added, removed or resized."""
         if self._is_first:
-            # A write through .data, by a norm's kernel or by compiled code increments no version: compare bits.
+            # A write through .data, by a norm's kernel or by compiled code increments no version, so compare bits.
             pairs = zip(self._refs, self._before, strict=True)
             self._unversioned |= {ref.name for ref, before in pairs if not _is_unchanged(ref.tensor, before)}
         return torch.tensor([*map(float, self._changed_flags()), float(self._needs_rebuild())])
 
     def apply(self, flags: Tensor) -> None:
-        """Synchronize what changed on any rank; `flags` are summed over the ranks.
+        """Synchronize the buffers that have changed on any rank; `flags` are the sums of the flags over the ranks.
 
         Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
         """
-        self._is_first, self._before = False, []  # not earlier: a discarded update detects fewer changes
+        # Not earlier, because a discarded update, which never gets here, may have ended before all changes.
+        self._is_first, self._before = False, []
         total = flags.tolist()
         if total[-1]:
             self._rebuild()
@@ -98,7 +99,7 @@ class BufferSync:
     def check(self) -> None:
         """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
 
-        An evaluation or a save must not repair it: the result of training would then depend on when it runs.
+        The buffer is not repaired: evaluations and saves call this method, and training must not depend on when.
         """
         refs = [ref for ref in self._refs if ref.is_saved and _is_plain(ref)]
         different = torch.zeros(len(refs))
@@ -110,7 +111,8 @@ class BufferSync:
                 sizes = [_tensor(ref).nbytes for ref in group]
                 for ref, one, other in zip(group, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
                     different[refs.index(ref)] = float(not torch.equal(one, other))
-        # Changes by a task's begin_update since the last update are synchronized with the next one.
+        # Buffers with recorded changes since the last update, as by a task's begin_update, are synchronized in the next
+        # one, so they may differ here.
         seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
         different *= torch.tensor([float(ref.name in seen) for ref in refs])
         is_different_anywhere = self.world.max(different).tolist()
@@ -157,7 +159,7 @@ class BufferSync:
         return any(ref.tensor is not seen.tensor and not _same_shape(ref.tensor, seen.tensor) for ref, seen in pairs)
 
     def _rebuild(self) -> None:
-        """Track buffers with the same shape on all ranks; a non-persistent cache may differ between ranks."""
+        """Track only buffers with the same shape on all ranks, because a non-persistent cache may differ."""
         seen = {ref.name: seen for ref, seen in zip(self._refs, self._recorded, strict=True)}
         refs = {ref.name: ref for ref in self._list_buffers()}
         of_ranks = self.world.gather({name: _kind(ref.tensor) for name, ref in refs.items()})
@@ -225,11 +227,11 @@ def _is_unchanged(tensor: Tensor | None, before: Tensor | None) -> bool:
 
 
 def _average(refs: Sequence[BufferRef], world: World) -> None:
-    """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
+    """All-reduce statistics to their mean over the ranks, in the widest dtype, and batch counts to their maximum."""
     for group in _by_device([ref for ref in refs if _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(world.widest)
         world.sum(flat)
-        flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
+        flat.div_(world.world_size)  # one kernel for all, because one per buffer would take longer than the message
         _write_back(group, torch.split(flat, [_tensor(ref).numel() for ref in group]))
     for group in _by_device([ref for ref in refs if not _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(torch.int64)
@@ -243,12 +245,12 @@ def _broadcast(refs: Sequence[BufferRef], source: int, world: World) -> None:
         world.broadcast_tensor(content, source)
         if world.rank != source:
             parts = torch.split(content, [_tensor(ref).nbytes for ref in group])
-            # slices may start at any offset, but views of numbers must be aligned
+            # Cloned, because a slice may start at any offset, but a view with a wider dtype must be aligned.
             _write_back(group, [part.clone().view(_tensor(ref).dtype) for ref, part in zip(group, parts, strict=True)])
 
 
 def _by_device(refs: Sequence[BufferRef]) -> list[list[BufferRef]]:
-    """Group the buffers by device, to send those of a group together: few messages instead of many."""
+    """Group the buffers by device, so that those of a group can be sent in one message."""
     devices = dict.fromkeys(_tensor(ref).device for ref in refs)
     return [[ref for ref in refs if _tensor(ref).device == device] for device in devices]
 

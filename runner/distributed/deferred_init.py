@@ -129,7 +129,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_dense = isinstance(result, Tensor) and result.layout is torch.strided
             if not is_dense or result.untyped_storage().nbytes() < self.min_bytes:
                 return function(*args, **kwargs)
-            # The default dtype may be another one when the operation is replayed.
+            # Recorded with its dtype, because the default dtype may have changed when the operation is replayed.
             self._record(function, args, {**kwargs, "dtype": result.dtype}, result)
             return result
         return function(*args, **kwargs)
@@ -324,7 +324,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 values[ref.storage] = _storage_like(ref, leaf)
 
     def replace_leaked(self, model: nn.Module) -> None:
-        """Compute the values of all other deferred tensors that still exist, such as those of datasets, in place.
+        """Compute, in place, the values of all deferred tensors outside the model that still exist, as in datasets.
 
         Raises RuntimeError if one cannot be replaced.
         """

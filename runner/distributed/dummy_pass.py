@@ -1,7 +1,7 @@
 """Run a dummy forward and backward pass so that ranks without data still join collectives inside the model.
 
-If ranks have unequal work, those with less repeat a micro-batch. Such a pass must change no gradient, count
-or statistic. Norms that are synchronized over ranks join it with a count of zero.
+If ranks have unequal work, those with less repeat a micro-batch. Such a pass must change no gradient, count or
+statistic. Norms that are synchronized over ranks contribute a count of zero to its collectives.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from runner.tensors.module_buffers import restore_buffers
 
 
 class CollectiveCounter(nn.Module):
-    """A module with collectives in its passes; `counts` is False during a dummy pass."""
+    """A module that runs collectives in its forward and backward pass; `counts` is False during a dummy pass."""
 
     counts = True
 
 
 @contextmanager
 def without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Leave the model's buffers unchanged by passes inside; synchronized norms use the other ranks' statistics only."""
+    """Make passes inside leave buffers unchanged, and synchronized norms use only the statistics of other ranks."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
     for norm in norms:
@@ -41,7 +41,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
 def run_dummy_pass(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
 
-    For models with plain tensor parameters: gradients are computed and dropped, so infinite ones do no harm.
+    Only for models whose parameters are plain tensors. Gradients are computed and dropped, so infinite ones do no harm.
     """
     with without_side_effects(passes.model):
         with passes.forward():

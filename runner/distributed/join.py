@@ -71,13 +71,14 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
                 call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
         raise
     gc.collect()  # drop remaining references to the group before it is destroyed
-    # NCCL may wait here for a rank that does not answer, and no watchdog runs any more. The results are complete.
+    # NCCL may wait here for a rank that does not answer, and no watchdog runs any more. The results are complete, so
+    # give up after the timeout.
     with suppress(TimeoutError):
         call_with_timeout(timeout_s, partial(_destroy_group, device))
 
 
 def _destroy_group(device: torch.device) -> None:
-    get_accelerator(device).activate()  # of this thread
+    get_accelerator(device).activate()  # the current device is per thread
     dist.destroy_process_group()
 
 
@@ -101,7 +102,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[World]:
 
 
 class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fill received integers with 1: torch's pipeline uses them to ask a rank whether it knows its shapes."""
+    """Fill received integers with 1: in torch's pipeline, ranks use them to report that they know their shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.recv_.default:
@@ -183,8 +184,9 @@ def _open_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 def choose_interface(rank_info: RankInfo) -> None:
     """Set gloo's network interface to the one that reaches the other ranks, unless `GLOO_SOCKET_IFNAME` is set.
 
-    On a single machine that is the loopback, so that no port is open to others. Otherwise it is the interface towards
-    rank 0. Many systems resolve the host name to 127.0.0.1: gloo would listen there, and the others would wait.
+    On a single machine that is the loopback interface, so that no port is open to other machines. Otherwise it is the
+    interface towards rank 0. By default gloo uses the address of the host name, which is 127.0.0.1 on many systems, so
+    the ranks of other machines could not connect.
     """
     name = find_interface(rank_info)
     if not name:

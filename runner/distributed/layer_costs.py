@@ -28,8 +28,8 @@ class LayerCost:
     num_trained       number of trained parameters
     constant_bytes    bytes of frozen parameters and buffers
     activation_bytes  bytes kept for the backward pass of one micro-batch; 0 if not measured
-    seconds           forward and backward pass of one micro-batch; if not measured, the number of parameters, which
-                      is used as a relative time
+    seconds           duration of the forward and backward pass of one micro-batch; if not measured, the number of
+                      parameters, which is used as a relative time
     """
 
     name: str
@@ -121,7 +121,7 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
 def record_saved_storages(ignored: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
     """Map each storage that autograd saves inside the context to its bytes. Storages of `ignored` tensors are skipped.
 
-    Storages are identified by `_cdata` (private): data_ptr() is 0 for all fake tensors.
+    Storages are identified by the private `_cdata`, because data_ptr() is 0 for all fake tensors.
     """
     excluded = {tensor.untyped_storage()._cdata for tensor in ignored}
     saved: dict[int, int] = {}
@@ -161,7 +161,7 @@ def _time_pass(layer: nn.Module, call: Callable[[Any], Any], value: Any, synchro
 
 def detach_inputs(value: Any) -> Any:
     """Return a copy whose tensors require gradients if possible, like those received from another device."""
-    # clone: layers that work in place must not modify a leaf
+    # Cloned, because a layer that works in place must not modify a leaf.
     return map_tensors(
         lambda tensor: tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor, value
     )

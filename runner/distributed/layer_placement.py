@@ -1,4 +1,4 @@
-"""Assign layers to ranks consistently: cost of the layers, split, freeing of the others, shared parameters."""
+"""Place layers on ranks: measure them, split them into stages, free those of other ranks, and find shared ones."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def place_layers(
     example: Example | None,
     weights: Weights | None = None,
 ) -> Placement:
-    """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
+    """Return the placement, which is the same on all ranks: from layer costs on rank 0 and the memory of all devices.
 
     A stage has the memory and the speed of its weakest copy.
 
     weights  context in which a layer has its weights on the CPU, if they are not allocated yet
 
-    Raises ConfigError on all ranks if there is none.
+    Raises ConfigError, on all ranks, if no placement fits.
     """
     costs: list[LayerCost] = []
     world, size = grid.world, grid.copy.world_size
@@ -225,7 +225,7 @@ def move_buffers(model: nn.Module, layer_modules: set[nn.Module], device: torch.
     """Move the buffers outside of the layers to this rank's device: the loss and predictions may use them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            # Fake ones cannot be moved.
+            # A buffer that is already there is left alone, because fake tensors cannot be moved.
             if module not in layer_modules and buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 

@@ -1,4 +1,4 @@
-"""Calls of a model whose ranks exchange tensors in each call, so that all of them must make the same calls."""
+"""Detect unequal calls of a model whose ranks exchange tensors in each call, so that all must call it equally often."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from runner.distributed.world import World
 
 
 class UnmatchedCalls(RankLost):
-    """A rank raised an exception, which is the cause on that rank, or returned, while another one called the model."""
+    """A rank raised an exception or returned while another one called the model; its exception is the cause."""
 
 
 @contextmanager
 def matched_calls(model: nn.Module, world: World) -> Iterator[None]:
-    """Raise UnmatchedCalls on every rank if one fails or returns while others call the model or return.
+    """Raise UnmatchedCalls on every rank, unless all make the same number of calls and then all return or all fail.
 
-    Without it, the others would wait for that rank inside the model. An exception that all ranks raise after the same
-    calls is passed on unchanged.
+    Without this check, the other ranks would wait inside the model for a rank that does not call it. An exception that
+    all ranks raise after the same number of calls is passed on unchanged.
     """
 
     def compare(action: str) -> None:

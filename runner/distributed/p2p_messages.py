@@ -25,7 +25,7 @@ class SendFailed(NamedTuple):
 
 
 def send(value: Any, rank: int, world: World, device: torch.device) -> None:
-    """Send a value to a rank that calls `receive`, its tensors by way of `device`."""
+    """Send a value to a rank, which must call `receive`. Tensors are moved to `device` first."""
     head, tensors = _pack(value)
     for message in (torch.tensor([len(head)]), head, *(view_bytes(tensor.to(device)) for tensor in tensors)):
         dist.send(message, group=world.group, group_dst=rank)

@@ -197,7 +197,7 @@ class Parallel:
         return local
 
     def any_overflow(self, overflow: Tensor) -> Tensor:
-        """Return whether a gradient overflowed on any rank, given this rank's flag; 0 or 1."""
+        """Return whether a gradient overflowed on any rank, given this rank's flag; both are 0 or 1."""
         return overflow
 
     def attach_numbers(self, numbers: Tensor | None) -> bool:

@@ -24,12 +24,12 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(error: BaseException) -> bool:
-    """Return whether torch.distributed raised it: a data worker may time out or lose its connection, too."""
+    """Return whether torch.distributed raised the error: data workers also time out and lose connections."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "/torch/distributed/" in frames[-1].filename
 
 
-# Messages of gloo, NCCL and the stores about a lost peer: torch 2.11 and 2.13.
+# Messages of gloo, NCCL and the stores about a lost peer, in torch 2.11 and 2.13.
 _PEER_LOSS_MESSAGE = re.compile(
     r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
     r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",

@@ -122,7 +122,7 @@ class Pipelined(Parallel):
         self._forward: Callable[..., Any] = self._evaluate
         self._shapes: dict[int, list[Shapes]] = {}
         self._known_shapes: Sequence[Shapes] = ()
-        self._buffers: BufferSync  # outside of the layers
+        self._buffers: BufferSync  # of modules outside of the layers
         self._copies: StageCopies
 
     @property
@@ -241,7 +241,7 @@ class Pipelined(Parallel):
         if self.world.any(self.stage.failure is not None):
             self._raise_first_failure()
         if not micros:
-            with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
+            with passes.forward():  # saves the state to restore if another pipeline, which has samples, overflows
                 pass
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
 
@@ -330,9 +330,9 @@ class Pipelined(Parallel):
                     overwrite(tensor, in_memory(saved[name]))
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return the merged states of the first stages: all stages see all data of their copy of the model.
+        """Merge the states of the first stages only, because all stages of a pipeline see the same data.
 
-        After a resume, only rank 0 has the state from before.
+        The first stage broadcasts its state to the others: after a resume, only rank 0 has the state from before.
         """
         result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         for tensor in result.values():
@@ -378,12 +378,12 @@ class Pipelined(Parallel):
         seed: int,
         failure: Exception | None,
     ) -> _Keys:
-        """Return the first stage's description of the micro-batches, whose shapes are then known.
+        """Return the first stage's seed and shape hashes of the micro-batches; infer the input shapes of new ones.
 
         Raises on all ranks of all pipelines if a rank failed, as given by `failure` or while inferring shapes.
         """
         first, count = self.pipeline.is_first, len(micros)
-        # A maximum of the count and of its negative gives the largest and the smallest one in a single message.
+        # The maxima of the count and of its negative give the largest and the smallest count in a single message.
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.pipeline.max(message).tolist()
         keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
@@ -396,7 +396,7 @@ class Pipelined(Parallel):
             for key, micro, call in zip(keys.tolist(), micros, calls, strict=True):
                 if key not in self._shapes and not failed:
                     failed, failure = self._infer_shapes(passes, micro, call, key)
-        # All stages of a pipeline agree by now, so the copies of one stage know of a failure in any pipeline.
+        # The stages of a pipeline agree on a failure by now, so asking the copies of one stage covers all pipelines.
         if self.replicas.any(bool(failed)):
             raise_on_all_ranks(failure, self.world, WHERE)
         self.stopwatch.lap("wait")

@@ -14,7 +14,7 @@ from runner.distributed.world import World
 
 
 def new_groups(groups: Sequence[Sequence[int]], timeout_s: float) -> Any:
-    """Create process groups of these ranks; return the group of this rank, None if it is in none. A collective."""
+    """Create process groups of these ranks; return the group of this rank, or None if it is in none. Collective."""
     group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         groups, timeout=timedelta(seconds=timeout_s)
     )
@@ -38,9 +38,10 @@ class RankGrid(NamedTuple):
 
 
 def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
-    """Divide the ranks into copies of `size` ranks, which divides their number. A collective: it creates groups.
+    """Divide the ranks into copies of `size` consecutive ranks each. Collective, because it creates process groups.
 
-    timeout_s  timeout of collectives, because new groups do not inherit that of the world
+    size       must divide the number of ranks
+    timeout_s  timeout of collectives in the new groups, which do not inherit that of the world
     """
     if size == world.world_size:
         return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1), timeout_s)

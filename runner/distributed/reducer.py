@@ -1,7 +1,7 @@
 """All-reduce gradients in buckets during the last backward pass of an update.
 
-Which parameters share a bucket depends on their registration only, so the sums are bit-identical in every run of the
-same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
+Which parameters share a bucket depends only on their registration order, so the sums are bit-identical in every run of
+the same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
 arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree on it.
 
 DistributedDataParallel is not used: it averages per rank, needs equal numbers of backward passes, and regroups buckets
@@ -24,22 +24,22 @@ from runner.distributed.world import World
 SMALL_BYTES = 64 << 10  # up to this size, gradients are sent with the other sums: a second message takes longer
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
-# Replaces a tensor by its sum over the ranks, and returns an object with wait(), or None if it is done.
+# Replaces a tensor by its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
 SumGradients = Callable[[Tensor], Any]
-MAX_ERROR = 0.25  # of a custom sum, relative to the largest number: a mean over 2 ranks has 0.5
+MAX_ERROR = 0.25  # of a custom sum, relative to the largest number: a mean over 2 ranks has an error of 0.5
 
 
 class _Bucket:
     """Gradients that are all-reduced in one flat tensor.
 
-    views       slices of the parameters
+    views       slice of the flat tensor for each parameter
     awaited     parameter -> how often its gradient is expected in the last backward pass: usually once, several times
                 if the parameter is shared by reentrant checkpoints, never if it is unused
     arrived     parameter -> how often its gradient arrived in this pass
     missing     number of expected gradients that have not arrived
     position    number of gradients of the model that had arrived when the last one of this bucket did
     is_late     a gradient arrived after the bucket was launched: it must be exchanged again
-    was_late    it was late before, so it awaits as many gradients as ever arrived
+    was_late    it was late in an earlier update, so it awaits the largest number of gradients that ever arrived
     is_unused   no rank had a gradient for it in the previous update, so it is all-reduced only if a rank has one now
     """
 
@@ -62,7 +62,7 @@ class _Bucket:
         self.restart()
 
     def restart(self) -> None:
-        """Start an update, in which no gradient has arrived."""
+        """Start an update: no gradient has arrived yet."""
         self.arrived: Counter[int] = Counter()
         self.missing = self.awaited.total()
         self.position, self.is_late = 0, False
@@ -76,7 +76,7 @@ class _Bucket:
         self.is_late |= self.work is not None
 
     def fill(self) -> None:
-        """Copy the gradients, zeros for missing ones."""
+        """Copy the gradients into the flat tensor, with zeros for missing ones."""
         present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
         if len(present) < len(self.parameters):  # missing ones would keep the sums of the last update
             self.flat.zero_()
@@ -105,12 +105,12 @@ class _Bucket:
 
 
 class Reducer:
-    """All-reduce gradients in buckets, in the order in which their gradients arrived in the previous update.
+    """All-reduce gradients in buckets, in the order in which the buckets were complete in the previous update.
 
-    is_last  the last backward pass of the update: buckets are launched as soon as their gradients have arrived
+    is_last  True in the last backward pass of the update: a bucket is launched as soon as its gradients have arrived
 
-    The first update takes the registration order, from the last parameter to the first. A gradient that arrives
-    after its bucket was launched is still correct: all ranks exchange that bucket again at the end.
+    The first update uses the registration order, from the last parameter to the first. If a gradient arrives after its
+    bucket was launched, all ranks exchange that bucket again at the end, so the sum is still correct.
 
     On the CPU, the gradients of a small model are added in float64, in the message with the other numbers.
     """
@@ -143,9 +143,9 @@ class Reducer:
             hook.remove()
 
     def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
-        """Finish the all-reduce of all gradients; those that no rank has become None.
+        """Finish the all-reduce of all gradients; set those to None that no rank has.
 
-        flags  arbitrary, on the host
+        flags  any numbers, on the host
 
         Returns `sums` added over the ranks, the number of ranks that `failed` (then no gradients are valid), and
         `flags` added over the ranks.
@@ -173,7 +173,7 @@ class Reducer:
 
     def _add(self, sums: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
         """Finish the all-reduce of the buckets; return `sums` and `mine`, on the host, added over the ranks."""
-        while self._next < len(self._order):  # first, as on ranks whose buckets were launched earlier
+        while self._next < len(self._order):  # before the numbers, as on ranks that launched their buckets earlier
             self._launch()
         on_host = sums.device.type == "cpu"
         numbers = torch.cat([sums, mine.to(sums.dtype)]) if on_host else sums
@@ -219,7 +219,8 @@ class Reducer:
     def _adapt(self, is_absent: Sequence[bool], num_late: Sequence[float], positions: Sequence[float]) -> None:
         """Exchange late buckets again, and predict the next update from this one.
 
-        All arguments are all-reduced. What a rank awaits is its own prediction: ranks may use different parameters.
+        All arguments are all-reduced. Only `awaited` is predicted from this rank's own gradients, because ranks may use
+        different parameters.
         """
         absent_ids = {id(weight) for weight, absent in zip(self.parameters, is_absent, strict=True) if absent}
         for bucket, late in zip(self.buckets, num_late, strict=True):
@@ -234,18 +235,20 @@ class Reducer:
                 bucket.awaited = bucket.awaited | bucket.arrived if bucket.was_late else bucket.arrived
         place = dict(zip(map(id, self.buckets), positions, strict=True))
         used = [bucket for bucket in self.buckets if not bucket.is_unused]
-        # A bucket that was late may wait for a gradient that does not arrive in every update: it must not block others.
+        # A bucket that was late may await a gradient that does not arrive in every update. It is put last, so that it
+        # does not block others.
         self._order = sorted(used, key=lambda bucket: (bucket.was_late, place[id(bucket)]))
 
 
 class CustomSum:
     """A function of a task file or a package that replaces gradients by their sum over the ranks.
 
-    The results of each bucket are compared with an all-reduce, and those of the ranks with each other, until its sum
-    was finite and not zero: copies of the model that receive different gradients would diverge. All ranks find the
-    same errors.
+    For each bucket, the results of all ranks are compared with each other and with an all-reduce, in each update up to
+    the first whose sum is finite and not zero. Copies of the model that receive different gradients would diverge. All
+    ranks find the same errors.
 
-    option  its name, and where it is defined
+    option  its name
+    where   where it is defined
     """
 
     def __init__(self, function: SumGradients, world: World, option: str, where: str) -> None:
@@ -267,7 +270,7 @@ class CustomSum:
         overflows, vanishes = ~largest.isfinite(), largest == 0
         found = torch.stack([distance, *(flag.to(flat.dtype) for flag in (differs, overflows, vanishes))]).float()
         error, difference, overflowed, vanished = self._world.max(found.nan_to_num(nan=1.0, posinf=1.0)).tolist()
-        if not overflowed:  # as for a loss that is not finite, or the first updates of a loss scale
+        if not overflowed:  # a sum overflows if the loss is not finite, or in the first updates of a loss scale
             self._error, self._difference = max(self._error, error), max(self._difference, difference)
         if not overflowed and not vanished:
             self._checked.add(flat.data_ptr())
@@ -285,7 +288,7 @@ class CustomSum:
         return _DONE if work is None else work
 
     def raise_if_wrong(self) -> None:
-        """Raise TaskFault for another result than a sum, or unequal results."""
+        """Raise TaskFault if a result was not the sum, or if the results of the ranks differed."""
         what = ""
         if self._error > MAX_ERROR:
             what = f"must replace the gradients by their sum over the ranks; the error is {100 * self._error:.0f} %"
@@ -298,7 +301,7 @@ class CustomSum:
 
 class _Done:
     def wait(self) -> None:
-        """Return: the sum is complete."""
+        """Do nothing, because the sum is complete."""
 
 
 _DONE = _Done()

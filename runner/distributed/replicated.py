@@ -68,7 +68,7 @@ class Replicated(Parallel):
         if self._reducer is not None and self._reducer not in self._group_reducers:
             self._reducer.close()
         self._reducer = self._group_reducers[group]
-        if group not in self._selected:  # forward passes of this group may change other buffers
+        if group not in self._selected:  # its forward passes may change other buffers than those of earlier groups
             self._selected.add(group)
             self._buffers.begin_phase()
 

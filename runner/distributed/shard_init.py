@@ -19,8 +19,8 @@ from runner.tensors.optimizer_state import first_local_row
 class DeferredModel:
     """A model without its large tensors.
 
-    recording  of its construction, which computes them
-    loaded     names of tensors that a checkpoint will replace, so they need no values
+    recording  record of its construction, from which their values are computed
+    loaded     names of tensors that need no values, because a checkpoint will replace them
     """
 
     recording: DeferredInit
@@ -57,14 +57,14 @@ class DeferredModel:
             value = torch.empty_like(weight, device=device) if is_loaded else self.recording.value(weight).to(device)
             allocated = nn.Parameter(value, requires_grad=weight.requires_grad)
             vars(allocated).update(vars(weight))
-            # In place: all modules that share it have the new one.
+            # In place, so that all modules that share the parameter get the new one.
             torch.utils.swap_tensors(weight, allocated)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def materialized(self, layer: nn.Module) -> Iterator[None]:
-        """Give a layer other parameters with its values on the CPU inside the context.
+        """Replace a layer's deferred parameters inside the context by initialized ones on the CPU.
 
-        Not in place: the graph of a pass may refer to them for longer.
+        The deferred parameters are not changed in place, because the graph of a pass may outlive the context.
         """
         values = {
             weight: nn.Parameter(self.recording.value(weight), requires_grad=weight.requires_grad)

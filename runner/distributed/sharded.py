@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeGuard
 
 import torch
-import torch._dynamo  # DTensors import it at their first use: here once, before the ranks are forked
+import torch._dynamo  # imported once before the ranks are forked, because DTensors import it at their first use
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -47,16 +47,16 @@ class Sharded(Parallel):
 
     reshard_after_forward  True: gather the blocks again for the backward pass; False: keep them, which needs the
                            memory of the whole model and saves a third of the communication
-    communicate            format in which parameters are gathered and computed; gradients are summed in float32 (in the
-                           parameters' format if wider). A 16-bit format requires a precision of that format:
-                           it is also that of activations between blocks. Outputs of the model are float32
+    communicate            dtype in which parameters are gathered and used; gradients are summed in float32, or in the
+                           parameters' dtype if that is wider. A 16-bit dtype requires a precision of the same dtype,
+                           because activations between blocks have it too. Outputs of the model are float32
     shards_gradients       reduce gradients after every micro-batch; False: after the last one of an update, which needs
                            memory for unsharded gradients of all parameters until then
     saves_parts            each rank of the first group writes its shards of a checkpoint; False: rank 0 gathers and
                            writes all
     init                   how the model is built, see Parallel
     shard_size             ranks that hold one copy of the model together; None: all ranks
-    timeout_s              of collectives within a group and between groups
+    timeout_s              timeout of collectives within a group and between groups
     """
 
     is_lockstep = True
@@ -86,11 +86,11 @@ class Sharded(Parallel):
         self.shards_gradients = shards_gradients
         self._root: FSDPModule | None = None
         self._buffers: BufferSync
-        self._calls: SharedCalls | None = None  # of evaluations that do not gather the model
+        self._calls: SharedCalls | None = None  # for evaluations that do not gather the whole model
         self._scalars: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
         self._counts = True
-        self._watched: set[nn.Module] = set()  # whose gathered parameters have hooks, in this phase
+        self._watched: set[nn.Module] = set()  # parts whose gathered parameters have hooks in this phase
         self._hooked: set[Tensor] = set()
         self._is_gathered = self._has_gathered = False
         self._trained: list[nn.Parameter] = []
@@ -113,7 +113,7 @@ class Sharded(Parallel):
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
             self._shard(module, mesh, scalars, self.reshard_after_forward, {})
-        # The root's own parameters are used first and last. They stay gathered between the forward and backward pass.
+        # The root's own parameters are used first and last, so they stay gathered between forward and backward pass.
         half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
         self._shard(model, mesh, scalars, False, half)
         if shards:
@@ -122,7 +122,7 @@ class Sharded(Parallel):
         for part in parts_of(model):
             part.set_gradient_divide_factor(1.0)  # sums: the default is a mean over the ranks
             part.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
-            # Older torch does not have it: there, all ranks must use the same parameters.
+            # Older versions of torch lack this method; with them, all ranks must use the same parameters.
             if hasattr(part, "set_reduce_scatter_unused_params"):
                 part.set_reduce_scatter_unused_params(True)
         # fully_shard derives formats only from parameters that require gradients, at the first forward pass (private,
@@ -162,7 +162,7 @@ class Sharded(Parallel):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_gradients(self, part: nn.Module, *_: Any) -> None:
-        """Zero the gradients of dummy passes, and record which parameters have gradients in the others.
+        """Zero the gradients of dummy passes, and record which parameters get gradients in all other passes.
 
         The hooks are registered in the first forward pass of a phase, because the gathered parameters of a block, to
         which they belong, do not exist earlier.
@@ -197,7 +197,7 @@ class Sharded(Parallel):
             model.register_forward_pre_hook(lambda *_: self._swap_scalars(plain=True))
 
     def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
-        """Free the gathered parameters after a forward pass without gradients, which no backward pass frees."""
+        """Free the gathered parameters after a forward pass without gradients: no backward pass will free them."""
         if not torch.is_grad_enabled() and not self._is_gathered:
             self._free_gathered(model)
 
@@ -218,7 +218,7 @@ class Sharded(Parallel):
             if self._counts:
                 self._used[weight] = True
                 return None
-            return torch.zeros_like(gradient)  # not a product: the gradient may be infinite
+            return torch.zeros_like(gradient)  # not a product with zero: the gradient may be infinite
 
         return note
 
@@ -289,7 +289,7 @@ class Sharded(Parallel):
     def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all shards; replicated parameters count once.
 
-        All ranks take part, so that the result is the same bit for bit, and with it the weights of all groups.
+        All ranks of all groups take part, so that the norm, and therefore the weights, are bit-identical in all groups.
         """
         square = local.to(self.world.widest).square()
         if self.world.rank >= self.shard_size:
@@ -341,7 +341,7 @@ class Sharded(Parallel):
         )
 
     def load(self, model: nn.Module, saved: Saved) -> None:
-        """Load this rank's shards of the full tensors; of stored ones, only its rows are read."""
+        """Load this rank's shards of the full tensors; only these rows are read from tensors in files."""
         for name, tensor in model.state_dict().items():
             if name in saved:
                 copy_values(tensor, saved[name])
@@ -359,7 +359,7 @@ class Sharded(Parallel):
         """Let each rank call the model any number of times; each call gathers one block after another.
 
         Those gathers are collectives, so before a call the ranks exchange whether any of them still calls the model. A
-        rank that has finished takes part in the gathers of the others until all have.
+        rank that has finished takes part in the gathers of the others until all have finished.
         """
         self._allocate_gathered(model)
         calls = self._calls
@@ -382,7 +382,7 @@ class Sharded(Parallel):
 
     @contextmanager
     def _gather_all(self, model: nn.Module) -> Iterator[None]:
-        """Gather all parameters on every rank inside the context; each may run any number of passes without gradients.
+        """Gather all parameters on every rank inside the context, for any number of passes without gradients per rank.
 
         Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
         """
@@ -420,8 +420,9 @@ class Sharded(Parallel):
 class _Scalar:
     """A replicated scalar parameter.
 
-    outside  for optimizers and checkpoints: a DTensor, because they do not mix DTensors and plain tensors
-    inside   for passes: a plain tensor in the same memory
+    dtensor  for optimizers and checkpoints, which do not mix DTensors and plain tensors
+    plain    for forward and backward passes: a plain tensor in the same memory
+    places   (module, name) of each use
     """
 
     def __init__(self, weight: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -443,7 +444,8 @@ class _Scalar:
         dist.all_reduce(gradient)
         self.dtensor.grad = self._replicated(gradient)
         self.plain.grad = None
-        # Those of the phase are registered on the DTensor, but autograd accumulates into the plain tensor (private).
+        # The hooks of the phase are registered on the DTensor, but autograd accumulates into the plain tensor and does
+        # not call them. The attribute is private.
         for hook in (self.dtensor._post_accumulate_grad_hooks or {}).values():
             hook(self.dtensor)
 
@@ -456,9 +458,9 @@ class _Scalar:
 
 
 def _unify_dtypes(root: nn.Module) -> None:
-    """Give gradients of one communication group the same dtype: if some were accumulated in float32, all are.
+    """Give all gradients of a communication group the dtype of the accumulated ones, by adding zeros for missing ones.
 
-    torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes. The groups are
+    Otherwise torch creates 16-bit zeros for unused parameters, and then rejects the mixed dtypes. The groups are
     private; checked on torch 2.13.
     """
     for part in parts_of(root):
@@ -486,7 +488,7 @@ def _local(gradient: Tensor | None) -> Tensor:
 
 
 def _clone_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy views: an in-place operation on one, such as `x += y`, would lose the hook of the backward pass."""
+    """Copy outputs that are views: an in-place operation on one, such as `x += y`, would lose torch's backward hook."""
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 

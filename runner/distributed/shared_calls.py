@@ -1,4 +1,4 @@
-"""Calls of a sharded model by ranks that call it different numbers of times, as in an evaluation.
+"""Let ranks call a sharded model different numbers of times, as in an evaluation.
 
 Each call gathers the parts of the model one after another. These gathers are collectives, so a rank that has finished
 takes part in them until all ranks have finished. A collective of the task itself, such as that of a metric, must
@@ -44,7 +44,8 @@ class SharedCalls:
         self._gathered: list[Any] = []  # parts that the current call has gathered
         self._depth = 0  # the model may call itself
         self._is_watched = False
-        # Before the hooks of torch, which gather. Compiled code ignores hooks that are added or removed later.
+        # These hooks run before torch's own, which gather. They are never removed, because compiled code ignores hooks
+        # that are added or removed later.
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         inner: list[Any] = self.order[1:]
@@ -73,8 +74,12 @@ class SharedCalls:
             self._gather(self.order)
 
     def _agree(self, mine: int) -> int:
-        """Return what the ranks do next: run a collective, else call the model, else none of these."""
-        # The maximum of the negative is minus the minimum: both in a single message.
+        """Return what the ranks do next: all run a collective, some call the model, or all have finished.
+
+        mine  what this rank does next
+        Raises TaskFault, on every rank, if some but not all ranks run a collective.
+        """
+        # The maximum of the negated number is minus the minimum, so a single message gives both.
         lowest, highest = self.world.max(torch.tensor([-mine, mine])).tolist()
         if highest == _RUNS_COLLECTIVE != -lowest:
             raise TaskFault(
@@ -96,7 +101,7 @@ class SharedCalls:
             if self._is_watched and not self._depth and group in (None, dist.group.WORLD):
                 with self._unwatched():
                     self._agree(_RUNS_COLLECTIVE)
-                    return function(*args, **kwargs)  # which may call other collectives
+                    return function(*args, **kwargs)  # unwatched, because it may call other collectives
             return function(*args, **kwargs)
 
         return announced
@@ -110,7 +115,7 @@ class SharedCalls:
             self._is_watched = True
 
     def outside_error(self) -> TaskFault:
-        """Return the error for a use of a part of the model that is not gathered."""
+        """Return the error for using a part of the model whose parameters are not gathered."""
         return TaskFault(
             "a part of the model is used outside of model(...), where its parameters are not gathered",
             where="parallelism.evaluation=sharded",
@@ -151,7 +156,7 @@ class SharedCalls:
             self.order = self._gathered
             self.free(self.model)
             return
-        # The caller may catch the error, while other ranks are inside the call.
+        # The caller may catch the error, and other ranks are still inside the call: take part in its other gathers.
         with self._unwatched():
             self._gather(self.order[len(self._gathered) :])
         root: Any = self.model

@@ -1,4 +1,4 @@
-"""Pipeline stages, as torch's schedules call them, and the handling of the loss's calls of the model."""
+"""Pipeline stages with the interface that torch's schedules expect, and the handling of model calls by the loss."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class StageWork(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Inputs of a stage: one tensor or a tuple; for the first stage the index of the micro-batch."""
+    """Shapes and dtypes of what a stage receives from the previous one: one tensor or a tuple of tensors.
+
+    The first stage receives only the index of the micro-batch, so it has no shapes.
+    """
 
     is_tuple: bool
     tensors: tuple[tuple[tuple[int, ...], str], ...]
@@ -139,7 +142,8 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         """Return the output for the next micro-batch.
 
-        After a failure it is zero: the other ranks wait for messages, and learn of the failure after the last one.
+        After a failure the output is zero, because the other ranks still wait for the messages of all micro-batches.
+        They learn of the failure after the last one.
         """
         number, self._next = self._next, self._next + 1
         if self.failure is None:
@@ -150,7 +154,7 @@ class Stage(nn.Module):
         return self._zero_output()
 
     def fail(self, error: Exception) -> None:
-        """Keep the error and its time, which is compared with those of other ranks."""
+        """Record the error and its time: the earliest failure of all ranks is the one that is raised."""
         self.failure, self.failed_at = error, time.time()
 
     def _compute_micro_batch(self, received: tuple[Tensor, ...], number: int) -> Any:
@@ -168,7 +172,7 @@ class Stage(nn.Module):
         return tuple(_sendable(tensor) for tensor in (output if isinstance(output, tuple) else (output,)))
 
     def _zero_output(self) -> Any:
-        """Return zeros of the shapes of the output; no backward pass uses them."""
+        """Return zeros with the shapes of the output; no backward pass runs through them."""
         if self.is_last:
             return torch.zeros((), dtype=self.world.widest, device=self.world.device)
         shapes = self._shapes[self.number + 1].meta_tensors()
@@ -187,7 +191,8 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: StageWork, number: int) -> Tensor:
-        seed_everything(micro_batch_seed(work.seed + number))  # repeat the draws from when the inputs were requested
+        # The same seed as when the first stage called the loss to get the model's inputs, so its draws are repeated.
+        seed_everything(micro_batch_seed(work.seed + number))
         noise.switch_pass(work.micros[number].samples)
         once = ReplayedCall(output)
         with self._handle_calls(once), work.passes.forward():
@@ -198,7 +203,7 @@ class Stage(nn.Module):
 
 
 class TimedStage(PipelineStage):
-    """A stage that times its passes; time between them is idle."""
+    """A stage that times its passes; the time between them counts as idle."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
@@ -216,7 +221,8 @@ class TimedStage(PipelineStage):
             try:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             except Exception as error:  # of any type: the other ranks must be informed
-                is_wrapped = "Failed to run stage backward" in str(error)  # by torch 2.13, with all shapes
+                # torch 2.13 wraps the error in one that lists all shapes.
+                is_wrapped = "Failed to run stage backward" in str(error)
                 stage.fail(error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error)
         inputs = bwd_kwargs["input_values"]
         return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
@@ -224,7 +230,7 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
         stage.stopwatch.lap("wait")
-        if kwargs["last_backward"]:  # of this step; torch's schedules pass it by keyword (2.13)
+        if kwargs["last_backward"]:  # the last one of this step; torch 2.13 passes the flag by keyword
             stage.before_last_pass()
         output = super().backward_one_chunk(*args, **kwargs)
         stage.stopwatch.lap("backward")
@@ -261,9 +267,12 @@ def run_stage(
     forward: Callable[[], AbstractContextManager[Any]],
     finish: Callable[[Any], None],
 ) -> PassOutcome:
-    """Run one call through this rank's stage, between those of its neighbors; `finish` receives the model's output.
+    """Run one call of the model through this rank's stage: receive the input, compute, and send the output onward.
 
-    A failure is forwarded the same way, so that no rank blocks; its rank has the exception, later ones its text.
+    finish  called with the model's output, on the last stage
+
+    A stage that fails sends the error's text instead of an output, so that no rank blocks. The outcome then has the
+    exception itself on the rank that failed, and RankLost with the text on later ranks.
     """
     failure: Exception | None = None
     value: Any = ()
@@ -296,7 +305,7 @@ def run_stage(
 
 
 def micro_batch_seed(number: int, stage: int = 0) -> int:
-    """Return the seed of a micro-batch, for draws in its loss (stage 0) or in a stage."""
+    """Return the seed for random draws of a micro-batch: in its loss (0), or in the layers of a stage (from 1)."""
     return (number + stage * 0x9E3779B97F4A7C15) % 2**63
 
 

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 def call_with_timeout(limit_s: float, call: Callable[[], Result]) -> Result:
     """Call a function and return its result, or raise TimeoutError after `limit_s` seconds.
 
-    The call runs in a separate thread, which is abandoned if it does not return: torch's store waits forever
-    for a reply from a port at which another program listens.
+    The call runs in a separate thread, which is abandoned if it does not return. For example, torch's store waits
+    forever for a reply if another program listens on its port.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -20,11 +20,11 @@ class World:
     """Rank, size and device of this process, and the collectives that the engine needs.
 
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
-    group             process group of a world that has some of the processes; None: all processes
-    global_ranks      the ranks of such a world among all processes, in its order
+    group             process group, if this world consists of only some of the processes; None: all processes
+    global_ranks      number of each rank among all processes, if this world has only some of them
 
-    All ranks must call a collective, in the same order. In a world of size 1 it returns its argument. Ranks in
-    arguments are those of this world.
+    All ranks must call the collectives, in the same order. In a world of size 1 they communicate nothing. Ranks in
+    arguments are ranks of this world.
     """
 
     device: torch.device
@@ -92,7 +92,7 @@ class World:
         return tensor
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy the tensor of rank `source` into those of all ranks, which have its shape and dtype."""
+        """Copy the tensor of rank `source` into the tensor of every rank, which must have its shape and dtype."""
         if self.world_size > 1:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
@@ -113,7 +113,7 @@ class World:
     def gather_on_first(self, value: Any) -> list[Any]:
         """Gather a JSON-serializable value on rank 0; return the list in rank order there, and [] on other ranks.
 
-        With n ranks, rank 0 receives n values. With `gather`, every rank would, n * n in total.
+        With n ranks, only rank 0 receives n values. With `gather`, every rank receives them, n * n in total.
         """
         if self.world_size == 1:
             return [value]
