@@ -40,7 +40,7 @@ FIX_ANOTHER = "use another checkpoint of the run: accel-run status lists them, v
 class Snapshot:
     """State of a run at an update boundary, in host memory; must not change until it is written.
 
-    part  the rank's part of the state that these tensors are; None: all of it
+    part  which part of the state the tensors are; None: they are complete
     """
 
     update: int
@@ -173,7 +173,7 @@ def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
     """Create the checkpoint `target` from files that `fill` writes durably into a temporary folder.
 
     An existing one of this name is moved aside. Raises DataError if the files are not a valid checkpoint of this name,
-    StorageError, and what `fill` raises; no name has then changed.
+    StorageError, and what `fill` raises; there is then no new checkpoint.
     """
     directory = target.parent
     files.make_directory(directory)
@@ -224,7 +224,8 @@ def verify(path: Path, run: RunIdentity = ANY_RUN) -> list[str]:
 def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool = False) -> Recovery:
     """Find the newest valid checkpoint, remove incomplete ones and move invalid newer ones aside.
 
-    run            checkpoints of another run name, copied in, are moved aside like damaged ones
+    run            identity of the run; checkpoints with the name of another run, which were copied to `directory`, are
+                   moved aside like damaged ones
     allows_others  accept a checkpoint with the uid of another run
 
     The caller must hold the lock of the run. An unreadable checkpoint may be intact: it is read a second time, and
@@ -335,7 +336,7 @@ def retain(
     verified = set() if verified is None else verified
     leftovers = [name for name in files.list_names(directory) if name.startswith(_OUTGOING)]
     if leftovers:
-        files.fsync_directory(directory)  # this may be the call that failed
+        files.fsync_directory(directory)  # an earlier call may have failed between the rename and this sync below
     for name in leftovers:
         files.remove(directory / name)
     kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
@@ -382,7 +383,7 @@ def temporary_path(directory: Path, snapshot: Snapshot) -> Path:
 
 def _write_checkpoint(temporary: Path, snapshot: Snapshot) -> None:
     if snapshot.part:
-        files.make_directory(temporary)  # the first rank creates it
+        files.make_directory(temporary)  # may exist: the rank that writes first creates it
     else:
         files.new_directory(temporary)
     entries = [*checkpoint_parts.write_files(temporary, dict(_file_contents(snapshot)))]

@@ -64,7 +64,7 @@ def choose_checkpoint(
     None: the best one if the run tracks a metric, else the last one; damaged ones are skipped.
 
     warn  called with a message about each skipped checkpoint
-    Raises InputMissing if there is no such checkpoint, DataError if it is damaged, both with those that exist.
+    Raises InputMissing if there is no such checkpoint, DataError if it is damaged; both list the existing ones.
     """
     newest = load_newest(directory.checkpoints, directory.owner)
     if newest is None:
@@ -165,7 +165,7 @@ def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = No
 
 
 def _read_earlier_states(newest: LoadedCheckpoint) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, state) of each older checkpoint of its run beside `newest`, unverified."""
+    """Yield (number, state) of each older checkpoint of the same run in the folder of `newest`; none is verified."""
     for path in newest_first(newest.path.parent):
         if path.name >= newest.path.name:
             continue

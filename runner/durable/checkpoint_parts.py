@@ -3,8 +3,8 @@
     model-part00000.safetensors  model-part00001.safetensors ...
 
 Each part contains a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. If
-several groups of ranks hold a copy of the model each, the first group writes. Tensors that are not sharded are in part
-0 only. So a name is in all parts or in one, and no index is needed.
+several groups of ranks each hold a copy of the model, the first group writes. Tensors that are not sharded are in part
+0 only. So each tensor is either in all parts or in one of them, and no index is needed.
 
 All ranks write into the same temporary folder. Once its files are durable, a rank writes a report there with their
 sizes and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every
@@ -86,7 +86,7 @@ def report_failure(temporary: Path, rank: int, reason: str) -> None:
 def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.0) -> list[Entry]:
     """Wait on rank 0 until the parts of all other ranks are durable; remove the reports and return the entries.
 
-    timeout_s  without a further report
+    timeout_s  seconds to wait for the next report
 
     Raises StorageError if a rank failed, does not report, or reports a file that differs from the one on disk.
     """

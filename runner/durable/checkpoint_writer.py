@@ -37,10 +37,10 @@ class CheckpointWriter:
     sync_first  syncs the files that a checkpoint depends on, before its final rename
     in_use      returns checkpoints that are being read and must not be removed
 
-    A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
-    A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
-    raise. If `check` raises, a snapshot is not saved. All callbacks run on the writer's thread. Any error except
-    StorageError is raised by the next `submit` or `wait`.
+    A save is attempted three times, each time in a new folder. The first two failures are passed to `on_retry`, and
+    the last one to `on_failure`; training then continues. After three failed saves in a row, `submit` and `wait` raise.
+    If `check` raises, a snapshot is not saved. All callbacks run on the writer's thread. Any error except StorageError
+    is raised by the next `submit` or `wait`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointWriter:
         self.directory = directory
         self.keep_last = keep_last
         self.acknowledged: int | None = None  # last durable update
-        self.last: SavedCheckpoint | None = None  # last checkpoint that was written, including retention
+        self.last: SavedCheckpoint | None = None  # last checkpoint whose saving and retention have finished
         self.failures: list[StorageError] = []  # all of them, including those of retention
         self._consecutive_failures = 0
         self._on_saved = on_saved
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), overwrite: bool = False) -> None:
-        """Start saving `snapshot`; blocks only while the previous one is being written, or if there is no thread.
+        """Start saving `snapshot`; blocks only while the previous one is written, or if no thread can be started.
 
         best  checkpoints to keep regardless of age; may include the new one
         overwrite  replace an existing checkpoint of the same update
@@ -159,7 +159,8 @@ class CheckpointWriter:
             self._error = fault
 
     def _save(self, snapshot: Snapshot, overwrite: bool) -> Path:
-        for pause_s in RETRY_DELAYS_S if snapshot.part is None else ():  # other ranks would have to write again, too
+        # A part is not retried, because the other ranks would have to write theirs again.
+        for pause_s in RETRY_DELAYS_S if snapshot.part is None else ():
             try:
                 return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
             except StorageError as error:
@@ -173,7 +174,7 @@ class CheckpointWriter:
 
 
 class PartWriter(CheckpointWriter):
-    """Write the parts of a rank other than 0 in the background. Rank 0 fails if this rank fails, and handles it."""
+    """Write the parts of a rank other than 0 in the background. If that fails, rank 0 fails too, and handles it."""
 
     def _work(self, snapshot: Snapshot, best: Collection[Path], overwrite: bool) -> None:
         part = snapshot.part

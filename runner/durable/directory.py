@@ -81,9 +81,9 @@ class RunDirectory:
         Existing names in it are synced, in case the process that created them was killed before it did.
 
         for_sweep  it contains the runs of a sweep and is not a run itself
-        Raises ConfigError for an invalid name or one of the other kind, SecurityRefusal if the folder is
-        a link, RunInUse if another process has the lock, CannotCreate, and AccelRunError with exit code 77 without
-        permission.
+        Raises ConfigError for an invalid name, or if a run would have the name of a sweep or vice versa;
+        SecurityRefusal if the folder is a link; RunInUse if another process has the lock; AccelRunError with exit code
+        77 if permission is missing; and CannotCreate if the folder cannot be created for another reason.
         """
         check_run_name(name)
         path = (root / name).absolute()
@@ -178,7 +178,7 @@ class RunDirectory:
 
     @property
     def owner(self) -> RunIdentity:
-        """Identity of the run for its checkpoints, as far as run.json has it."""
+        """Identity of the run, to recognize its checkpoints, as far as run.json contains it."""
         return read_identity(read_record(self.path), self.name)
 
     def write(self, name: str, data: bytes | str) -> Path:
@@ -327,7 +327,7 @@ def last_modified(path: Path) -> float:
 
 
 def has_update(path: Path) -> bool:
-    """Return whether the run in `path` has completed an update: before the first metrics row, see events.jsonl."""
+    """Return whether the run in `path` has completed an update, even if it has written no row of metrics yet."""
     if files.read_last_row(path / "metrics.jsonl"):
         return True
     try:

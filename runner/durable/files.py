@@ -49,8 +49,8 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
-    Syncing a thousand small files one by one waits for the disk a thousand times. Files are synced one by one if the
-    system cannot sync a file system, or if they are few, because that also writes the data of all other programs.
+    Syncing a thousand small files one by one waits for the disk a thousand times. Syncing the file system writes the
+    data of all other programs, too, so a few files are synced one by one, as are all if there is no such system call.
     Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}
@@ -133,7 +133,7 @@ def write_new(
 
 
 def write_stream(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Create the file `path` with the content of `chunks` and sync it, like `write_new` for what is not in memory."""
+    """Create the file `path` with the content of `chunks` and sync it, like `write_new` for content not in memory."""
     with _create_file(path) as descriptor:
         for chunk in chunks:
             _write_all(descriptor, memoryview(chunk))
@@ -179,8 +179,8 @@ def new_directory(path: Path) -> None:
 def sync_ancestors(path: Path) -> None:
     """Sync the name of `path`, and those of its parents on the same file system.
 
-    For a folder whose creator may have been killed before it synced. From the first parent that cannot be
-    opened, folders belong to other users and are assumed durable.
+    For a folder whose creator may have been killed before syncing these names. From the first parent that cannot be
+    opened upwards, folders belong to other users and are assumed to be durable.
     """
     device = _get_device(path)
     for folder in path.absolute().parents:
@@ -230,7 +230,8 @@ def remove(path: Path) -> None:
 def remove_temporary_files(directory: Path) -> tuple[tuple[str, str], ...]:
     """Remove incomplete files that a crash left in `directory`; return (name, reason) of those that remain."""
     not_removed = []
-    is_hidden = False  # durably: a partly removed folder must not reappear under its original name
+    # Their temporary names must be durable first: a partly removed folder must not reappear under its original name.
+    is_hidden = False
     for name in list_names(directory):
         if name.startswith(TEMPORARY):
             try:
@@ -465,7 +466,7 @@ class Lock:
             with open_parent(path) as (folder, name):
                 descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
-                # Not a POSIX record lock: closing any other descriptor of the file in this process would release that.
+                # Not a POSIX record lock, which is released when this process closes any other descriptor of the file.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, note.encode())  # informative only; need not survive a crash

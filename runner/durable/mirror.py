@@ -51,7 +51,7 @@ class MirrorOwner:
 
 
 class Mirror:
-    """The copies of one run's checkpoints in a store. All methods raise MirrorError."""
+    """The copies of one run's checkpoints in a store. All methods raise MirrorError if the store fails."""
 
     def __init__(self, store: MirrorStore) -> None:
         self.store = store
@@ -140,7 +140,7 @@ class Mirror:
     def download(self, uid: str, name: str, directory: Path) -> LoadedCheckpoint:
         """Copy a checkpoint to the local folder `directory`, where it appears only once it is verified.
 
-        Raises DataError if it is damaged, and StorageError.
+        Raises DataError if it is damaged, and StorageError if it cannot be written.
         """
         folder = f"{uid}/{name}"
 
@@ -163,8 +163,9 @@ class Mirror:
     # ------------------------------------------------------------ retention
 
     def prune(self, uid: str, kept: Collection[str], keep_last: int) -> list[str]:
-        """Remove all checkpoints but `kept` and the newest `keep_last`, and incomplete ones before the newest.
+        """Remove what is older than the newest complete checkpoint, except for `kept` and the newest `keep_last` ones.
 
+        This includes incomplete checkpoints, which are never kept.
         Call it only when no upload is running. Returns the removed names.
         """
         complete = self.checkpoints(uid)
@@ -262,7 +263,7 @@ def mirrored_name(path: Path) -> str:
 
 
 def mirrored_update(name: str) -> int:
-    """Return the number of a checkpoint of the mirror."""
+    """Return the update of a checkpoint, given its name in the mirror."""
     return int(name.split("-")[1])
 
 

@@ -127,7 +127,7 @@ class MirrorThread(NoMirror):
         """Report that a checkpoint is on disk. Never blocks and never raises."""
         with self._changed:
             self._progress.saved.add(path.name)
-            self._progress.keys.pop(path.name, None)  # it may have replaced one
+            self._progress.keys.pop(path.name, None)  # it may have replaced a checkpoint that was copied
             self._progress.is_awake, self._progress.is_idle = True, False
             self._changed.notify_all()
 

@@ -21,7 +21,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
     `metrics-earlier-N.jsonl`. If the settings are refused, or the run fails before it has trained, checkpoints and
     metrics are restored.
 
-    Raises InputMissing, DataError (see `choose`), RunInUse.
+    Raises InputMissing or DataError as `choose_checkpoint` does, and RunInUse if another process has the lock.
     """
     chosen = choose_checkpoint(run, choice)
     start = chosen.checkpoint

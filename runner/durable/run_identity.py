@@ -1,4 +1,4 @@
-"""Which checkpoints belong to a run: its past names and its random identifier."""
+"""Decide which checkpoints belong to a run, by its past and present names and its random identifier."""
 
 from __future__ import annotations
 

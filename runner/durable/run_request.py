@@ -39,7 +39,7 @@ class RunRequest:
 def find_run(request: Request, report: Callable[[str], object]) -> tuple[RunDirectory, Path]:
     """Return the run that the request names, by default the last one, and the folder that was searched.
 
-    Only run= and output_root= are read: other settings can be checked only for that run's task.
+    Only run= and output_root= are read, because other settings can be checked only once the task of the run is known.
 
     report  called with the newer runs that `last` skipped
     """
@@ -85,7 +85,7 @@ def load_run_request(directory: RunDirectory, root: Path, request: Request) -> R
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
     inside, folder = root.resolve(), directory.path.resolve().parent
-    # A link may lead out of a downloaded folder.
+    # The path and the target of a link must both be outside of the runs: a link may lead out of a downloaded folder.
     locations = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
     if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
         location.is_relative_to(folder) for location in locations for folder in (inside, root.absolute())

@@ -23,7 +23,7 @@ class RunState:
     """State of a run.
 
     sentence   description for the user, with the command to resume, if it can be resumed
-    exit_code  of its last process; None while it runs, and if it could not be recorded
+    exit_code  exit code of its last process; None while it runs, or if it could not be recorded
     """
 
     word: StateName
@@ -32,7 +32,7 @@ class RunState:
 
 
 def process_state_name(process: ProcessRecord) -> StateName:
-    """Return the state of this process; one that vanished was killed."""
+    """Return the state of this process; if it is recorded as running but no longer exists, it was killed."""
     if process.state == "running":
         return "running" if _is_on_other_host(process) or _is_alive(process) else "killed"
     names: dict[str | None, StateName] = {

@@ -79,7 +79,7 @@ class HostBuffer:
         Raises MemoryError if the host is out of memory.
         """
         if tensor.layout != torch.strided:
-            return tensor.detach().to("cpu", copy=True)  # unsupported by the format, which is reported with its name
+            return tensor.detach().to("cpu", copy=True)  # the format does not support it; `save` reports its name
         size = tensor.numel() * tensor.element_size()
         buffer = self._reserve(size, tensor.device)
         result = buffer.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -112,7 +112,7 @@ def serialize_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]
 
 
 def serialize_header(tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the first part of a safetensors file, before the tensors in the order of `stream_tensors`."""
+    """Return the header of a safetensors file, which the tensors follow in the order of `stream_tensors`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in _in_file_order(tensors):
@@ -129,7 +129,7 @@ def serialize_header(tensors: Mapping[str, Tensor | StoredTensor], metadata: Map
 
 
 def stream_tensors(tensors: Mapping[str, StoredTensor], max_bytes: int = 64 << 20) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (name, first row, rows) of all tensors in the order of a file, some rows of about `max_bytes` at a time."""
+    """Yield (name, first row, rows) of all tensors in the order of a file, in pieces of about `max_bytes`."""
     for name, tensor in _in_file_order(tensors):
         num_rows = tensor.shape[0] if tensor.shape else 1
         rows = max(1, max_bytes * num_rows // max(1, tensor.nbytes))

@@ -46,7 +46,7 @@ def describe_os_error(error: OSError) -> str:
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """Return whether a write failed for lack of inodes: ENOSPC means either, and `df` then shows free space.
+    """Return whether a write failed for lack of inodes: ENOSPC may mean that, although `df` shows free space.
 
     Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
     """

@@ -37,7 +37,7 @@ class WeightSource:
     shown      its name in messages
     files      safetensors files; several for shards
     index      tensor name -> file name, for shards with an index
-    average    files of averaged weights that replace those of the same name, as evaluation does
+    average    files of averaged weights, which replace the weights of the same names, as in evaluation
     is_joined  the files are the parts of a checkpoint: each has some rows of each tensor
     """
 
@@ -72,7 +72,7 @@ def find_weights(value: str, root: Path) -> WeightSource:
 
 
 def check_start(settings: Settings, name: str) -> None:
-    """Check, without torch, what `weights=` and `resume=` of a new run `name` name: that it exists, and its format.
+    """Check, without torch, that the files named by `weights=` and `resume=` of a new run exist and have valid headers.
 
     Raises AccelRunError as loading it would. The values of the weights are not read.
     """
@@ -97,7 +97,7 @@ def check_start(settings: Settings, name: str) -> None:
 def find_start(requested: str, root: Path, created: RunDirectory | None = None) -> RunDirectory | Path:
     """Return what `resume=` names: the folder of a checkpoint, or a run.
 
-    created  run of this process, which "last" does not mean
+    created  run that this process has created, to which "last" does not refer
     """
     path = Path(requested).expanduser()
     if (path / MANIFEST).is_file():
