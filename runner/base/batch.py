@@ -15,7 +15,7 @@ class BatchSamples(NamedTuple):
     """The samples of a batch, in order; random numbers per sample are seeded from them.
 
     seed     seed of the run
-    indices  of the samples in their dataset
+    indices  index of each sample in its dataset
     places   positions of the samples in the order of the epoch
     """
 
@@ -110,7 +110,7 @@ def _pin_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return a copy of a batch for code of a task that may change it in place.
+    """Return a copy of a batch for task code that may change it in place.
 
     If a value in it cannot be copied, such as a result of autograd or a lock, only containers and tensors are copied.
     """

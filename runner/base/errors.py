@@ -230,7 +230,7 @@ class RunInUse(AccelRunError):
 
 
 class IncompatibleResume(AccelRunError):
-    """The checkpoint was written with settings that change the mathematics of this configuration."""
+    """The checkpoint belongs to another run, or its settings differ from these in ways that change the results."""
 
     exit_code = Exit.INCOMPATIBLE_RESUME
 
@@ -260,7 +260,7 @@ class DataWorkerLost(AccelRunError):
 
 
 class RankLost(AccelRunError):
-    """A rank was killed, or can no longer reach the others."""
+    """A rank failed, was killed, or can no longer reach the others."""
 
     exit_code = Exit.RANK_LOST
 
@@ -300,7 +300,7 @@ def find_system_limit(error: BaseException) -> SystemLimit | None:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: compilers wrap the errors of the code that they call."""
+    """Yield an error and its causes, because compilers wrap the errors of the code that they call."""
     seen: list[BaseException] = []
     while error not in seen:  # `raise error from error` is a cycle
         seen.append(error)

@@ -1,4 +1,4 @@
-"""Convert frozen dataclasses to JSON objects and back; damaged input becomes unknown values, never an exception."""
+"""Convert frozen dataclasses to JSON objects and back; damaged values are replaced by their defaults, if any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-INLINE: Mapping[str, Any] = {"json": "inline"}  # metadata of a field: its fields are keys of the enclosing object
+# Metadata of a field that holds a dataclass: the keys of that dataclass are stored in the enclosing object.
+INLINE: Mapping[str, Any] = {"json": "inline"}
 NOT_STORED: Mapping[str, Any] = {"json": "not stored"}
 
 
@@ -19,7 +20,7 @@ NOT_STORED: Mapping[str, Any] = {"json": "not stored"}
 class Decoded(Generic[T]):
     """A dataclass read from JSON.
 
-    wrong  dotted names of the values of a wrong type; they have their defaults
+    wrong  dotted names of values of a wrong type, which were replaced by their defaults or left out
     """
 
     value: T
@@ -29,9 +30,9 @@ class Decoded(Generic[T]):
 def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
     """Decode a JSON object to the dataclass `kind`.
 
-    Missing values get their defaults, and unknown keys are ignored. A value of a wrong type gets its default and is
-    listed in `wrong`; so does an inner object that has unknown keys only. Entries of mappings and rows of lists of
-    objects are checked one by one; other lists are valid or invalid as a whole.
+    Missing values get their defaults, and unknown keys are ignored. A value of a wrong type is replaced by its default
+    and listed in `wrong`, and so is an inner object whose keys are all unknown. In mappings and lists of objects, only
+    the invalid entries are left out; other lists are valid or invalid as a whole.
 
     Raises TypeError if a value without default is missing or of a wrong type.
     """
@@ -118,7 +119,10 @@ def _decode_value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
 
 
 def _decode_union(hints: tuple[Any, ...], value: Any, name: str, wrong: list[str]) -> Any:
-    """Convert to the first type of a union that matches; the faults of the only type besides None are kept."""
+    """Convert a value to the first type of a union that it matches.
+
+    If there is only one type besides None, the names in `wrong` are those of its inner values, not of the union.
+    """
     members = [hint for hint in hints if hint is not type(None)]
     if value is None and len(members) < len(hints):
         return None
@@ -138,7 +142,7 @@ def _decode_scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
             return _INVALID
         try:
             return _decode_object(hint, value, f"{name}.", wrong)  # type: ignore[arg-type]
-        except TypeError:  # a value without default
+        except TypeError:  # a value without default is missing or invalid
             return _INVALID
     if hint is float and type(value) in (int, float):
         return float(value) if abs(value) <= _LARGEST and math.isfinite(value) else _INVALID

@@ -70,7 +70,7 @@ class SampleNoise:
 
         p  a number, or a tensor that broadcasts against (*rows, *shape)
         """
-        # A compiler fuses the conversion to float32, and numbers of its graph are not known here.
+        # Not while compiling: p may be a symbol of the graph, and the compiler fuses the conversion to float32 anyway.
         rounded = 0.0 if isinstance(p, Tensor) or torch.compiler.is_compiling() else float(np.float32(p))
         if not 0 < rounded < 1:
             return self.uniform(*shape, dtype=torch.float32) < p
@@ -80,9 +80,9 @@ class SampleNoise:
         return self._bits(shape, only_high_bits=True).bitwise_xor_(-(2**63)) <= limit - 1 - 2**63
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        """Return x (*rows, ...) with elements zeroed with probability p, the others divided by 1 - p; in training.
+        """Return x (*rows, ...) with elements zeroed with probability p, and the others divided by 1 - p.
 
-        Usage: `x = noise.dropout(x, 0.1) if self.training else x`.
+        For training only: `x = noise.dropout(x, 0.1) if self.training else x`.
         """
         if p == 0:
             return x
@@ -113,10 +113,10 @@ class SampleNoise:
         return SampleNoise(_mix(self.keys + _to_signed(_derive_salt(0, str(name)))), self._samples)
 
     def every(self, n: int) -> Tensor:
-        """Return a fraction 1/n of the epoch's samples: int64 positions in the batch.
+        """Select one of n samples of the epoch; return the positions of those in this batch, int64.
 
-        Selects samples whose position in the order of the epoch is a multiple of n. Their number per batch varies by
-        one.
+        Selects the samples whose position in the order of the epoch is a multiple of n, so their number per batch
+        varies by one.
         """
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]

@@ -1,8 +1,9 @@
 """Sample order as a pure function of (seed, epoch, update), independent of workers and ranks.
 
-The order of an epoch is a permutation drawn from (seed, epoch) alone: an array for up to `KEYED_ABOVE` samples, and for
-more a function, which takes neither memory nor time for samples that are not read. The position is the number of
-completed updates, so resuming only changes the starting index; workers, prefetching and ranks cannot change the order.
+The order of an epoch is a permutation drawn from (seed, epoch) alone. It is an array for up to `KEYED_ABOVE` samples.
+For more samples it is a function, which takes neither memory nor time for samples that are not read. The position is
+the number of completed updates, so resuming only changes the starting index; workers, prefetching and ranks cannot
+change the order.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Sampler:
     content: str = ""
 
     def start(self, seed: int, epoch: int, window: int) -> int:
-        """Return the number of samples of the epoch before this update; before `updates_per_epoch`: of all updates."""
+        """Return the number of samples of the epoch before this update; of all updates, for `updates_per_epoch`."""
         raise NotImplementedError
 
     def draw(self, seed: int, epoch: int, window: int) -> Indices:

@@ -24,7 +24,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def check_installed(module: str, extra: str) -> None:
-    """Raise MissingPackage as `require` does, without importing the module: a late import must not fail late."""
+    """Raise MissingPackage as `require` does, without importing the module, so that a later import does not fail."""
     try:
         is_installed = importlib.util.find_spec(module.partition(".")[0]) is not None
     except (ImportError, ValueError):  # a partially removed package

@@ -11,7 +11,7 @@ from pathlib import Path
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import LOCAL_PATH, URL
 
-_left_folders: list[str] = []  # by `working_folder`
+_left_folders: list[str] = []  # folders that `working_folder` has left, outermost first
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -46,9 +46,9 @@ def parse_path(text: str) -> Path:
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[None]:
-    """Change the working directory; `path_for_user` allows for the user's shell, which stays where it is."""
+    """Change the working directory inside the context; `path_for_user` accounts for that of the user's shell."""
     try:
-        previous = os.getcwd()  # noqa: PTH109 - compared with what os.chdir is given
+        previous = os.getcwd()  # noqa: PTH109 - `is_elsewhere` compares it
     except FileNotFoundError:  # it was removed
         previous = ""
     os.chdir(folder)

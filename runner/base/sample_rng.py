@@ -1,9 +1,9 @@
 """Seed the global random generators for each sample that is read, from seed, split, epoch and index.
 
 torch's, NumPy's and Python's global generators belong to a process. A dataset that draws from them, as the transforms
-of torchvision do, would draw different numbers in another worker, rank or resumed run, and in the training process
-would change the draws of the model's dropout. So code of a dataset runs inside `SampleSeeding.read`: generators
-are seeded for each sample and restored afterwards.
+of torchvision do, would draw different numbers in another worker, rank or resumed run. In the training process, it
+would also change the draws of the model's dropout. So dataset code runs inside `SampleSeeding.read`, where the
+generators are seeded for each sample and restored afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GlobalGenerator(Protocol):
 
 
 class SampleSeeding:
-    """Provide the global generators of this process to code of a dataset, and restore them.
+    """Seed the global generators of this process for dataset code, and restore them afterwards.
 
     Use of generators is detected, not assumed. All are seeded for the first samples; later, only
     those that were used. The others are compared before and after each batch: if one has changed, that batch is
@@ -131,7 +131,7 @@ class SampleSeeding:
 
 
 class NoSeeding(SampleSeeding):
-    """For cached samples, which are read without any code of the task."""
+    """For cached samples, which are read without running task code."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         return reading(key)

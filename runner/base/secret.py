@@ -186,7 +186,7 @@ def _secret_values() -> dict[str, str]:
 
 
 def _encodings(value: str) -> Iterator[str]:
-    """Yield the value in the escapings of several formats."""
+    """Yield the value as it is escaped in several formats."""
     import html
     import json
     import urllib.parse
@@ -218,7 +218,7 @@ def _is_path(value: str) -> bool:
 
 
 def _value_label(argument: str, values: Iterable[str]) -> str:
-    """Return a label for a word that contains one of the values; empty if it contains none."""
+    """Return a label for an argument that contains one of the values; empty if it contains none."""
     held = next((value for value in values if value in argument), None)
     if held is None:
         return ""
@@ -401,7 +401,7 @@ _NAME_AND_VALUE = re.compile(
     r"(?P<value>[^\s\\\"'&;(){}\[\]<>\x1b]{8,200})",
     re.IGNORECASE,
 )
-# of a command line, or of a list of its arguments
+# --name value, on a command line or in a list of its arguments
 _OPTION_AND_VALUE = re.compile(
     r"(?P<name>--[\w-]{2,40})(?P<between>[\"']?,?\s{1,3}[\"']?)(?P<value>[^\s\\\"'&;(){}\[\]<>\x1b]{8,200})"
 )

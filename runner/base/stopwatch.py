@@ -1,8 +1,8 @@
 """Measure the time of each part of a phase without synchronizing with the device.
 
 Time is attributed to the part whose lap ends next, so the parts sum to the elapsed time. On a CPU the host's
-clock is used. On a GPU the parts are marked by events on the device's stream and read when complete, an update or
-two later: nothing blocks, and host work that overlaps with the device costs nothing.
+clock is used. On a GPU the parts are marked by events on the device's stream, which are read when complete, an update
+or two later. So nothing blocks, and host work that overlaps with work of the device is not counted.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Stopwatch:
             self._between = outer
 
     def stop(self, update: int) -> None:
-        """End update number `update` and its last part."""
+        """End update number `update`, after the lap of its last part."""
         self._update, self._before, self._stopped = update, self._stopped, dict(self._spent)
         if self.on_lap is not None:
             self.on_lap(Lap(update, _subtract(self._stopped, self._before)))
 
     @property
     def last(self) -> Lap | None:
-        """Return the seconds of the newest completed update, including the time before it; None before the first."""
+        """Return the seconds of the newest completed update and of the time before it; None before the first."""
         return Lap(self._update, _subtract(self._stopped, self._before)) if self._stopped else None
 
     def snapshot(self) -> TimeSnapshot:
@@ -176,7 +176,7 @@ class DeviceStopwatch(Stopwatch):
             self._read()
 
     def _read(self) -> None:
-        """Add the oldest update, which the device has completed."""
+        """Add the times of the oldest pending update, which the device has completed."""
         group = self._pending.popleft()
         seconds: defaultdict[str, float] = defaultdict(float)
         for (_, before), (part, after) in pairwise(group.marks):

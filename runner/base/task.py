@@ -25,10 +25,10 @@ class Dataset(Protocol):
     the batch itself, of any other type, such as a tuple or dict of tensors (faster: no separate samples are created).
     Optionally defines `set_epoch(epoch: int)`, called before samples of that epoch are read: random augmentation should
     draw from `sample_rng(seed, epoch, index)`, so that a sample is the same in every worker.
-    Samples with a random part, or batches that are not one row per sample, are cached by `dataloader.cache` if the data
-    set divides `__getitems__` into two methods, which then is `self.compose(self.load_fixed, indices)`:
-    `load_fixed(indices)` returns a tensor, or a tuple or dict of tensors, with a row per index, always the same;
-    `compose(load, indices)` returns the batch, and calls `load` for any indices of the dataset.
+    `dataloader.cache` also caches samples with a random part, and batches that do not have one row per sample, if the
+    dataset splits `__getitems__` into two methods, so that it returns `self.compose(self.load_fixed, indices)`:
+    `load_fixed(indices)` returns a tensor, or a tuple or dict of tensors, with a row per index that is always the same;
+    `compose(load, indices)` returns the batch, and calls `load` with any indices of the dataset.
     """
 
     def __len__(self) -> int: ...
@@ -100,7 +100,7 @@ class Fit:
     """
 
     def start(self) -> State:
-        """Return the state of no data, on the CPU; the runner moves it to the model's device."""
+        """Return the state before any data was added, on the CPU; the runner moves it to the model's device."""
         raise NotImplementedError(f"{type(self).__name__} must define start() -> dict of tensors")
 
     def add(self, model: nn.Module, state: State, batch: Any) -> tuple[State, int]:
@@ -134,8 +134,8 @@ class Task:
     item              name of the unit that the loss averages over, e.g. "token"
     items_per_sample  expected number of items per sample; scales gradients into range without changing results
     baseline_name     what the trivial model of `baselines` is, e.g. "byte bigram model"
-    phase             current phase, or the one whose checkpoint predicts; dataset, evaluate, baselines and the two
-                      above may depend on it
+    phase             current phase, or the one whose checkpoint predicts; dataset, evaluate, baselines,
+                      items_per_sample and baseline_name may depend on it
     losses            phase name -> loss function, for tasks with several phases; "train" is `loss` by default
     fits              phase name -> Fit, for phases of kind "fit"
     splits            names of splits that `dataset` returns besides train, val and test; `evaluate` refuses others
@@ -192,7 +192,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
 
     def stream(self, split: str, shard: int, num_shards: int) -> Iterable[Any]:
-        """Return the samples of a shard of `split`, in a fixed order: an iterable, instead of `dataset`.
+        """Return an iterable over the samples of a shard of `split`, in a fixed order; used instead of `dataset`.
 
         Each sample belongs to one of the `num_shards` shards (`data.shards`). Called for each pass over a shard. The
         iterable may define `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
@@ -204,7 +204,7 @@ class Task:
         raise NotImplementedError
 
     def sample_lengths(self, dataset: Any) -> Sequence[int]:
-        """Return the length of each training sample, such as its tokens; for samplers that sort by length."""
+        """Return the length of each training sample, such as its number of tokens; for samplers that sort by length."""
         raise NotImplementedError
 
     @property
@@ -239,7 +239,8 @@ class Task:
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
         """Return metrics of one batch as sums and counts; added over batches and ranks, then divided once.
 
-        By default these are the loss and its third value, named OBJECTIVE/loss and so on with several objectives.
+        By default these are the loss and the metrics in its third value; with OBJECTIVES, they are named
+        OBJECTIVE/loss and so on.
         """
         if not self.objectives:
             return _as_metrics(self.loss(model, batch))
@@ -261,7 +262,7 @@ class Task:
     def baselines(self) -> Mapping[str, float]:
         """Return metric name -> value of a trivial model, displayed next to the metric of that name.
 
-        Further models: the name of the metric with a suffix, as `bits_per_byte_unigram`.
+        For further models, add a suffix to the name of the metric, as in `bits_per_byte_unigram`.
         """
         return {}
 
@@ -343,9 +344,10 @@ def _has_repeated_blocks(modules: nn.Sequential) -> bool:
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Return the random generator of a sample in an epoch: the same for any worker, rank or share.
 
-    The streams of different keys are independent, and differ from that of the order of an epoch.
+    The streams of different keys are independent of each other, and of the stream that orders an epoch.
     """
-    # Two 32-bit words per number: SeedSequence splits numbers from 2**32 on, so that different keys could collide.
+    # Always two 32-bit words per number: SeedSequence splits only numbers from 2**32 on, so different keys could
+    # give the same words.
     words = [word for number in (epoch, index) for word in divmod(number, 2**32)]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_SAMPLE_STREAM, *words))))
 

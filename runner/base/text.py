@@ -103,7 +103,7 @@ def first_line(text: str) -> str:
 def truncate(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
-    # Not only terminal escapes: some characters hide others.
+    # Escape everything that is not printable, not only terminal escapes, because some characters hide others.
     visible = "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain)
     lines = visible.strip("\n").split("\n")
     cut = [
@@ -173,7 +173,7 @@ def wrap_for_terminal(text: str, stream: IO[str] | None = None) -> str:
 
 
 def wrap_help(text: str, stream: IO[str] | None = None) -> str:
-    """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is none.
+    """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is not a terminal.
 
     stream  default: standard output
     """

@@ -72,7 +72,7 @@ def find_weights(value: str, root: Path) -> WeightSource:
 
 
 def check_start(settings: Settings, name: str) -> None:
-    """Check, without torch, that the files named by `weights=` and `resume=` of a new run exist and have valid headers.
+    """Check, without torch, that the sources in `weights=` and `resume=` of a new run exist, and the weights' format.
 
     Raises AccelRunError as loading it would. The values of the weights are not read.
     """
