@@ -56,16 +56,16 @@ def auto_parallelize(
 ) -> ParallelChoice:
     """Place the model on the available devices, and report the strategy and the reason.
 
-    single: the model fits on one device. replicated: torch.distributed is initialized with several processes, and the
-    model fits on each device; wrapped in DistributedDataParallel. pipeline: the devices of one process are too small
-    for the model, or unequal; its layers are split over them.
+    single: the model fits on one device. replicated: torch.distributed is initialized with several processes; the model
+    is wrapped in DistributedDataParallel, and must fit on the device of each process. pipeline: the devices of one
+    process are too small for the model, or unequal; its layers are split over them.
 
-    devices              None: all GPUs, or the CPU; where torch.distributed is initialized, this process's
-                         GPU: the one its group is bound to, torch's current one, or LOCAL_RANK's
+    devices              None: all GPUs, or the CPU; if torch.distributed is initialized, the GPU of this process: the
+                         one to which its process group is bound, else torch's current one, else that of LOCAL_RANK
     layers               modules whose composition is the model; None: the children of an nn.Sequential
     example              inputs of one call, to include activations
     capacities           memory of each device in bytes; None: all of it
-    bytes_per_parameter  a parameter with gradient and optimizer state; 16: float32 with AdamW
+    bytes_per_parameter  size of a parameter with its gradient and optimizer state; 16: float32 with AdamW
     headroom             fraction of each device's memory that is left free
     Raises ConfigError if the model does not fit, with the needed and available memory.
     """
@@ -175,7 +175,7 @@ class PipelineParallel(nn.Module):
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
         calls = [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
         values: list[Any] = [None] * len(calls)
-        # Each tick runs another micro-batch on each device. GPUs compute while kernels of the next ones are launched.
+        # Each tick runs a different micro-batch on each device. A GPU computes while kernels are launched on the others.
         for tick in range(len(calls) + len(self._stages) - 1):
             for number in reversed(range(len(self._stages))):
                 part = tick - number
@@ -299,7 +299,8 @@ def _current_rank_device() -> list[torch.device]:
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return [bound]
-    # 0 is also the default of a process that set no device; then all processes would use the same GPU.
+    # Index 0 is also that of a process that has set no device. All processes would then use the same GPU, so LOCAL_RANK
+    # decides.
     number = current_device().index or int(os.environ.get("LOCAL_RANK", "0")) % count
     return [torch.device("cuda", number)]
 

@@ -201,8 +201,8 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
 def _exit_on_signals(final_code: list[int], *, for_good: bool) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130.
 
-    This includes imports, where a KeyboardInterrupt may be lost. A run that has something to save installs its own
-    handlers. A shell that starts the program in the background ignores SIGINT.
+    This works during imports, too, where a KeyboardInterrupt may be lost. A run that has something to save installs its
+    own handlers. SIGINT remains ignored if a shell has started the program in the background.
     final_code  the exit code once the command has ended; signals then exit with this code
     for_good    the process exits after this, so the default handlers are left in place for the interpreter's shutdown
     """
@@ -308,7 +308,7 @@ def _flush_stdout(code: int) -> int:
 def _end_daemons() -> None:
     """End daemonic child processes: the interpreter sends them SIGTERM, which data workers ignore, and waits for them.
 
-    They are left if memory ran out while a loader was closed.
+    Such children remain if memory ran out while a loader was closed.
     """
     if "multiprocessing" not in sys.modules:
         return

@@ -98,7 +98,7 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Keep the global state of Hydra, which the program of the caller may use, to one thread, and restore it."""
+    """Use Hydra's global state in one thread at a time, and restore it: the calling program may use Hydra, too."""
     with _HYDRA_LOCK:
         previous = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()

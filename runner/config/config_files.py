@@ -95,7 +95,7 @@ def profile_facts(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:
 
 
 def file_keys(group: str, option: str, config_dir: Path | None, known_keys: Container[str]) -> list[str]:
-    """Return the keys that an option's file sets, as on the command line."""
+    """Return the keys that an option's file sets, named as on the command line."""
     content = {key: value for key, value in load_file(group, option, config_dir).items() if key != "defaults"}
     file = find_config_file(group, option, config_dir)
     is_global = not group or (file is not None and GLOBAL in read_config_text(file, config_dir))

@@ -79,7 +79,7 @@ class PhaseSettings:
     """Settings of one phase.
 
     trains  names or prefixes of the parameters to train; None: all with requires_grad
-    needs   phases that must be finished before
+    needs   phases that must be finished before this one
     """
 
     name: str

@@ -131,5 +131,5 @@ def _find_module_file(module: str) -> Path | None:
 
 
 def clear_package_cache() -> None:
-    """Read the installed packages again at the next use: one was installed or removed in this process."""
+    """Read the installed packages again at the next use; for packages installed or removed in this process."""
     _read_packages.cache_clear()

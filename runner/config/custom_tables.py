@@ -59,7 +59,7 @@ HOOK_TABLE, HOOK = "HOOKS", "hook"
 TECHNIQUE_TABLE, TECHNIQUE = "TECHNIQUES", "technique"
 RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # a column of the results, and arguments
 _HOOK_FILE = PACKAGE / "engine" / "hooks" / "hook.py"
-_HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # those for hooks of a task
+_HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # that hooks of a task may define
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
@@ -74,7 +74,7 @@ class CustomOption:
     package   name and version of the package; empty for a task file
     own       keys of its function; the signature also has those of the shipped option that it extends
     base      shipped option that it extends; empty: none
-    content   of a technique
+    content   what a technique declares: its overrides, and the options that it needs; None: not a technique
     """
 
     group: str
@@ -89,7 +89,7 @@ class CustomOption:
 
     @property
     def reference(self) -> str:
-        """Return the reference to the function for `option_table.make`."""
+        """Return the reference to the function for `option_table.call_option`."""
         return f"{self.location}:{self.table}:{self.name}"
 
     @property
@@ -144,7 +144,7 @@ def table_group(table: str) -> str:
 
 
 def omit_consequences(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems without unknown options of tables that have an invalid entry, which may be this option."""
+    """Leave out unknown options of a group whose table has an invalid entry, which may define that option."""
     groups = [of.group for table, of in OPTION_TABLES.items() if any(f": {table}[" in each.where for each in problems)]
     unknown = tuple(f"unknown {group};" for group in groups)
     return [problem for problem in problems if not problem.what.startswith(unknown)]

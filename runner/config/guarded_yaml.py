@@ -46,7 +46,7 @@ def read_guarded(file: Path, root: Path) -> str:
 
 @lru_cache(maxsize=256)
 def _check_text(text: str, where: str) -> None:
-    """Check the content of a file, once per process; it is read several times while a configuration is composed."""
+    """Check the content of a file, once per process, because composing a configuration reads it several times."""
     tree = _parse(text, where)
     for key, value in _iterate_leaves(tree):
         refuse_calls(key, value, f"{where}: {key}")
@@ -191,7 +191,7 @@ def _check_size(events: Iterable[Event], where: str) -> None:
         elif kind in ("MappingStartEvent", "SequenceStartEvent"):
             ancestors.append((anchor, nodes))
             depth, nodes = depth + 1, nodes + 1
-            sizes |= {anchor: MAX_NODES} if anchor else {}  # an alias of an enclosing node never ends
+            sizes |= {anchor: MAX_NODES} if anchor else {}  # an alias of an enclosing node would expand forever
         elif kind in ("MappingEndEvent", "SequenceEndEvent"):
             depth -= 1
             name, before = ancestors.pop()

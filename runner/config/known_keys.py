@@ -65,11 +65,11 @@ class PhaseKeys:
 class Schema:
     """All valid keys of a configuration.
 
-    functions      group -> the option whose function is behind the chosen one
-    tuned_options  group -> option that the task's values are for
+    functions      group -> option whose function implements the chosen option
+    tuned_options  group -> option for which the task's values were tuned
     phases         the task's phases
-    command_keys   of the command, besides settings
-    task_file      which may define options
+    command_keys   keys and flags of the command besides settings
+    task_file      the user's task file, which may define options
     """
 
     keys: Keys
@@ -98,10 +98,10 @@ class Schema:
 def find_functions(
     choices: Mapping[str, str], composed: Mapping[str, Any], request: Request, problems: list[Problem]
 ) -> dict[str, str]:
-    """Return group -> the option whose function is behind the chosen one. Raises ConfigError if one has none."""
+    """Return group -> option whose function implements the chosen option. Raises ConfigError if one has none."""
     results = {group: _find_function(group, choices[group], composed.get(group) or {}, request) for group in AXES}
     functions = {group: function for group, function in results.items() if isinstance(function, str)}
-    if len(functions) < len(results):  # the keys cannot be known, and would all be problems
+    if len(functions) < len(results):  # the keys of the option are unknown, so each of them would be a problem
         raise ConfigError([*problems, *(function for function in results.values() if isinstance(function, Problem))])
     return functions
 

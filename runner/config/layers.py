@@ -186,7 +186,7 @@ def file_settings(
     """Yield the settings of the configuration files, with the user's file that sets the key.
 
     composed  the tree that Hydra composed from all files
-    unused    result of `find_unused_keys`: keys whose values are those of the option's file instead
+    unused    result of `find_unused_keys`; these keys get the values of the option's file instead
     """
     origins = _origins(choices, schema, request, unused)
 
@@ -336,7 +336,7 @@ def choose_phase_options(
 
     run           group -> the setting that selects the option of the run, implemented by `functions`
     command_line  settings of the command line for phases
-    task_file     of the task, which may define options
+    task_file     the user's task file, which may define options
     """
     chosen = {}
     for group in PHASE_GROUPS:
@@ -367,7 +367,8 @@ def phase_settings(
         yield Setting(declared.key(name), to_yaml_value(key.default))
         group = name.partition(".")[0]
         if name in run and (group not in PHASE_GROUPS or phase.options[group] == schema.functions[group]):
-            yield replace(run[name], key=declared.key(name), file=None)  # the problem is reported for the run
+            # Without the file: if the value is invalid, the problem is reported for the run.
+            yield replace(run[name], key=declared.key(name), file=None)
     for name, value in phase.declared_values(schema.tuned_options).items():
         where = f"PHASES[{declared.name!r}][{name!r}]"
         yield from expand_setting(Setting(declared.key(name), value, Rank.TASK, task.label, where), schema, problems)

@@ -18,7 +18,7 @@ OBJECTIVE = "objective"
 def list_objective_keys(
     declared: Mapping[str, Any], selected: Mapping[str, Any], signature: Callable[[str, str], Signature | None]
 ) -> dict[str, Key]:
-    """Return the keys of all objectives by their full name; null: as for the whole run.
+    """Return the keys of all objectives by their full names; with the value null, those of the whole run apply.
 
     declared   OBJECTIVES
     selected   keys that the command line sets, and group -> option of the run

@@ -45,13 +45,13 @@ def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *arg
 
 
 def reference_file(reference: str) -> Path:
-    """Return the file of the module that `PLACE:TABLE:NAME` names, which is loaded."""
+    """Load the module that `PLACE:TABLE:NAME` names, and return its file."""
     module = _import_module(reference.rsplit(":", 2)[0])
     return Path(str(module.__file__))
 
 
 class UncachedLoader(SourceFileLoader):
-    """Compile a file at each start: cached bytecode is stale if an edit keeps the file's size and time in seconds."""
+    """Compile a file at each start: Python uses stale bytecode after an edit that keeps the file's size and second."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -91,12 +91,12 @@ def find_signature(group: str, option: str, task_file: Path | None = None) -> Si
 
 
 def implemented_options(group: str, task_file: Path | None) -> list[str]:
-    """Return the options of a group that a phase or an objective may choose: shipped ones and those of the task."""
+    """Return the options of a group that a phase or an objective may choose: shipped ones, and those of the task and of packages."""
     return [option for option in list_options(group, None, task_file) if find_signature(group, option, task_file)]
 
 
 def option_reference(group: str, option: str, task_file: Path | None) -> str:
-    """Return the reference to the function of an option for `option_table.make`: its name if it is shipped."""
+    """Return the reference to the function of an option for `option_table.call_option`: its name if it is shipped."""
     custom = find_custom_options(task_file).get((group, option))
     return custom.reference if custom else option
 

@@ -13,7 +13,7 @@ _PARSER = OverridesParser.create()
 
 
 def parse_override(argument: str) -> Override:
-    """Parse an override. Non-ASCII letters and `=` need no quotes, unlike in Hydra: paths have them.
+    """Parse an override. Unlike in Hydra, non-ASCII letters and `=` need no quotes, because paths contain them.
 
     Raises one of INVALID, also for `key==value`.
     """

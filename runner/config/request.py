@@ -14,7 +14,7 @@ from typing import Any
 class Request:
     """Arguments of a command line, before they are parsed.
 
-    command_keys  keys and flags of the command besides settings: a typo may be meant as one of them
+    command_keys  keys and flags of the command besides settings; they are also suggested for typos
     command       the command with all its arguments, to record it; empty: a training with this request
     """
 

@@ -43,7 +43,7 @@ class TaskFile:
 
     label       source of its values in messages: `task gpt`
     objectives  OBJECTIVES, if it is a literal; checked when the task is loaded
-    notes       names that the runner does not read, and probably should
+    notes       warnings about names that the runner does not read, but that look like typos of names that it reads
     """
 
     source: Path
@@ -210,7 +210,7 @@ def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
             yield f"{source.name}:{line}: {name} is not read by accel-run: did you mean {nearest}?"
 
 
-# methods of Lightning and transformers, which a Task would never call
+# Methods of Lightning and transformers, which accel-run never calls.
 FOREIGN_METHODS = {
     "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "optimizer_step",
     "lr_scheduler_step", "configure_callbacks", "train_dataloader", "val_dataloader", "test_dataloader",
@@ -224,7 +224,7 @@ FOREIGN_METHODS = {
 
 
 def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
-    """Yield a problem for each such method of a class that derives from Task, unless the file itself uses it."""
+    """Yield a problem for each of FOREIGN_METHODS in a class that derives from Task, unless the file itself uses it."""
     found = [(node, member) for node, member in _task_methods(tree) if member.name in FOREIGN_METHODS]
     used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if found else set()
     for node, member in found:

@@ -1,4 +1,4 @@
-"""Read and write YAML as OmegaConf does, faster: reading by libyaml, and writing without containers."""
+"""Read and write YAML as OmegaConf does, but faster: with libyaml, and without OmegaConf's containers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return super().construct_mapping(node, deep=deep)
 
 
-# As OmegaConf: YAML 1.1 reads 1e-3 and 1.5e3 as text, and 2026-11-27 as a date.
+# As in OmegaConf, 1e-3 and 1.5e3 are numbers, and 2026-11-27 is text; in YAML 1.1, they are text and a date.
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 _Loader.yaml_implicit_resolvers = {
@@ -37,7 +37,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 
-# Not libyaml's, which refuses the surrogates of a path that is not text.
+# Not libyaml's dumper, which refuses the surrogates that stand for undecodable bytes of a path.
 _Dumper: Any = type("_Dumper", (yaml.SafeDumper,), {})
 
 
@@ -65,7 +65,7 @@ def parse_config(text: str, file: str) -> DictConfig | ListConfig:
         try:
             return OmegaConf.create(_Loader(NamedText(text, file)).get_single_data() or {})
         except yaml.YAMLError:
-            pass  # the message below is the same with and without libyaml
+            pass  # OmegaConf fails below, with a message that does not depend on libyaml
     return OmegaConf.load(NamedText(text, file))
 
 
@@ -76,7 +76,7 @@ def yaml_text(tree: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of new containers, because YAML refers to a container that occurs twice by an anchor."""
+    """Return a copy with new containers, because YAML writes an anchor for a container that occurs twice."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
