@@ -37,8 +37,8 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Train as `accel-run train ARGUMENTS` does, and return the run.
 
     The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and global
-    switches of torch do not affect this one. After a KeyboardInterrupt, the run saves and stops before it is raised
-    here.
+    switches of torch do not affect this one. On KeyboardInterrupt the run saves and stops, and the exception is then
+    raised again.
 
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".

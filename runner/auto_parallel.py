@@ -1,6 +1,6 @@
 """Multi-device training from Python: `auto_parallelize` selects a strategy, `PipelineParallel` splits a model.
 
-Both run in one process. `accel-run train parallelism=...` uses one process per device instead.
+Both work in the calling process, and start no others. `accel-run train parallelism=...` starts one process per device.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class PipelineParallel(nn.Module):
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
         calls = [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
         values: list[Any] = [None] * len(calls)
-        # Each tick runs a different micro-batch on each device. A GPU computes while kernels are launched on the others.
+        # Each tick runs a different micro-batch on each device. GPUs compute while kernels are launched on the others.
         for tick in range(len(calls) + len(self._stages) - 1):
             for number in reversed(range(len(self._stages))):
                 part = tick - number

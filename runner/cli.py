@@ -127,9 +127,9 @@ def _dispatch(argv: list[str]) -> int:
     if first not in COMMANDS:
         refuse_secrets(argv)
         raise _unknown_command(argv)
-    if first != "complete":  # which never prints its arguments
+    if first != "complete":  # `complete` never prints its arguments
         refuse_secrets(argv[1:], partial(_option_names, argv))
-    if first != "new":  # which writes a source file of the user
+    if first != "new":  # `new` writes a source file of the user
         os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
@@ -228,7 +228,7 @@ def _exit_on_signals(final_code: list[int], *, for_good: bool) -> Iterator[None]
 def _exit_at_signal(main_pid: int, final_code: list[int], number: int, _: object) -> None:
     """Exit with 130, or with the code of a command that has ended.
 
-    A child forked in the meantime is ended by the signal itself, as its sender expects.
+    A forked child, which inherits this handler, is ended by the signal itself, as the sender of a SIGTERM expects.
     """
     signal.signal(number, signal.SIG_DFL)  # if the lines below block on a full pipe, a second signal ends the process
     if number != signal.SIGINT and os.getpid() != main_pid:

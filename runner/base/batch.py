@@ -62,7 +62,10 @@ class MicroBatch(NamedTuple):
     marks: Mapping[int, ShardMark] = {}
 
     def pin_memory(self) -> MicroBatch:
-        """Return it in page-locked memory. DataLoader calls this instead of visiting each index in `samples`."""
+        """Return the micro-batch with its tensors in page-locked memory.
+
+        DataLoader calls this method instead of visiting each index in `samples`.
+        """
         return self._replace(batch=_pin(self.batch))
 
 

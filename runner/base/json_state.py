@@ -1,4 +1,4 @@
-"""Convert the state of a foreign object to JSON and back: nested containers of numbers, texts, bytes and arrays."""
+"""Convert a `state_dict()` of unknown content to JSON and back: nested containers of numbers, text, bytes, arrays."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Permutation(Protocol):
 class MicroBatchKey(NamedTuple):
     """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
-    indices  of samples; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with other
-             random numbers
+    indices  sample indices; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with
+             other random numbers
     counts   False: read only to keep the ranks in step, or empty because this rank has no samples
     first    position of the first sample in the order of the epoch
     seed     seed of the run
@@ -49,7 +49,7 @@ class MicroBatchKey(NamedTuple):
 
 
 class Sampler:
-    """Draws the samples of an update as a function of (seed, epoch, window), its number in the epoch.
+    """Draws the samples of an update as a function of (seed, epoch, window); `window` is its number in the epoch.
 
     num_samples        samples drawn in an epoch
     updates_per_epoch  the same in each epoch

@@ -122,7 +122,7 @@ def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process: batch scripts and salloc shells have no step, or a reserved number."""
+    """Return whether srun started this process: batch scripts and salloc shells have no step, or a special number."""
     step = environment.get("SLURM_STEP_ID", "")
     is_special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special

@@ -332,7 +332,7 @@ _SHAPES: Mapping[str, str] = {
     "AccountKey=": r"[A-Za-z0-9+/%=]{20,}", "SharedAccessKey=": r"[A-Za-z0-9+/%=]{20,}",
     "sig=": r"[A-Za-z0-9+/%=_-]{20,}", "X-Amz-Signature=": r"[0-9a-f]{20,}", "X-Amz-Security-Token=": r"[\w%+/=-]{20,}",
     **dict.fromkeys(("dop_v1_", "doo_v1_", "dor_v1_"), r"[0-9a-f]{40,}"), "hvb.": r"[\w-]{20,}", "hvr.": r"[\w-]{20,}",
-    "~": r"(?<=\dQ~)[\w~.-]{31,}",  # of an application of Azure: five characters before it name the key
+    "~": r"(?<=\dQ~)[\w~.-]{31,}",  # secret of an Azure application; the five characters before it identify the key
     "sbp_": r"[0-9a-f]{40}", "AGE-SECRET-KEY-": r"1[0-9A-Z]{50,}", "tskey-": r"(?:auth|api|client)-[\w-]{16,}",
     **dict.fromkeys(("pscale_tkn_", "pscale_pw_", "pscale_oauth_"), r"[\w.=-]{32,}"), "HRKU-": r"[\w-]{30,}",
     "pul-": rf"[0-9a-f]{{40}}{_WORD_BOUNDARY}", "AQVN": rf"{_DIGIT}[\w-]{{34,}}",
@@ -358,7 +358,7 @@ _SHAPES: Mapping[str, str] = {
     "glsa_": r"[A-Za-z0-9]{32}_[0-9a-f]{8}", "glc_": rf"{_DIGIT}[A-Za-z0-9+/=]{{32,}}", "NRAK-": r"[A-Z0-9]{24,}",
     "PMAK-": r"[0-9a-f]{24}-[0-9a-f]{34}", "rubygems_": r"[0-9a-f]{48}", "SK": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}",
     "key-": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; bots of Telegram
-    # Bots of Discord: a number in Base64, a time, a signature.
+    # Discord bots: a number in Base64, a time and a signature.
     **dict.fromkeys(
         ("MD", "MT", "Mj", "Mz", "ND", "NT", "Nj", "Nz", "OD", "OT"), r"[\w-]{20,26}\.[\w-]{6}\.[\w-]{27,}"
     ),

@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def reference(self) -> str:
-        """Return what `find_signature` accepts for this option with all its keys."""
+        """Return the argument of `find_signature` for the signature with all keys of this option."""
         return self.extension or self.function
 
     @property

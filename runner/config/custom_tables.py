@@ -62,7 +62,7 @@ _HOOK_FILE = PACKAGE / "engine" / "hooks" / "hook.py"
 _HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # that hooks of a task may define
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
+_RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # in an override, these values are not parsed as strings
 TABLES = {*OPTION_TABLES, HOOK_TABLE, TECHNIQUE_TABLE}
 
 

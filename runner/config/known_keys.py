@@ -80,7 +80,7 @@ class Schema:
     task_file: Path | None = None
 
     def signature(self, group: str, option: str) -> Signature | None:
-        """Return the signature behind an option."""
+        """Return the signature of the function that implements an option."""
         return find_signature(group, option, self.task_file)
 
     def option_with_key(self, group: str, key: str) -> str | None:

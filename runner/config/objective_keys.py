@@ -69,7 +69,7 @@ def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]
 
 
 def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return full names of keys with values as objective -> key -> value."""
+    """Convert a mapping of full names of keys to values to objective -> key -> value."""
     objectives: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         _, objective, key = name.split(".", 2)
@@ -78,5 +78,5 @@ def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def flatten_objectives(objectives: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return objective -> key -> value as full names of keys with values."""
+    """Convert objective -> key -> value to a mapping of full names of keys to values."""
     return {f"{OBJECTIVE}.{name}.{key}": value for name, keys in objectives.items() for key, value in keys.items()}

@@ -91,7 +91,7 @@ def find_signature(group: str, option: str, task_file: Path | None = None) -> Si
 
 
 def implemented_options(group: str, task_file: Path | None) -> list[str]:
-    """Return the options of a group that a phase or an objective may choose: shipped ones, and those of the task and of packages."""
+    """Return the options that a phase or objective may choose: shipped ones, and those of the task and packages."""
     return [option for option in list_options(group, None, task_file) if find_signature(group, option, task_file)]
 
 

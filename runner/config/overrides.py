@@ -38,7 +38,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             what = "this and later arguments were not parsed, because too many earlier ones are invalid"
             problems.append(Problem(what, argument, "fix the earlier arguments first; put many settings into a file"))
             break
-        # The parser would take seconds to reject it.
+        # Rejected here, because the parser would take seconds.
         if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:
             what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
             problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long text into a file"))

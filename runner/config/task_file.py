@@ -153,7 +153,7 @@ def find_changed_declarations(values: Mapping[str, Any], source: Path) -> Iterat
 
 
 def read_objectives(file: Path) -> Mapping[str, Any]:
-    """Return the OBJECTIVES of a task file; empty if they are no literal, or the file cannot be read."""
+    """Return the OBJECTIVES of a task file; empty if it is not a literal mapping, or the file cannot be read."""
     try:
         return _read_literal(read_module(file), "OBJECTIVES", file, [])
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

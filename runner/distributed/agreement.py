@@ -66,7 +66,7 @@ def _copy_from_rank_0(tensor: Tensor, world: World) -> None:
 
 
 def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
-    """Return the tensors of each rank; shapes, dtypes and number may differ between ranks. Every rank calls it."""
+    """Return the tensors of each rank; shapes, dtypes and number may differ between ranks. Collective."""
     if world.world_size == 1:
         return [[tensor.detach() for tensor in mine]]
     specs = world.gather([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in mine])
@@ -89,7 +89,7 @@ def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
 
 
 def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
-    """Return the names of tensors whose bits differ between the ranks that have them. Every rank calls it."""
+    """Return the names of tensors whose bits differ between the ranks that have them. Collective."""
     digests = {
         name: hashlib.sha256(view_bytes(tensor).cpu().numpy().data).hexdigest() for name, tensor in tensors.items()
     }
@@ -101,7 +101,7 @@ def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
 
 
 def find_unequal_sums(tensors: Mapping[str, Tensor], world: World) -> list[str]:
-    """Return the names of tensors whose sums differ between the ranks that have them. Every rank calls it.
+    """Return the names of tensors whose sums differ between the ranks that have them. Collective.
 
     Unlike `find_unequal`, it copies no tensor to the host. Rounding differences are ignored.
     """
@@ -139,7 +139,7 @@ def catch_exception(function: Callable[[], Any]) -> Exception | None:
     """Return the exception that the function raises, or None; the caller passes it to `raise_on_all_ranks`."""
     try:
         function()
-    except Exception as error:  # of any type: the other ranks must be informed
+    except Exception as error:  # of any type, because the other ranks must be informed
         return error
     return None
 

@@ -82,7 +82,8 @@ class BufferSync:
 
         Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
         """
-        # Not earlier, because a discarded update, which never gets here, may have ended before all changes.
+        # Only here, which a discarded update never reaches: it may have ended before a buffer changed, so the next
+        # update must compare all buffers again.
         self._is_first, self._before = False, []
         total = flags.tolist()
         if total[-1]:
@@ -99,7 +100,8 @@ class BufferSync:
     def check(self) -> None:
         """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
 
-        The buffer is not repaired: evaluations and saves call this method, and training must not depend on when.
+        The buffer is not repaired: evaluations and saves call this method, and training must not depend on when they
+        run.
         """
         refs = [ref for ref in self._refs if ref.is_saved and _is_plain(ref)]
         different = torch.zeros(len(refs))
@@ -179,7 +181,7 @@ class BufferSync:
 def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
     """Raise TaskFault, on every rank, if the copies of these modules differ in buffers that checkpoints include.
 
-    Only the copy of the first rank is saved, so a resumed run would continue with other buffers.
+    Only the copy of the first rank is saved, so the other copies would have other buffers after a resume.
     """
     if not copied:
         return
@@ -194,7 +196,7 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
 
 
 def _is_statistic(ref: BufferRef) -> bool:
-    """Return whether it is a running statistic of a norm, which each rank computes over its own micro-batches."""
+    """Return whether a buffer is a running statistic of a norm, which each rank computes from its own samples."""
     return isinstance(ref.module, nn.modules.batchnorm._NormBase)
 
 

@@ -5,7 +5,8 @@ The values are bit-identical to those of an ordinary construction.
 While a model is constructed, large tensors are created on the meta device, and the operations that would have written
 to them are recorded. The value of a tensor is computed by replaying the operations that it depends on. A random
 operation is also executed while it is recorded, on a temporary tensor: the generator must advance as in an ordinary
-construction, and the Mersenne Twister of the CPU cannot skip numbers. Its state before the operation is recorded.
+construction, and the Mersenne Twister of the CPU cannot skip numbers. The generator's state before each random
+operation is recorded, too.
 
 The idea is that of torchdistX's deferred_init (2022), which is no longer maintained and did not keep the random numbers
 of an ordinary construction.
@@ -63,7 +64,7 @@ class TensorRef:
 class _Operation:
     """A recorded operation.
 
-    args, kwargs  with a TensorRef for each recorded tensor, and copies of all other tensors
+    args, kwargs  its arguments, with a TensorRef for each recorded tensor, and copies of all other tensors
     outputs       its new tensors, in order; None for other results
     reads         storages that it reads
     writes        storages that it writes to, or creates
@@ -160,7 +161,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         created = frozenset(ref.storage for ref in outputs if ref)
         written = [self.ref(tensor) for tensor in _written_tensors(function, args, kwargs)]
         if not created and not written:
-            return  # a view
+            return  # the operation only created a view
         replaced = frozenset(ref.storage for ref in written if function in _REPLACING and ref.is_whole)
         changed = frozenset(ref.storage for ref in written)
         fixed_args, fixed_kwargs = tree_map(self._freeze, args), tree_map(self._freeze, kwargs)
@@ -324,7 +325,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 values[ref.storage] = _storage_like(ref, leaf)
 
     def replace_leaked(self, model: nn.Module) -> None:
-        """Compute, in place, the values of all deferred tensors outside the model that still exist, as in datasets.
+        """Compute in place all deferred tensors that still exist outside the model, such as those of datasets.
 
         Raises RuntimeError if one cannot be replaced.
         """

@@ -24,7 +24,7 @@ ADAMW_BYTES = 16.0
 class LayerCost:
     """Cost of one layer.
 
-    name              as in the model, such as blocks.3
+    name              its name in the model, such as blocks.3
     num_trained       number of trained parameters
     constant_bytes    bytes of frozen parameters and buffers
     activation_bytes  bytes kept for the backward pass of one micro-batch; 0 if not measured
@@ -39,7 +39,7 @@ class LayerCost:
     seconds: float = 0.0
 
     def state_bytes(self, bytes_per_parameter: float = ADAMW_BYTES) -> int:
-        """Return the bytes independent of the batch: parameters, gradients and optimizer state."""
+        """Return the bytes that do not depend on the batch: parameters, gradients and optimizer state."""
         return math.ceil(self.num_trained * bytes_per_parameter) + self.constant_bytes
 
 

@@ -137,7 +137,7 @@ class Tie:
     counts_here: bool
 
     def add(self) -> None:
-        """All-reduce its gradient over its ranks, so that their updates stay equal."""
+        """All-reduce the gradient over the ranks that share the parameter, so that their updates stay equal."""
         if self.weight.requires_grad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)

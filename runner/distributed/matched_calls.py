@@ -14,7 +14,7 @@ from runner.distributed.world import World
 
 
 class UnmatchedCalls(RankLost):
-    """A rank raised an exception or returned while another one called the model; its exception is the cause."""
+    """A rank raised an exception, which is then the cause, or returned, while another one called the model."""
 
 
 @contextmanager

@@ -258,7 +258,7 @@ class Parallel:
             model.load_state_dict(tensors, strict=False)
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return the merged statistics of the data of all ranks; `merge` combines two states."""
+        """Merge the statistics that the ranks have computed from their data; `merge` combines two states."""
         return state
 
     def edit_parameters(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -433,7 +433,7 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ one pass through all stages
 
     def _evaluate(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's output on all ranks of this copy of the model, which all call it."""
+        """Return the model's output on all ranks of this copy of the model; all of them must call it."""
         if torch.is_grad_enabled():
             raise TaskFault(
                 "with gradients enabled, a pipelined model can be called only in the task's loss, once per batch",

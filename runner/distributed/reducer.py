@@ -187,7 +187,7 @@ class Reducer:
         return numbers[: len(sums)], numbers[len(sums) :] if on_host else mine
 
     def _add_together(self, sums: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients in the same message as the numbers; return `sums` and `mine`, added over the ranks."""
+        """All-reduce the gradients in one message with the numbers; return `sums` and `mine`, added over the ranks."""
         (bucket,) = self.buckets
         bucket.fill()
         message = torch.cat([bucket.flat.to(sums.dtype), sums, mine.to(sums.dtype)])
@@ -212,7 +212,7 @@ class Reducer:
         self._next += 1
 
     def _positions(self) -> list[float]:
-        """Return when each bucket was complete on this rank; zeros if no gradient arrived here."""
+        """Return after how many gradients each bucket was complete on this rank; zeros if no gradient arrived."""
         never = self._num_arrived + 1 if self._num_arrived else 0
         return [float(never if bucket.missing else bucket.position) for bucket in self.buckets]
 

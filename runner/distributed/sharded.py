@@ -43,7 +43,7 @@ CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Sharded(Parallel):
-    """Data parallelism with even shards of all state: the smallest device limits the size for all.
+    """Data parallelism with equal shards of all state, whose size is limited by the smallest device.
 
     reshard_after_forward  True: gather the blocks again for the backward pass; False: keep them, which needs the
                            memory of the whole model and saves a third of the communication

@@ -41,7 +41,7 @@ class ModelCalled(BaseException):
 
 @dataclass
 class StageSums:
-    """Sums of an update; tensors stay on the device."""
+    """Sums over the micro-batches of an update; tensors stay on the device."""
 
     loss_sum: Tensor
     items: Tensor
@@ -149,7 +149,7 @@ class Stage(nn.Module):
         if self.failure is None:
             try:
                 return self._compute_micro_batch(received, number)
-            except Exception as error:  # of any type: the other ranks must be informed
+            except Exception as error:  # of any type, because the other ranks must be informed
                 self.fail(error)
         return self._zero_output()
 
@@ -220,7 +220,7 @@ class TimedStage(PipelineStage):
         if stage.failure is None:
             try:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            except Exception as error:  # of any type: the other ranks must be informed
+            except Exception as error:  # of any type, because the other ranks must be informed
                 # torch 2.13 wraps the error in one that lists all shapes.
                 is_wrapped = "Failed to run stage backward" in str(error)
                 stage.fail(error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error)
@@ -254,7 +254,7 @@ class ReplayedCall:
 
 
 class PassOutcome(NamedTuple):
-    """Result of a pass on this rank, with the description of the stage's input."""
+    """Result of a pass on this rank, and the description of the input of this rank's stage."""
 
     failure: Exception | None
     shapes: list[Any]
@@ -296,7 +296,7 @@ def run_stage(
                         where="parallelism=pipeline",
                         fix="split the model at other points in layers()",
                     )
-        except Exception as error:  # of any type: the other ranks must be informed
+        except Exception as error:  # of any type, because the other ranks must be informed
             failure = error
     if not stage.is_last:
         sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
@@ -313,7 +313,7 @@ def hash_shapes(call: Call) -> int:
     """Return a hash of the shapes and dtypes of a call, the same in every process."""
     shapes: list[str] = []
     map_tensors(lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
-    # 7 bytes, because it is sent as an int64. Not `hash`, which differs between processes for strings.
+    # 7 bytes, because the hash is sent as an int64. Not `hash`, which differs between processes for strings.
     return int.from_bytes(hashlib.blake2b("; ".join(shapes).encode(), digest_size=7).digest(), "big")
 
 

@@ -98,7 +98,7 @@ class CheckpointWriter:
 
     @property
     def write_progress(self) -> tuple[int, int, int] | None:
-        """Return the update being written and a counter of disk progress; None if there is none."""
+        """Return the update being written, the writing thread, and its number of completed system calls; else None."""
         thread = self._thread
         if thread is None or thread.ident is None or not thread.is_alive():
             return None

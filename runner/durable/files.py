@@ -310,9 +310,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Like `read_rows`, but yield None for each invalid line except the last one.
+    """Like `read_rows`, but yield None for each invalid line, unless it is the last one and has no line end.
 
-    The last line may be incomplete while a run is writing it.
+    That line may be incomplete because a run is writing it.
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
         while line := file.readline(_MAX_LINE_BYTES):

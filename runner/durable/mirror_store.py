@@ -32,7 +32,7 @@ class MirrorStore:
     """
 
     def __init__(self, url: str, name: str) -> None:
-        """Raises MissingPackage without the package for the protocol, and MirrorError."""
+        """Raises MissingPackage if the package for the protocol is missing, and MirrorError if the URL is invalid."""
         self.shown = f"{url.rstrip('/')}/{name}"
         core = require("fsspec.core", "mirror")
         # Other processes write there too: a listing must not be cached, nor an instance shared with the task's code.

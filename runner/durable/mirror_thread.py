@@ -68,7 +68,7 @@ class _Progress:
 
     keys     local name -> name in the mirror, of checkpoints that are copied
     saved    local names of checkpoints that are not copied yet
-    broken   local names that are damaged, and not tried again
+    broken   local names of damaged checkpoints, which are not tried again
     """
 
     keys: dict[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class MirrorThread(NoMirror):
     """Copies checkpoints until `finish`. Its errors are passed to `warn`, and never reach training.
 
     keep_last  number of newest checkpoints to keep in the mirror, besides those that the local disk has
-    pauses_s   seconds before each repeated attempt; the last one is repeated
+    pauses_s   seconds before each retry; the last number is used for all further ones
     """
 
     def __init__(

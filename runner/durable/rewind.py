@@ -28,7 +28,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
     labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
         is_last = newest_name(directory.checkpoints) == start.path.name
-        copy = None if is_last else copy_metrics(directory)  # first: a kill in between must not lose rows
+        copy = None if is_last else copy_metrics(directory)  # first, so that a kill in between loses no rows
         moved = set_aside_newer(directory.checkpoints, start.update)
     later = (
         f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""

@@ -174,7 +174,7 @@ def _allocate_pages(size: int, device: torch.device) -> Tensor:
     chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps a reference to `memory`
     # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, caches it, and forked children copy it.
     if get_accelerator(device).page_lock(chunk.data_ptr(), chunk.numel()):
-        # Before the pages are unmapped: memory mapped there later would still be registered.
+        # Unlock before the pages are unmapped, because memory mapped there later would otherwise count as locked.
         weakref.finalize(memory, page_unlock, chunk.data_ptr()).atexit = False
     return chunk
 

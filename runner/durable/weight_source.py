@@ -49,7 +49,7 @@ class WeightSource:
 
 
 def find_weights(value: str, root: Path) -> WeightSource:
-    """Return the files behind `weights=value`; nothing is read but manifests and indexes.
+    """Return the files behind `weights=value`. A checkpoint is verified; of other files, only an index is read.
 
     root  folder in which a run is found by name
     Raises InputMissing if nothing has this name, ConfigError for a folder without weights, DataError for shards that
@@ -74,7 +74,7 @@ def find_weights(value: str, root: Path) -> WeightSource:
 def check_start(settings: Settings, name: str) -> None:
     """Check, without torch, that the sources in `weights=` and `resume=` of a new run exist, and the weights' format.
 
-    Raises AccelRunError as loading it would. The values of the weights are not read.
+    Raises AccelRunError as loading them would. Of files other than checkpoints, only headers and indexes are read.
     """
     try:
         if files.exists(settings.root / name):
