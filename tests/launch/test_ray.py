@@ -31,6 +31,7 @@ SAME_CURVE = allowed(torch.float32, SAMPLES, growth=UPDATES**0.5)
 
 TASK = """
 import os
+import signal
 import time
 from pathlib import Path
 import torch
@@ -40,7 +41,8 @@ from runner import Task
 
 class Fit(Task):
     def __init__(self):
-        Path(f"rank-{os.getpid()}").touch()
+        Path(f"rank-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        self.calls = 0
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def dataset(self, split):
@@ -48,7 +50,7 @@ class Fit(Task):
         return torch.utils.data.TensorDataset(points, points.sum(1, keepdim=True).sin())
 
     def loss(self, model, batch):
-        time.sleep(0.05)
+        self.calls += 1  # of this process
         points, values = batch
         return (model(points) - values).square().sum(), len(points)
 
@@ -58,10 +60,23 @@ def build():
 """
 
 
-FAIL = """
+# Training waits after some updates, so that it has not ended when a test acts.
+HOLD = """self.calls += 1
+        while self.calls > 10 and {condition}:
+            time.sleep(0.01)
+"""
+UNTIL_STOPPED = HOLD.format(condition="not signal.getsignal(signal.SIGUSR1).__self__.requested")
+FOREVER = HOLD.format(condition="True")
+UNTIL_RELEASED = HOLD.format(condition="not Path('released').exists()")
+FAIL = """self.calls += 1
         if os.environ["RANK"] == "1" and "ONLY_FOR_THE_COMMAND" not in os.environ:
             raise ValueError("RANK_1_FAILS")
 """
+
+
+def changed(loss: str) -> str:
+    """Return the task with other code at the start of its loss."""
+    return TASK.replace("self.calls += 1  # of this process", loss)
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +145,12 @@ def test_two_nodes_train_as_one_process_does(
 def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "moved", *TWO)
+    run = started(cluster, tmp_path, "moved", *TWO, task=changed(UNTIL_RELEASED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/moved/checkpoints").glob("update-*")), "the first checkpoint")
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         nodes.append(cluster.add_node(num_cpus=1))
+        (tmp_path / "released").touch()
         out, _ = run.communicate()
     finally:
         run.kill()
@@ -146,7 +162,7 @@ def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
 def test_a_stop_request_saves_and_the_same_command_resumes(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "stopped", *TWO)
+    run = started(cluster, tmp_path, "stopped", *TWO, task=changed(UNTIL_STOPPED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/stopped/checkpoints").glob("update-*")), "the first checkpoint")
         run.terminate()
@@ -161,7 +177,7 @@ def test_a_stop_request_saves_and_the_same_command_resumes(
 
 
 def test_after_a_second_signal_no_rank_is_left(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "forced", *TWO, "updates=100000")
+    run = started(cluster, tmp_path, "forced", *TWO, task=changed(FOREVER))
     try:
         wait_until(lambda: any((tmp_path / "outputs/forced/checkpoints").glob("update-*")), "the first checkpoint")
         pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
@@ -184,7 +200,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "failing", *TWO, task=TASK.replace("time.sleep(0.05)", FAIL))
+    run = started(cluster, tmp_path, "failing", *TWO, task=changed(FAIL))
     out, _ = run.communicate()
     assert run.returncode == 70, out
     assert "RANK_1_FAILS" in out
@@ -197,6 +213,30 @@ def test_trials_of_a_sweep_run_on_the_cluster(cluster: Any, nodes: list[Any], tm
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     for number in (1, 2):
         assert len(losses(tmp_path, f"grid/grid-{number}")) == 5
+
+
+def test_trials_of_a_search_run_on_the_cluster(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    words = command(tmp_path, "best", "optimizer.lr=log(0.01,0.1)", "updates=5", "evaluate.every=5", "launcher=ray")
+    words += [f"launcher.address={cluster.address}", "trials=2", "together=2"]
+    words[words.index("train")] = "search"
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    for number in (1, 2):
+        assert len(losses(tmp_path, f"best/best-{number}")) == 5
+
+
+def test_ranks_of_a_node_see_the_gpus_that_the_cluster_reserved(
+    cluster: Any, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """On the CPU: the GPUs exist only for Ray."""
+    node = cluster.add_node(num_cpus=2, num_gpus=2)
+    try:
+        run = started(cluster, tmp_path, "gpus", "launcher.gpus_per_node=2", "parallelism=ddp")
+        out, _ = run.communicate()
+    finally:
+        cluster.remove_node(node)
+    assert run.returncode == 0, out
+    assert [path.read_text() for path in tmp_path.glob("rank-*")] == ["0,1", "0,1"]
+    assert losses(tmp_path, "gpus") == pytest.approx(alone, rel=SAME_CURVE)
 
 
 def test_an_address_without_a_cluster_is_reported(tmp_path: Path) -> None:
