@@ -265,8 +265,9 @@ def format_ms(seconds: float) -> str:
 def reducer_table(config_dir: Path) -> Iterator[str]:
     """Yield a table of the reducer of `ddp` and DistributedDataParallel, which send the same buckets.
 
-    accel-run copies gradients into its buckets, which then are the gradients, and sends one more message. By default,
-    DistributedDataParallel copies in both directions; with gradient_as_bucket_view=True, it copies nothing.
+    accel-run copies gradients into its buckets, which then are the gradients, and sends one more message.
+    DistributedDataParallel copies in both directions by default, and once with gradient_as_bucket_view=True: gradients
+    that `zero_grad` has set to None are created outside of the buckets (torch 2.13).
     """
     yield "| ms | update | exposed | accel-run | DDP | DDP with gradient_as_bucket_view |"
     yield "|" + "---|" * 6
@@ -278,7 +279,7 @@ def reducer_table(config_dir: Path) -> Iterator[str]:
         assert ring is not None, "the profile has the links"
         copy = device.access_time(2 * sum(demand.model.buckets))
         exposed = time.part(COMMUNICATION) - copy
-        added = [copy + ring.reduce(16), 2 * copy, 0.0]
+        added = [copy + ring.reduce(16), 2 * copy, copy]
         bare = time.seconds - copy
         cells = [format_ms(bare), format_ms(exposed)]
         cells += [f"+ {format_ms(each)} ({each / bare:.1%})" for each in added]
