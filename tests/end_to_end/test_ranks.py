@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -193,6 +194,7 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.load in one process
 def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,9 @@ def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
     exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
     assert exported.keys() == saved.keys(), "this model has no shared weights under two names"
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader("outputs/r/export"), no_dist=True)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
     started = args.replace("run=r", "run=started").replace("updates=2", "updates=1")
     rate = 1e-30  # about the change by one step of Adam
     assert_success(server.run(f"{started.replace('0.0003', str(rate))} weights=r", tmp_path))
