@@ -100,9 +100,7 @@ LocalPath = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
 RunsFolder = Annotated[
     str,
     Matches(
-        "a local path in one line without control characters; checkpoint.mirror=URL copies checkpoints to object"
-        " storage",
-        _LOCAL,
+        "a local path in one line without control characters (for object storage, use checkpoint.mirror=URL)", _LOCAL
     ),
 ]
 # No user, password, query or fragment: the value is written to files. Azure writes the container before an @.
