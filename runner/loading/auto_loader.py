@@ -1,4 +1,4 @@
-"""A loader that measures at the start whether reading is slow enough for workers to pay."""
+"""A loader that measures at the start whether reading is slow enough for workers to pay off."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runner.loading.loaders import Keys, Loader, WorkerLoader
 
 
 class AutoLoader(Loader):
-    """Read in workers if one needs at least `limit_s` for a batch, otherwise in this process.
+    """Read in workers if a worker needs at least `limit_s` for a batch, otherwise in this process.
 
     Receiving a batch from a worker costs this process time, too: it maps the tensors, and page-locks them in a thread
-    that takes the interpreter lock from the training.
+    that competes with training for the interpreter lock.
 
-    A worker measures, because a dataset may open a file at its first sample: workers forked afterwards would share its
-    position. The samples of the second batch are far from those of the first one in the dataset, so that the first
-    read does not bring them into the page cache.
+    The measurement runs in a worker, because a dataset may open a file when its first sample is read: if this process
+    opened it, workers forked afterwards would share the position in the file. The samples of the second batch are far
+    from those of the first one in the dataset, so that the first read does not bring them into the page cache.
     """
 
     def __init__(self, workers: WorkerLoader, inline: Loader, *, limit_s: float) -> None:

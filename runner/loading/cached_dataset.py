@@ -30,7 +30,7 @@ class CachedDataset:
 
 
 class FixedPart:
-    """The fixed part of a dataset."""
+    """The fixed part of a dataset, which `load_fixed` reads, as a separate dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -16,7 +16,7 @@ from runner.base.task import Dataset
 def tensor_row_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
     """Return a function that reads a batch of a TensorDataset, or of a Subset of one, with one operation per tensor.
 
-    The batch equals the collated samples: default_collate makes a list of a tuple's columns.
+    The batch is a list of tensors, as from default_collate, which turns tuples of tensors into a list of columns.
     """
     if type(dataset) is Subset:
         inner, positions = tensor_row_reader(dataset.dataset), dataset.indices
@@ -50,7 +50,7 @@ def batch_reader(dataset: Dataset) -> Callable[[list[int]], Any] | None:
 
 
 def _has_batch_access(dataset: Any) -> bool:
-    """Return whether `__getitems__` is more than a loop over [index], as it may be in Subset and StackDataset."""
+    """Return whether `__getitems__` is more than a loop over [index]; in Subset and StackDataset, it may be a loop."""
     method = getattr(type(dataset), "__getitems__", None)
     if method is Subset.__getitems__:
         return _has_batch_access(dataset.dataset)

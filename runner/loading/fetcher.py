@@ -54,7 +54,7 @@ class Fetcher:
         self.read_many: Callable[[list[int]], Any] | None = batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
-        self.may_be_empty = False  # another rank may have valid samples
+        self.may_be_empty = False  # True: a batch without a readable sample is no error; other ranks may have some
         self._epoch = -1
 
     def __len__(self) -> int:
@@ -68,12 +68,13 @@ class Fetcher:
                 self.set_epoch(key.epoch)
             self._epoch, Fetcher._set_last_by = key.epoch, id(self)
         if self.read_rows is not None:  # runs no code that could draw random numbers
-            with suppress(IndexError):  # of a Subset; `_read` reports the sample
+            with suppress(IndexError):  # raised by a Subset with an invalid index; `_read` reports the sample
                 samples = _batch_samples(key, range(len(key.indices)))
                 return MicroBatch(
                     self.read_rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
                 )
-        # Sums are rounded differently by several threads, and data workers have one: torch.utils.data sets it.
+        # The rounding of a sum depends on the number of threads. torch.utils.data sets one thread in data workers, so
+        # all loaders use one.
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -124,7 +125,7 @@ class Fetcher:
     def _collate(self, samples: list[Any], key: MicroBatchKey) -> Any:
         if not _is_default(self.collate):
             self.streams.begin("collate", key.seed, key.epoch, key.indices)
-            return self.collate(samples)  # errors of the task's code are reported with its lines
+            return self.collate(samples)  # errors in task code are reported with their own source lines
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:

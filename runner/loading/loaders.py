@@ -1,7 +1,7 @@
 """Loaders that read in this process, in a thread or in worker processes. All yield identical batches.
 
-A loader receives keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
-Code of the task draws from the global generators, which base/sample_rng.py seeds for each sample in every loader.
+A loader receives one `MicroBatchKey` (base/order.py) for each micro-batch, and yields the batches in the same order.
+Task code draws from the global random generators, which base/sample_rng.py seeds for each sample in every loader.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loader:
 
     num_workers = 0
     max_prefetched = 0  # maximum number of prefetched batches
-    decision = ""  # whether workers read, if that was measured, and why
+    decision = ""  # message about the choice between workers and this process, if it was measured; else empty
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -71,10 +71,10 @@ class PinnedLoader(Loader):
 
 
 class WorkerLoader(Loader):
-    """Prefetch in worker processes, which live while one iterator of `batches` does.
+    """Prefetch in worker processes. Each iterator that `batches` returns has its own workers.
 
-    Workers ignore stop signals, which a terminal or scheduler sends to every process of the run: they are needed
-    until the current update is complete, and end when they are closed, or with this process.
+    Workers ignore stop signals, which a terminal or scheduler sends to every process of the run, because their batches
+    are needed until the current update is complete. Workers end when the loader is closed or this process ends.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WorkerLoader(Loader):
         timeout_s: float = 0.0,
     ) -> None:
         super().__init__(fetcher)
-        self.timeout_s = timeout_s  # for a batch; 0: without a limit
+        self.timeout_s = timeout_s  # maximum wait for a batch; 0: no limit
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.prefetch_factor = prefetch_factor
@@ -115,11 +115,12 @@ class WorkerLoader(Loader):
                 timeout=self.timeout_s,
                 multiprocessing_context=worker_context(self.start_method),
                 worker_init_fn=partial(init_worker, os.getpid()),
-                # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
-                # own generators, for datasets that create generators themselves: different on each rank.
+                # torch draws the seed of the workers from a generator when it creates an iterator. A separate generator
+                # leaves the model's unchanged, and gives different seeds to the workers of different ranks, for
+                # datasets that create their own generators from the worker's seed.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
-            # Set before workers run any other code.
+            # Workers start with stop signals blocked, so that none arrives before `init_worker` ignores them.
             with stop_signals_blocked(self.start_method), kill_on_partial_start():
                 iterator = iter(loader)
         self._open.append(iterator)
@@ -146,7 +147,7 @@ class WorkerLoader(Loader):
     def _close(iterator: Any) -> None:
         try:
             # Private, checked on torch 2.13, as is `_shutdown_workers`.
-            if iterator._worker_pids_set:  # else torch raises for a worker killed here
+            if iterator._worker_pids_set:  # otherwise torch would raise an error for a worker that is killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
             kill_timer = threading.Timer(_SHUTDOWN_TIMEOUT_S, kill_workers, [iterator._workers])
@@ -158,12 +159,12 @@ class WorkerLoader(Loader):
                 iterator._shutdown_workers()
             finally:
                 kill_timer.cancel()
-        finally:  # out of memory, any line above may fail
+        finally:  # when memory is exhausted, any line above may raise an error
             kill_workers(iterator._workers)
 
 
 class ThreadLoader(Loader):
-    """Prefetch in one thread. For cached samples only: code of a task may draw from the process's generators."""
+    """Prefetch in one thread. For cached samples only: task code could draw from the generators that the model uses."""
 
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
@@ -216,10 +217,10 @@ class ThreadLoader(Loader):
 
 
 class WorkerFetcher:
-    """A fetcher that returns an error as a value, which torch would wrap in a traceback.
+    """A fetcher that returns errors as values, because torch would replace their messages with the worker's traceback.
 
-    Batches are moved to shared memory here: if that is full, torch's queue thread would print a
-    traceback and drop the batch, and the run would hang.
+    It also moves batches to shared memory. torch would do that in the thread of the result queue; if shared memory were
+    full there, the thread would print a traceback and drop the batch, and the run would hang.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
@@ -234,7 +235,8 @@ class WorkerFetcher:
             map_tensors(_share, read.batch)
             return read
         except AccelRunError as error:
-            # Causes would keep memory alive, and smaller batches may resolve a lack of memory.
+            # Pickling drops the causes of an exception. A RemoteError describes them as text, in which the run finds
+            # the out-of-memory error, and can then continue with smaller micro-batches.
             return (
                 RemoteError(describe_exception(error))
                 if find_oom_cause(error) is not None
@@ -262,7 +264,7 @@ def _share(tensor: Tensor) -> Tensor:
 
 
 def identity(batch: Any) -> Any:
-    """Return the argument: a function to collate what is a batch already."""
+    """Return the argument; the collate function for datasets that return complete batches."""
     return batch
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from runner.base.order import Indices, Sampler
 
-ENDLESS = 2**40  # samples of a shard of unknown length: it is repeated
+ENDLESS = 2**40  # number of samples assumed for a shard of unknown length, which is repeated
 
 
 def encode_index(shard: int, item: int, num_shards: int) -> int:
@@ -33,7 +33,8 @@ class RoundRobin:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths, self.total = lengths, sum(lengths)
-        # Between two levels, the same sequences are active; `_levels` has the first round of each segment.
+        # A round takes one element of each sequence that has not ended. A segment is a series of rounds with the same
+        # sequences; `_levels` holds the first round of each segment.
         self._levels = [0, *sorted({length for length in lengths if length})][:-1]
         self._active = [[which for which, length in enumerate(lengths) if length > level] for level in self._levels]
         self._starts = [sum(min(length, level) for length in lengths) for level in self._levels]
@@ -64,7 +65,7 @@ class StreamSampler(Sampler):
     few shards.
 
     lengths            of the shards; None: unknown, each shard is repeated by itself, and the epoch never ends
-    shards_per_update  shards of a group
+    shards_per_update  number of shards in a group
     """
 
     def __init__(
