@@ -49,7 +49,7 @@ class AttentionCall:
     dtype     of the kernel's inputs, after autocast
     masked    whether there was an explicit mask
     causal    whether is_causal=True was set
-    kernel    kernel that ran: flash, efficient, cudnn, math, overrideable, on the CPU flash_for_cpu; "unseen": unknown
+    kernel    kernel that ran: flash, efficient, cudnn, math, overrideable, or flash_for_cpu; "unseen" if unknown
     """
 
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ def refusal_reason(
 ) -> str:
     """Return why a device cannot run a kernel with such inputs; empty if it can.
 
-    Of masks and head sizes, only those that flash refuses are known.
+    Restrictions on masks and head sizes are checked for flash only.
 
     masked      whether an explicit mask is given (is_causal=True is not one)
     capability  compute capability to assume, such as (7, 5); default: that of `device`
@@ -223,7 +223,10 @@ class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _RecordAttention(TorchFunctionMode):
-    """Record calls of scaled dot product attention while active: this level sees masks, the one below kernels."""
+    """Record calls of scaled dot product attention while active.
+
+    A function mode sees the arguments, such as the mask, but not the kernel, which only a dispatch mode sees.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +253,7 @@ def _attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Any, bool]:  # fmt: skip
-    """Return what the choice of a kernel depends on, however it was passed."""
+    """Return the arguments on which the choice of a kernel depends, whether passed by position or by name."""
     return query, key, attn_mask, is_causal
 
 

@@ -30,10 +30,10 @@ from runner.base.values import Auto, NonNegative
 # torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
 
 
-# What a run calls at the start of each forward pass; None: nothing.
+# The function that a run calls at the start of each forward pass, if any.
 BeginForward = Callable[[], None]
 
-_FIRST_PART_BYTES = 1 << 20  # as in DistributedDataParallel: communication starts early
+_FIRST_PART_BYTES = 1 << 20  # small, as in DistributedDataParallel, so that communication starts early
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -126,7 +126,7 @@ def regional(
 
 
 def nothing_was_compiled() -> bool:
-    """Return whether this process has compiled no graph, as when the task calls submodules instead of the model."""
+    """Return whether this process has compiled no graph, for example because the task never calls the model itself."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # private; absent if nothing has imported the compiler
     return dynamo is None or not dynamo.counters["stats"].get("unique_graphs")
 
@@ -136,8 +136,8 @@ def _compile(module: nn.Module, **options: Any) -> None:
     if not type(module).forward.__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    # Dynamo skips frames of torch.nn, and so a model that is a bare nn.Sequential. It needs a frame of another module
-    # around it, which torch.compile(module) provides, but Module.compile does not. Checked on torch 2.13.
+    # Dynamo skips frames of torch.nn, so it would skip a model that is a bare nn.Sequential. Such a model needs a frame
+    # outside torch.nn around it, which torch.compile(module) adds, but Module.compile does not. Checked on torch 2.13.
     call: Callable[..., Any] = module._call_impl
 
     def framed(*args: Any, **kwargs: Any) -> Any:
@@ -151,10 +151,11 @@ def _compile(module: nn.Module, **options: Any) -> None:
 
 
 def _use_cuda_graphs(module: nn.Module) -> BeginForward:
-    """Return the function that starts an iteration of CUDA graphs, whose outputs overwrite those of the last one.
+    """Return the function that starts an iteration of CUDA graphs; its outputs overwrite those of the last iteration.
 
-    Without it, torch starts one at each call of the model while no backward pass is pending: in an evaluation, the
-    second call for a batch would overwrite the output of the first. Once it was called, torch starts no others.
+    Without it, torch starts an iteration at each call of the model while no backward pass is pending, so in an
+    evaluation the second call for a batch would overwrite the output of the first. Once this function has been called,
+    torch starts no iterations by itself.
     Source: torch.compiler.cudagraph_mark_step_begin; GenerationTracker in cudagraph_trees.py of torch 2.13.
     """
     _copy_gradients_before_replay(module)
@@ -164,9 +165,9 @@ def _use_cuda_graphs(module: nn.Module) -> BeginForward:
 def _copy_gradients_before_replay(module: nn.Module) -> None:
     """Before each call, copy gradients out of the memory of CUDA graphs, because the call overwrites them.
 
-    Autograd does not copy the first gradient of a parameter: it is memory of the graph, and the backward pass of the
-    next micro-batch would add to it, for which torch raises an error. Without accumulation, there are no gradients
-    here. Those of fsdp, DTensors, are in memory of its reduce-scatter.
+    Autograd does not copy the first gradient of a parameter, so it stays in the memory of the graph. The backward pass
+    of the next micro-batch would add to it, for which torch raises an error. Without gradient accumulation, there are
+    no gradients to copy here. Gradients of fsdp are DTensors in the memory of its reduce-scatter and need no copy.
     """
     # Private, checked on torch 2.13: a forward pre-hook would become part of the graph, and could not run before it.
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
@@ -203,7 +204,7 @@ def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ConfigError before training instead of during the first update."""
+    """Raise ConfigError if the compiler is missing or unusable: before training, not in the first update."""
     if backend != "inductor":
         return
     if device.type == "cpu" and not shutil.which(_cpp_compiler()):
@@ -213,7 +214,7 @@ def _check_compiler(device: torch.device, backend: str) -> None:
             "run apt install g++, set CXX, or use compile=off",
         )
     elif device.type == "cpu" and " " in (folder := str(Path(torch.__file__).parent)):
-        # Its command for the linker contains the path without quotes (torch 2.13).
+        # TorchInductor's linker command contains the path without quotes (torch 2.13).
         problem = Problem(
             f"TorchInductor cannot link with torch, because its path contains a space: {folder}",
             "compile",

@@ -73,7 +73,7 @@ def thread(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Prefetch cached samples in one thread; without a cache, or with a random part, in one worker process.
+    """Prefetch cached samples in one thread; without a cache, or with load_fixed, in one worker process.
 
     depth        batches read ahead
     pin_memory   copy batches to page-locked memory; auto: if there is a GPU
@@ -84,8 +84,8 @@ def thread(
     assert pin_memory != "auto", "the plan resolves it"
     cached = cache_samples(fetcher, cache, device)
     if cache == "none" or has_fixed_part(fetcher.dataset):
-        # Random generators belong to a process: a dataset in a thread would draw from those of the model trained
-        # in parallel, and neither would be reproducible. See docs/decisions/0019.
+        # The threads of a process share its random generators: a dataset read in a thread would draw from them while
+        # the model does, and neither would be reproducible. See docs/decisions/0019.
         return WorkerLoader(cached, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
     return ThreadLoader(cached, depth=depth, pin_memory=pin_memory and cache != "device")
 
@@ -93,7 +93,7 @@ def thread(
 def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     """Read all samples once and return a fetcher that keeps them as one tensor per field.
 
-    Of a dataset with `load_fixed`, only that part is kept.
+    For a dataset with `load_fixed`, only the part that it returns is kept.
     """
     if where == "none":
         return fetcher
@@ -116,7 +116,10 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
 
 
 def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
-    """Return a fetcher that composes batches of cached rows. All samples are kept: a batch may need any of them."""
+    """Return a fetcher that composes batches from cached rows.
+
+    The rows of all samples are cached, even beyond `num_samples`, because `compose` may read any of them.
+    """
     if where == "device":
         raise ConfigError(
             Problem(
@@ -140,7 +143,7 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
 
 
 def _read_twice(fetcher: Fetcher, num_samples: int, where: str) -> list[MicroBatch]:
-    """Return all samples in parts of 1024. Raises DataError if they use random numbers."""
+    """Return all samples in parts of 1024. Raises DataError if random numbers change them between epochs."""
     keys = [
         MicroBatchKey(0, list(range(first, min(first + 1024, num_samples))), last=False)
         for first in range(0, num_samples, 1024)
@@ -161,7 +164,7 @@ def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
         samples = concatenate_batches(batches)
     except (RuntimeError, TypeError) as error:
         raise DataError(f"cached samples must have the same shape: {error}", where=place, fix=fix) from error
-    lengths: list[int] = []  # of its tensors
+    lengths: list[int] = []  # number of rows of each tensor
     map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
     if not lengths:
         raise DataError("only tensors can be cached, but a batch contains none", where=place, fix=fix)

@@ -59,9 +59,9 @@ def checkpoint(
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
     Gradients are bitwise equal, dropout included; forward passes without gradients are not affected. With a 16-bit
-    precision, copies of weights are freed after each of several blocks, unless modules share weights. The gradients of
-    separate calls in one forward pass are then summed in float32, not in 16 bits, and differ by rounding: of blocks
-    that are called again, as by a loss with two forward passes, and of modules called both before and after a block.
+    precision and several blocks, the 16-bit copies of weights are freed after each block, unless modules share weights.
+    If a block is called twice (as by a loss with two forward passes), or another module both before and after a block,
+    the gradients of the two calls are then summed in float32 instead of 16 bits, and differ by rounding.
 
     every          checkpoint every n-th block
     Call before compiling, wrapping and building the optimizer.
@@ -117,8 +117,8 @@ def budget(
     """Recompute only as many of the task's blocks as the device's memory requires.
 
     Gradients are the same as with memory=checkpoint; forward passes without gradients are not affected. The plan traces
-    the run on fake tensors and takes the blocks that free most bytes per operation, until the prediction is below the
-    limit.
+    the run on fake tensors and recomputes the blocks that free the most bytes per operation first, until the predicted
+    memory is below the limit.
 
     limit_gib      memory limit on the device in GiB; null: all of the device
     recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
@@ -168,7 +168,7 @@ def _has_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Return whether autocast may convert a weight for several modules, or for a block that is used several times.
 
     A single block counts as shared: it may be called in a loop, and there is little to free. Repeated calls of one of
-    several blocks cannot be seen before they happen. Embeddings are not converted.
+    several blocks cannot be seen before they happen. Embeddings do not count, because autocast does not convert them.
     """
     if len(set(blocks)) < max(len(blocks), 2):
         return True
@@ -182,8 +182,8 @@ def _checkpoint_forward(block: nn.Module, frees_conversions: bool, **options: An
     """Replace the block's forward in place, which keeps the names in its state_dict.
 
     Autocast keeps the 16-bit copy of each weight until the end of the forward pass: for all blocks together, half as
-    much memory as the model in float32. With `frees_conversions`, the copies are freed after each block. Weights with
-    several uses would then be converted once for each, and their gradients no longer be summed in 16 bits.
+    much memory as the model in float32. With `frees_conversions`, the copies are freed after each block. A weight that
+    is used several times would then be converted for each use, and its gradients would no longer be summed in 16 bits.
     """
     replaced = vars(block).get("forward")  # an earlier replacement, such as precision.keep_fp32
     inner: Callable[..., Any] = partial(_drop_self, replaced) if replaced else type(block).forward

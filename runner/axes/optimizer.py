@@ -126,7 +126,7 @@ def adamw8bit(
 ) -> Optimizer:
     """AdamW with 8-bit optimizer state, quantized block by block; needs bitsandbytes or torchao.
 
-    Parameters of fewer than 4096 values keep their means in float32.
+    The state of parameters with fewer than 4096 values stays in float32.
 
     library       kernel library; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
     Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
@@ -164,7 +164,7 @@ def nadam(
 ) -> Optimizer:
     """Adam with Nesterov momentum.
 
-    weight_decay    L2 penalty, added to the gradient; with decoupled multiplied by the learning rate instead
+    weight_decay    L2 penalty, added to the gradient; with decoupled=true, decoupled weight decay instead
     momentum_decay  decay of the momentum schedule
     decoupled       decoupled weight decay, as in AdamW
     Raises ConfigError if a name matches nothing.
@@ -297,9 +297,9 @@ def schedulefree(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Schedule-free AdamW: averaged weights instead of a schedule; needs schedulefree, and scheduler=constant.
+    """Schedule-free AdamW: averaged weights, no schedule; needs the package schedulefree, and scheduler=constant.
 
-    Use scheduler=constant, whose warm-up it needs.
+    Use scheduler=constant with a warm-up, which this optimizer needs.
 
     lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
@@ -366,7 +366,8 @@ class MuonWithAdamW(Optimizer):
 def build_optimizer(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
     """Build the optimizer of an option, which may be defined by a task.
 
-    Adds names for checkpoints and base learning rates to its groups. Raises TaskFault for other objects or parameters.
+    Adds parameter names (for checkpoints) and base learning rates to its groups. Raises TaskFault if the option does
+    not return an optimizer of exactly these parameters.
     """
     skip_compiler_import()
     optimizer: object = call_option(OPTIMIZERS, function, parameters, **options)
@@ -489,7 +490,7 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def module_prefixes(names: Sequence[str]) -> list[str]:
-    """Return the names, and those of all modules that contain them."""
+    """Return the names of the parameters, and of all modules that contain them."""
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 

@@ -22,7 +22,7 @@ from runner.tensors.tf32 import Level, float32_matmul
 
 
 class NotFinite(NumericError):
-    """The loss or the gradients of an update are not finite; the caller adds which update.
+    """The loss or the gradients of an update are not finite; the caller adds the number of the update.
 
     late  the value belongs to the previous update and was read asynchronously
     """
@@ -58,9 +58,9 @@ class Precision:
 
     flags  context that sets torch's global flags during the run
 
-    On the CPU, values are checked before the update is applied, so that weights stay finite. Those of a GPU are copied
-    asynchronously and checked one update later, without a synchronization; its fused kernels skip the update
-    themselves.
+    On the CPU, values are checked before the update is applied, so that weights stay finite. On a GPU, they are copied
+    asynchronously and checked one update later, without synchronization; fused optimizer kernels skip an update that
+    is not finite.
     """
 
     def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: Level = "highest") -> None:
@@ -74,9 +74,9 @@ class Precision:
         # On a GPU, values are checked in the next step, because an immediate check would synchronize.
         self.checks_immediately = self.device.type == "cpu"
         self._pending_values: PendingCopy | None = None
-        self._output_gradient: Tensor | None = None  # of the last backward pass, reused if the next loss is alike
+        self._output_gradient: Tensor | None = None  # of the last backward pass; reused for a loss like the last one
         self._output_like: tuple[object, ...] = ()
-        self._one: Tensor | None = None  # on the device of the numbers that are checked
+        self._one: Tensor | None = None  # the number 1, on the device of the checked values
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
@@ -100,8 +100,9 @@ class Precision:
         self._run_backward(loss, factor)
 
     def _run_backward(self, loss: Tensor, factor: float) -> None:
-        # The factor is the gradient of the output: a product would be two more operations, with the same bits.
-        # torch.autograd.backward would also check its arguments in Python, which takes a part of a small update.
+        # The factor is passed as the gradient of the loss: multiplying the loss by it would take two more operations
+        # for the same bits. The engine is called directly, because torch.autograd.backward also checks its arguments in
+        # Python, which takes a noticeable part of a small update.
         like = factor, loss.shape, loss.dtype, loss.device, type(loss)
         if self._output_gradient is None or self._output_like != like:
             self._output_gradient, self._output_like = torch.full_like(loss, factor, requires_grad=False), like
@@ -150,7 +151,7 @@ class Precision:
             self._pending_values = start_copy(numbers)  # read one update later, without synchronization
 
     def discard(self) -> None:
-        """Discard the current update's pending values, but none of the previous update."""
+        """Discard the pending values of the current update, and keep those of the previous one."""
 
     def fork(self, model: nn.Module) -> Precision:
         """Return the same number format with separate checks and a separate loss scale, for another optimizer."""
@@ -161,7 +162,7 @@ class Precision:
     def num_skipped(self) -> int:
         """Return the number of skipped updates; waits at most for the previous update.
 
-        Raises NotFinite where a number of that update is not finite.
+        Raises NotFinite if a value of that update is not finite.
         """
         self._check_pending()
         return 0
@@ -196,7 +197,8 @@ class ScaledHalf(Precision):
     ) -> None:
         super().__init__(world, dtype=torch.float16)
         assert scaler.is_enabled(), "torch disabled the scaler: the device cannot do float16"
-        scaler.scale(torch.zeros(1, device=world.device))  # a rank without samples still unscales
+        # Creates the scale now, because a rank without samples unscales although it has scaled no loss.
+        scaler.scale(torch.zeros(1, device=world.device))
         self.scaler = scaler
         self.min_scale, self.max_skips = min_scale, max_skips
         self._skipped = self._consecutive_skips = 0
@@ -219,7 +221,7 @@ class ScaledHalf(Precision):
         self.scaler.unscale_(optimizer)
         # Private, checked on torch 2.13: GradScaler has no public way to share its flag between ranks.
         flags: Any = self.scaler._found_inf_per_device(optimizer)
-        if not flags:  # no gradients, as on a pipeline stage whose parameters are unused: the others wait for its flag
+        if not flags:  # no gradients, as on a pipeline stage with unused parameters; other ranks wait for the flag
             flags[self.device] = torch.zeros((), device=self.device)
         for flag in flags.values():
             flag.copy_(overflow(flag))
@@ -301,7 +303,7 @@ class _SavedStatistics:
         """Copy the statistics once per update; evaluations do not change them."""
         if self._saved or not torch.is_grad_enabled():
             return
-        if self._buffers is None:  # not earlier: strategies replace modules
+        if self._buffers is None:  # not in __init__, because strategies replace modules later
             modules = [module for module in self._model.modules() if getattr(module, "running_mean", None) is not None]
             self._buffers = [
                 buffer for module in modules for buffer in module.buffers(recurse=False) if not buffer.is_meta
@@ -335,7 +337,7 @@ def fp32(world: World, model: nn.Module) -> Precision:
 
 
 def tf32(world: World, model: nn.Module, *, level: Literal["high", "medium"] = "high") -> Precision:
-    """Compute in float32, with TensorFloat-32 inputs of matrix products and convolutions.
+    """Compute in float32, but round the inputs of matrix products and convolutions to TensorFloat-32.
 
     level  high: TF32 (10 bits of mantissa); medium: bfloat16 products if torch supports them
     Source: torch.set_float32_matmul_precision.
@@ -344,7 +346,7 @@ def tf32(world: World, model: nn.Module, *, level: Literal["high", "medium"] = "
 
 
 def bf16(world: World, model: nn.Module, *, keep_fp32: list[str] = []) -> Precision:  # noqa: B006 - read as schema
-    """Autocast to bfloat16: the range of float32, 8 bits of mantissa, no loss scale needed.
+    """Autocast to bfloat16: the range of float32, 7 bits of mantissa, no loss scale needed.
 
     keep_fp32  names of modules that are kept in float32
     """
@@ -371,7 +373,7 @@ def fp16(
     backoff_factor   factor applied to the scale at an overflow, which skips the update
     growth_interval  updates without overflow before the scale grows
     min_scale        end the run if the scale falls below this, because gradients then overflow at any scale
-    max_skips        number of consecutive skipped updates that ends the run; after 20, the initial scale is reduced to
+    max_skips        number of consecutive skipped updates that ends the run; 20 of them reduce a scale of 65536 to
                      1/16
     keep_fp32        names of modules that are kept in float32
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.

@@ -27,7 +27,8 @@ class Prefetch:
     def __call__(self, batches: Iterator[MicroBatch], lap: Lap = ignore_lap) -> Iterator[MicroBatch]:
         """Yield the batches on the device, in the same order.
 
-        lap  called at the end of each part, "data" and "transfer"; the consumer reports the end of the last one
+        lap  called with "data" once a batch has been read, and with "transfer" once it is on the device or its copy is
+             queued; the time after that belongs to the consumer
         """
         return batches if self.device.type == "cpu" else self._move_batches(batches, lap)
 
@@ -97,7 +98,8 @@ class CopyAhead(Prefetch):
                 return None
             with self.streams.copying():
                 moved = following._replace(batch=map_tensors(self._move, following.batch))
-            source = following  # torch reuses page-locked memory only after its copy; this keeps it longer still
+            # A safeguard: torch itself reuses page-locked memory only after its copies.
+            source = following
             return moved
 
         next_batch = start()

@@ -26,7 +26,7 @@ class TrainingSamples:
     weights           () -> weight of each sample, (num_samples,)
     lengths           () -> length of each sample, (num_samples,)
     sizes             () -> number of samples of each concatenated dataset
-    uses_array_order  the run started before `KeyedPermutation` existed: its order is drawn as an array
+    uses_array_order  the run was started before `KeyedPermutation` existed, so its order is drawn as an array
     """
 
     num_samples: int
@@ -109,7 +109,7 @@ def mixture(
     weights: list[float] = [],  # noqa: B006 - read as schema
     num_samples: PositiveInt | None = None,
 ) -> Sampler:
-    """Draw from several datasets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
+    """Draw from several datasets with weights. The task's `dataset` returns a `torch.utils.data.ConcatDataset` of them.
 
     Each dataset is shuffled and read completely before its samples are repeated. The proportions in each update match
     the weights to within a few samples.
@@ -218,7 +218,7 @@ def token_budget(
 
 
 class TokenBudget(Sampler):
-    """Updates whose number of samples varies; the sizes of updates are the same in each epoch, in another order.
+    """Updates whose number of samples varies; each epoch has updates of the same sizes, in a different order.
 
     The samples, sorted by rounded length, are cut once. In each epoch, samples of the same rounded length exchange
     positions at random, so no update exceeds the budget, and all epochs have the same number of updates.
@@ -277,7 +277,7 @@ def _hash(*content: np.ndarray[Any, Any]) -> str:
 
 
 def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
-    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on: they get other random numbers.
+    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on, so each gets other random numbers.
 
     drawn  sorted
     """
@@ -289,7 +289,7 @@ def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
 def _draw_passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
     """Return these draws from a dataset of `size` samples, which is shuffled in each pass.
 
-    offset  added once in the second pass, twice in the third and so on: repeated samples get other random numbers
+    offset  added once in the second pass, twice in the third and so on, so repeated samples get other random numbers
     """
     if not draws:
         return np.arange(0)

@@ -308,7 +308,7 @@ def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> S
 
 
 def _check_factors(curve: Callable[[int], float], updates: int, function: str) -> None:
-    """Call the function of a task for at most about 1,000 updates, the first of them twice."""
+    """Check the factors of about 1,000 updates at most, calling the function twice for the first of them."""
     factors: dict[int, float] = {}
     for update in (*range(0, max(1, updates), max(1, updates // 1000)), 0):
         try:

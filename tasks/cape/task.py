@@ -86,7 +86,7 @@ def build(
     crop        box: crop to the object with a margin; image: use the entire image; null: box with data.path, else image
     augment     rotate, scale, translate, flip and relight images in training
     flip        probability of a flip, in categories that name left and right keypoints
-    forget      share of the previous keypoints hidden in training, so that decoding is robust to its errors
+    forget      share of the previous keypoints hidden in training, so that decoding is robust to its own errors
     categories  names of the categories to train on; null: all of the training split
     fold        MP-100 fold: selects annotations/mp100_split{fold}_{split}.json
     """
@@ -157,8 +157,8 @@ class CategoryAgnosticPose(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return the sum over the visible keypoints of the cross-entropy of the type and 5 x the L1 error.
 
-        Each decoder layer has this loss. The L1 error is added for the proposals from feature similarity, and the
-        cross-entropy for the end of each query.
+        Every decoder layer contributes this loss. The L1 error of the proposals from feature similarity and the
+        cross-entropy of the end token of each query are added.
         """
         predictions = model(self._hide_keypoints(batch) if self.model.training else batch)
         return self._loss(KeypointPredictions(*predictions), batch)  # a pipeline returns a plain tuple
@@ -183,7 +183,7 @@ class CategoryAgnosticPose(Task):
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
         """Return the loss, and the metrics of keypoints decoded autoregressively.
 
-        pck       fraction of the visible keypoints within 0.2 of the object's longer side; a missing one is wrong
+        pck       fraction of the visible keypoints predicted within 0.2 of the object's longer side
         distance  mean distance relative to that side
         ended     fraction of the queries that end right after the last keypoint
         """
