@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from runner.plan.memory_trace import Event
 
 MIB = 2**20
-BLOCK = 512  # bytes; sizes are rounded up to a multiple
+BLOCK = 512  # bytes; sizes are rounded up to a multiple of this
 SMALL = MIB  # allocations up to this size use separate segments
 SMALL_SEGMENT = 2 * MIB
 LARGE = 10 * MIB  # from this size on, a segment is created for one allocation
 LARGE_SEGMENT = 20 * MIB
-ROUNDING = 2 * MIB  # size of such a segment is rounded up to a multiple
+ROUNDING = 2 * MIB  # the size of a segment for one allocation is rounded up to a multiple of this
 NOT_MODELLED = {
     "max_split_size_mb", "large_segment_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions",
 }  # fmt: skip
@@ -30,7 +30,7 @@ NOT_MODELLED = {
 class AllocatorSettings:
     """Settings of torch's allocator that affect reserved memory.
 
-    expandable   one segment that grows by pages instead of many of fixed size
+    expandable   each pool has one segment, which grows by pages, instead of many of fixed size
     fraction     fraction of the GPU's memory that the process may use
     is_modelled  no other setting affects reserved memory
     """
@@ -154,7 +154,7 @@ class _Device:
     def _take_free_block(self, pool: _Pool, size: int) -> _Block | None:
         index = bisect_left(pool.free, (size, -1))
         if self.allocator.expandable and index < len(pool.free) and pool.by_address[pool.free[index][1]] is pool.last:
-            index += index + 1 < len(pool.free)  # the end can grow, so it counts as the largest
+            index += index + 1 < len(pool.free)  # the last block can grow, so it counts as the largest
         if index == len(pool.free):
             return None
         block = pool.by_address[pool.free[index][1]]

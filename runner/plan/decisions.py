@@ -33,7 +33,7 @@ class Decisions:
         self.problems: list[Problem] = []
 
     def choose(self, group: str, name: str, reason: str) -> None:
-        """Replace `auto` or an unsupported option; keys set by the user are kept."""
+        """Replace `auto` or an unsupported option by `name`; keys set by the user are kept."""
         signature = find_signature(group, name)
         options = default_values(signature.keys) if signature else {}
         for_auto = self.configuration.for_auto

@@ -39,9 +39,10 @@ class Device:
     free_bytes    free memory when the inventory was taken; None if unknown
     capability    NVIDIA compute capability; None for other devices
     why_not       why it cannot be used; empty if it can
-    architecture  AMD's name of the architecture, such as gfx90a; on Intel its matrix units; empty for other devices
+    architecture  AMD's name of the architecture, such as gfx90a; for Intel, the matrix units; empty for other devices
 
-    Native formats follow from capability or architecture, not from what torch emulates: runner/base/gpu_facts.py.
+    Native formats follow from capability or architecture (runner/base/gpu_facts.py), not from what torch accepts,
+    because torch emulates some formats.
     """
 
     kind: Kind
@@ -304,7 +305,11 @@ def _explain_missing_kernels(device: TorchDevice, torch_view: TorchView) -> str:
 
 
 def _is_compatible(architecture: str, capability: tuple[int, int]) -> bool:
-    """Return whether code runs: machine code (sm_) on the same major, at least the minor; PTX (compute_) on newer."""
+    """Return whether code for an architecture runs on a device of this capability.
+
+    Machine code (sm_) needs the same major version and at least the same minor one; PTX (compute_) also runs on newer
+    major versions.
+    """
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
     if not parts:
         return False
@@ -340,7 +345,7 @@ def _explain_unusable(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapp
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
     if not nvml.gpus and nvml.why_not not in (NO_DRIVER, *nvml.notes) and not (torch_view.rocm or torch_view.intel):
-        yield nvml.why_not  # without a driver no GPU is expected, unless one is requested: then the error says so
+        yield nvml.why_not  # no note without a driver: no GPU is expected, and the error for a requested one says why
     for torch_device in torch_view.devices if torch_view.rocm else ():
         if not torch_device.architecture:
             yield f"ROCm: the architecture of {torch_device.name} is not known, so no format is considered native"

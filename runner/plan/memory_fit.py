@@ -1,6 +1,6 @@
-"""Predict the memory of a run on a device by part, whether it fits, and the largest micro-batch that fits.
+"""Predict the memory of a run on a device, part by part, whether it fits, and the largest micro-batch that fits.
 
-The input is a trace on the CPU (runner.plan.memory_trace). It is converted to a device by the allocator
+The input is a trace on the CPU (runner.plan.memory_trace). For a device, it is combined with a model of the allocator
 (runner.plan.cuda_allocator), the rank's part in each strategy, and the memory of libraries (overhead.yaml).
 """
 
@@ -25,7 +25,7 @@ GIB = 2**30
 PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
 RUNNING_SUM_BYTES = 1024  # bytes; losses and counts of earlier micro-batches
-MAX_TRACED_MICRO_BATCHES = 64  # micro-batches; more need no additional memory in a stage
+MAX_TRACED_MICRO_BATCHES = 64  # more need no additional memory with 1f1b, and in proportion with gpipe
 ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
 
 
@@ -51,15 +51,15 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class Demand:
-    """Memory of a phase as a function of the micro-batch size: traced at some points, affine between and beyond them.
+    """Memory of a phase as a function of the micro-batch size: traced at some points, linear between and beyond them.
 
-    A peak is the maximum over moments that are each affine in the samples, so it is convex: between two points it is
-    at most the line through them.
+    The memory at each moment is affine in the number of samples. The peak is the maximum over all moments, so it is
+    convex: between two points, it lies on or below the line through them.
 
     step              work of the optimizer step
-    layers            those that save most activations, largest first, at the largest traced micro-batch;
+    layers            layers that save the most activations, largest first, at the largest traced micro-batch;
                       `blocks.*.mlp` is the sum over all blocks
-    activation_bytes  bytes of activations of all layers there
+    activation_bytes  bytes of activations of all layers at the largest traced micro-batch
     stages            demand of each rank of a pipeline, traced with its layers; empty if not traced
     is_exact          the trace equals a run on a CPU
     why_not           what could not be traced; the figures are then too small
@@ -125,7 +125,7 @@ class Demand:
 
         A size that was not traced is assumed to be one of several micro-batches, so that accumulated gradients exist.
 
-        share  samples of an update: if larger, a size traced as a whole update is one of several micro-batches, too
+        share  samples of an update: if they exceed `samples`, this also holds for a size traced as a complete update
         """
         first, last = self._neighbors(samples)
         if samples in (first.micro_batch_size, last.micro_batch_size):
@@ -199,7 +199,7 @@ def _sum_points(points: Sequence[TracedPoint]) -> TracedPoint:
 
 @functools.lru_cache(maxsize=16)  # all traces are combined again after each new one
 def _estimate_reserved(traced: Traced, allocator: AllocatorSettings) -> int:
-    """Return the reserved memory at the peak, also for a multiple of the trace."""
+    """Return the reserved memory at the peak: the peak of the tensors times the ratio of reserved to live memory."""
     replayed = replay(traced.events, allocator)
     return max(traced.peak.total, round(traced.peak.total * replayed.reserved / max(1, replayed.live)))
 
@@ -241,7 +241,7 @@ class RankPart:
     reshards    fsdp frees blocks after the forward pass
     gathers_model     fsdp gathers the whole model for evaluations
     shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
-    gathered_size     bytes of a parameter that fsdp gathers, relative to those of its shard on all ranks
+    gathered_size     bytes of a parameter that fsdp gathers, relative to its shards on all ranks; 0.5 in 16-bit formats
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
     in_flight   micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
     passes      micro-batches of an update, which a pipeline reads at once
@@ -304,7 +304,7 @@ def num_stages(options: Mapping[str, Any], count: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Predicted peak memory of a rank's device, in bytes by part: those of `Bytes`, then `allocator` and `libraries`.
+    """Predicted peak memory of a rank's device, in bytes: the parts of `Bytes`, then `allocator` and `libraries`.
 
     capacity  available memory: free memory of a device that is present, else its total; 0: unknown
     bounds    names of the parts that are upper bounds: a run may need less
@@ -363,20 +363,21 @@ def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPar
 
 
 def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, int]:
-    """Return parameters, gradients and state of a rank whose tensors are sharded by rows.
+    """Return the bytes of parameters, gradients and optimizer state of a rank whose tensors are sharded by rows.
 
-    Gathered parameters: those outside of blocks for the whole pass, and one block with its communication buffer; with
-    reshards=False all blocks. Unsharded gradients exist for one block, or for the parameters outside of blocks, and
-    once more for communication; between the micro-batches of an update, for all parameters, unless they are reduced
-    after each. Evaluation has neither gradients nor saved activations. It gathers all parameters, or those that a
-    training pass gathers.
+    Gathered parameters are those outside of blocks, during the whole pass, and one block with its communication buffer;
+    with reshards=False, all blocks. Unsharded gradients exist for one block, or for the parameters outside of blocks,
+    and once more in the communication buffer. Between the micro-batches of an update, they exist for all parameters,
+    unless they are reduced after each micro-batch. An evaluation has neither gradients nor saved activations; it
+    gathers all parameters, or as many as a training pass.
 
-    The peak with gradients g(t) / count is convex in 1 / count: at most the line between its values for 0 and 1.
+    The peak with gradients g(t) / count is convex in 1 / count. So it is at most on the line between the peak without
+    gradients (1 / count = 0) and the peak with unsharded ones (1 / count = 1).
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
     """
     peak, count = point.peak, part.shard_size or part.count
     fixed = peak.parameters + peak.optimizer
-    rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
+    rest = peak.total - fixed  # peak of everything but parameters and optimizer, with unsharded gradients
     without_gradients = max(point.without_gradients, peak.total - peak.gradients) - fixed
     trained = max(demand.model.trained, peak.gradients)
     if 0 < point.micro_batch_size < part.share and part.shards_gradients:
@@ -393,7 +394,7 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     evaluation = round(part.gathered_size * (peak.parameters + max(outside, block))) if part.gathers_model else 0
     gathered += max(0, evaluation - training)
     uneven = demand.model.row * (count - 1) // count
-    states = -(-peak.optimizer // max(1, peak.parameters))  # state tensors with the shapes of the parameters
+    states = -(-peak.optimizer // max(1, peak.parameters))  # number of state tensors of a parameter's shape
     return {
         "parameters": -(-peak.parameters // count) + uneven + gathered,
         "gradients": gradients + uneven + outside + 2 * block,
@@ -406,7 +407,7 @@ def may_fit(prediction: MemoryPrediction, overrides: Sequence[str]) -> bool:
 
     Memory that the settings may reduce is not counted.
 
-    A 16-bit format leaves at least half of the activations, an 8-bit optimizer state a quarter of the state.
+    With a 16-bit format, at least half of the activations remain; with an 8-bit optimizer, a quarter of its state.
     """
     parts, saved = prediction.parts, 0
     pass_bytes = parts["activations"] + parts["inputs"] + parts["temporary"]

@@ -81,7 +81,7 @@ class ComputeCost:
         )
 
     def merge(self, other: ComputeCost, merge: Callable[[int, int], int]) -> ComputeCost:
-        """Return the cost whose fields are merged from those of both."""
+        """Merge two costs field by field with the function `merge`."""
         return ComputeCost(*map(merge, vars(self).values(), vars(other).values()))
 
     def scale(self, factor: float) -> ComputeCost:

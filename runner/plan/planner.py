@@ -102,7 +102,7 @@ def apply_allocator_settings(configuration: Configuration) -> None:
 def should_trace_memory(configuration: Configuration, inventory: Inventory) -> bool:
     """Return whether the plan needs a memory trace.
 
-    It does to choose which blocks to recompute and, on a GPU, to choose a strategy, a micro-batch size or a backend.
+    A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, a micro-batch size or a backend.
     Otherwise nothing is traced, so that the run starts sooner.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings

@@ -263,14 +263,14 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
 
 
 def _evaluation_of_shards(planner: Decisions) -> None:
-    """Resolve parallelism.evaluation=auto: sharded if evaluations of the whole model are what does not fit."""
+    """Resolve parallelism.evaluation=auto: sharded if only evaluations with the whole model do not fit."""
     options = planner.choices["parallelism"].options
     if options["evaluation"] != "auto":
         return
     is_sharded = {"auto": (False, True), "full": (False,), "sharded": (True,)}[options["gradients"]]
 
     def index_of_first_fit(*, gathers_model: bool) -> int:
-        """Return the index of the first way to keep gradients that fits; their number if none does."""
+        """Return the index of the first entry of `is_sharded` that fits; the number of entries if none does."""
         part = dataclasses.replace(_part_of_shards(planner), gathers_model=gathers_model)
         fits = [_shards_fit(planner, dataclasses.replace(part, shards_gradients=shards)) for shards in is_sharded]
         return [*fits, True].index(True)

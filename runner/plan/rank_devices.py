@@ -20,7 +20,7 @@ class RankDevice:
     """The device of one rank, with torch's name on its machine: `cuda:1` or `cpu`.
 
     free_bytes      memory that other processes leave free; None if unknown, as for a device that is not present
-    overhead_bytes  memory of libraries besides tensors; communication_bytes: more with several ranks
+    overhead_bytes  memory of libraries besides tensors; communication_bytes: additional memory with several ranks
     unseen          additional memory of GPU kernels, as a fraction of the tensors
     machine         number of its machine, counted in the order of the ranks
     """
@@ -66,7 +66,8 @@ class RankDevice:
 def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> list[RankDevice]:
     """Return the devices with the numbers of their machines, given the number of each rank on its machine.
 
-    Launchers usually give consecutive numbers to the ranks of a machine; otherwise, the machines appear to be unequal.
+    A rank with local number 0 starts a new machine, because launchers usually give consecutive numbers to the ranks of
+    a machine. If a launcher does not, the machines appear to be unequal.
     """
     machines = accumulate(int(rank > 0 and local_rank == 0) for rank, local_rank in enumerate(local_ranks))
     return [replace(rank, machine=machine) for rank, machine in zip(ranks, machines, strict=True)]

@@ -133,7 +133,7 @@ class Plan:
             values[group] = choice.name
             values |= {f"{group}.{key}": value for key, value in choice.options.items()}
         values |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
-        for phase in self.phases:  # they are the same in all of them
+        for phase in self.phases:  # all phases have the same objectives
             values |= flatten_objectives(phase.objectives)
         values |= self.phase_keys
         settings = dataclasses.asdict(self.settings)
@@ -167,7 +167,7 @@ class Plan:
         settings, phases = tree["settings"], tree["phases"]
         if not isinstance(settings["weights"], dict):  # the source alone
             settings = {**settings, "weights": {"source": settings["weights"]}}
-        sizes = ("global_batch_size", "micro_batch_size")  # were those of the batch only
+        sizes = ("global_batch_size", "micro_batch_size")  # earlier versions wrote them in the batch only
         phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
         phase_keys = tree.get("phase_keys", tree.get("own_keys"))
         return decode_valid(Plan, {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys})

@@ -10,7 +10,7 @@ from runner.base.text import format_bytes
 from runner.plan.memory_fit import Demand, MemoryNeeds, RankPart, predict_memory
 from runner.plan.rank_devices import RankDevice, ranks_per_machine
 
-MAX_MEMORY_RATIO = 1.1  # of devices that are treated as equal
+MAX_MEMORY_RATIO = 1.1  # largest memory relative to the smallest, for devices that are treated as equal
 
 
 @dataclass(frozen=True)

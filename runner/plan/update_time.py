@@ -10,7 +10,7 @@ second class and accesses less.
 
 **Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/workload/partition.py).
 
-docs/update-time.md compares predictions with measurements and lists what was calibrated with which of them.
+docs/update-time.md compares predictions with measurements, and lists the measurement behind each calibrated constant.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from runner.plan.run_plan import PhasePlan, Plan
 from runner.workload import partition
 
 # Fraction of the peak rate that matrix products reach, by compute capability, in 16-bit formats and in fp32. Calibrated
-# with rows of docs/update-time.md. Other devices and formats: half (Chowdhery et al., PaLM, 2022, table 3: 46 %;
-# Korthikanti et al., 2022, table 5: 42 to 57 %).
+# with rows of docs/update-time.md. Other devices and formats are assumed to reach one half (Chowdhery et al., PaLM,
+# 2022, table 3: 46 %; Korthikanti et al., 2022, table 5: 42 to 57 %).
 PRODUCT_EFFICIENCY = {(8, 0): 0.75, (9, 0): 0.57}
 FP32_PRODUCT_EFFICIENCY = {(9, 0): 0.76}
 DEFAULT_PRODUCT_EFFICIENCY = 0.5
@@ -36,7 +36,7 @@ FUSED_BYTES = 0.6  # bytes of compiled operators other than products, relative t
 LINK_EFFICIENCY = 0.8  # NCCL's protocol needs about 20 % of a link (NVIDIA/nccl-tests issue 212)
 UPDATE_HOST_S = 2e-3  # host time of an update in addition to that of its operators
 LAUNCH_S = 24e-6  # host time per eager operator
-# The same with memory=selective: torch runs each operator through a dispatch mode in Python.
+# With memory=selective, launches are slower, because torch runs each operator through a dispatch mode in Python.
 SELECTIVE_LAUNCH_S = 89e-6
 BACKWARD_FRACTION = 2 / 3  # of a forward and backward pass
 # Latency of NCCL's rings, in s: of a collective, and of each step inside and between machines. Source: NCCL 2.8,
@@ -75,7 +75,7 @@ class DeviceRates:
         return bool(self.flops_per_s and self.bytes_per_s)
 
     def access_time(self, nbytes: float) -> float:
-        """Return the seconds in which memory is accessed."""
+        """Return the seconds to read or write this many bytes of device memory."""
         assert self.bytes_per_s, "rates are known"
         return nbytes / (self.bytes_per_s * MEMORY_EFFICIENCY)
 
@@ -126,7 +126,7 @@ def _read_rates(device: Mapping[str, Any], precision: str) -> DeviceRates:
 class Ring:
     """A ring through all ranks.
 
-    bytes_per_s  that each rank sends and receives, as achieved
+    bytes_per_s  achieved rate at which each rank sends and receives
     steps_s      latency of `count - 1` steps
     """
 
@@ -190,7 +190,7 @@ def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | No
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of an update: seconds on the links, and those in which computation waits for it."""
+    """Communication of an update: total seconds on the links, and exposed ones, in which computation waits for it."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -215,7 +215,7 @@ def reduce_buckets(buckets: Sequence[int], backward: float, ring: Ring) -> Traff
 
 @dataclass(frozen=True)
 class Shards:
-    """Bytes that `fsdp` communicates: gathered parameters and reduced gradients, of a block and outside of blocks.
+    """Bytes that `fsdp` communicates: gathered parameters and reduced gradients, for a block and outside of blocks.
 
     count     number of blocks
     reshards  blocks are gathered again for the backward pass
