@@ -1,7 +1,7 @@
 """Detect a hanging rank from the heartbeats of all local ranks and the process states of the system.
 
-A rank that waits for another one is not the cause while that one is busy within its own limit, for example writing a
-checkpoint. Only a supervisor of all ranks can distinguish the two.
+A rank that waits for another one does not cause a hang while the other is busy within its own limit, for example
+writing a checkpoint. Only a process that observes all ranks can tell which rank blocks the others.
 """
 
 from __future__ import annotations

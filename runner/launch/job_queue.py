@@ -28,11 +28,12 @@ def queued_jobs(parent: Path) -> dict[int, str]:
     Raises SystemLimit if SLURM does not respond.
     """
     command = ["squeue", "--me", "--array", "--noheader", "--format=%F|%K|%o"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}  # other defaults
+    # Variables SQUEUE_* would change the output of squeue.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", check=True, timeout=_TIMEOUT_S,
-            process_group=0,  # Ctrl-C is for the command that asks
+            process_group=0,  # Ctrl-C must reach this process, but not squeue
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()

@@ -108,7 +108,7 @@ def run_ranks(
 
     on_notice  called immediately when a rank fails, or a process does not exit after SIGKILL; default: a warning
     """
-    output.stop_threads()  # one runs while the terminal is stalled
+    output.stop_threads()  # a thread writes the output while the terminal is stalled
     _check_can_fork(num_ranks)
     _check_descriptors(num_ranks)
     with private_folder() as folder, _SignalRequests() as requests, _cleanup() as ranks:
@@ -364,12 +364,12 @@ class _Supervisor:
 
 
 class _SignalRequests:
-    """Requests by signals to this process inside the context; `wakeup_fd` becomes readable after each signal."""
+    """Records the requests that signals make inside the context; `wakeup_fd` becomes readable after each signal."""
 
     def __init__(self) -> None:
         self.stop: str | None = None
         self.should_suspend = False
-        self.num_stops = 0  # SIGINT and SIGTERM; the warning SIGUSR1 does not count, as in a run of one process
+        self.num_stops = 0  # SIGINT and SIGTERM; SIGUSR1 and SIGHUP do not count, as in a run of one process
 
     def __enter__(self) -> _SignalRequests:
         self.wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -440,7 +440,7 @@ def _fork(main: Main, member: RankInfo, folder: Path, requests: _SignalRequests,
         pid = os.fork()
         if pid == 0:
             requests.close()
-            for other in ranks:  # otherwise rank n would hold n descriptors, and all together the square of that
+            for other in ranks:  # otherwise rank n would hold n descriptors, and their total would grow quadratically
                 os.close(other.descriptor)
             run_rank(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
@@ -463,8 +463,8 @@ def _cleanup() -> Iterator[list[_Rank]]:
     """Yield a list for ranks; on exit, kill them and their descendants in any case.
 
     Inside the context, this process is the subreaper, so that it finds orphans. Every rank leads a separate session;
-    the remaining processes of these sessions are killed. Processes in sessions that they created, such as that of a
-    tracker that writes the last rows, are left alone if no rank failed, and otherwise have some seconds to exit.
+    the remaining processes of these sessions are killed. Descendants in other sessions, such as a tracker's process
+    that writes the last rows, are left alone if no rank failed, and otherwise have OTHERS_S seconds to exit.
     """
     ranks: list[_Rank] = []
     existing = children()

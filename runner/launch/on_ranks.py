@@ -38,7 +38,7 @@ RankFunction = Callable[[Plan, World], tuple[Exit, Any]]  # -> exit code and a J
 def run_on_ranks(configuration: Configuration, task_file: Path | None, function: RankFunction) -> tuple[Exit, Any]:
     """Call `function(plan, world)` on every rank of the plan; return the result of rank 0.
 
-    A rank of torchrun or srun returns its own result. If ranks raise, raises the first cause.
+    A rank of torchrun or srun returns its own result. If ranks fail, the error of the one that failed first is raised.
     """
     member = detect_rank(os.environ)
     if member is not None and member.world_size > 1:

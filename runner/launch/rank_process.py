@@ -32,7 +32,7 @@ class RankReport:
     is_complete  False: the process exited before it could write the report
     what         how it ended, such as "raised ValueError: no such file"; empty if it returned
     is_victim    the error is a consequence of another rank's exit
-    time_s       on the monotonic clock, which all processes of a machine share
+    time_s       time of the error on the monotonic clock, which all processes of a machine share
     """
 
     what: str = ""

@@ -1,6 +1,6 @@
-"""Run on a Ray cluster: an actor starts each rank, on the nodes of a placement group; a lost node restarts the run.
+"""Run on a Ray cluster: an actor starts each rank, on the nodes of a placement group; losing one restarts the run.
 
-Ray only allocates and supervises: the ranks are processes of `accel-run train`, which rendezvous as those of torchrun.
+Ray only allocates and supervises: the ranks are processes of `accel-run train`, which rendezvous as with torchrun.
 The process groups, checkpoints and messages of a run are the same as with every other launcher.
 """
 
@@ -117,7 +117,7 @@ class RayCluster:
             raise RankLost(what, where="launcher=ray", fix=_LOST_FIX) from error
         finally:
             with suppress(ray.exceptions.RayError):
-                ray.util.remove_placement_group(group)  # also kills its actors, and they their ranks
+                ray.util.remove_placement_group(group)  # also kills its actors, and thereby their ranks
 
     def _wait_for_nodes(self, ray: Any, group: Any, stop: StopRequest) -> bool:
         ready = group.ready()

@@ -141,9 +141,9 @@ class Slurm:
             raise _sbatch_error(error) from error
 
     def _srun_arguments(self) -> list[str]:
-        """Return srun options that the job does not pass on, and those for the end of ranks.
+        """Return the srun options that are not inherited from the job, and those for the exit of ranks.
 
-        A rank that exits must not end ranks that are still saving, and these must not wait forever.
+        A rank that exits must not end ranks that are still saving, but the job must not wait for them forever.
         """
         cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return ["--open-mode=append", "--kill-on-bad-exit=0", f"--wait={self.signal_s}", *cores]

@@ -43,7 +43,7 @@ def infer(request: Request, checkpoint: str | None = None, *, is_alone: bool = F
         configuration = source.configuration
         if source.run is not None and not is_alone and _splits_into_shards(configuration):
             return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
-        if member and not is_first and _shard(configuration) in ((0, 1), (None, None)):  # not a shard per process
+        if member and not is_first and _shard(configuration) in ((0, 1), (None, None)):  # no shard is requested
             text = f"rank {member.rank} predicts nothing: rank 0 computes all predictions"
             Console(level=terminal_log_level()).info(text)
             return Exit.DONE
