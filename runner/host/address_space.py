@@ -32,13 +32,13 @@ def prepare_for_limit() -> None:
     if limit == resource.RLIM_INFINITY or limit > AMPLE_MIB * MIB:
         return
     with suppress(Exception):  # another C library than glibc
-        # Otherwise each of the first threads reserves 64 to 128 MiB, which then lack elsewhere.
+        # Otherwise, malloc reserves 64 to 128 MiB of address space for each of the first threads.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     sys.meta_path.insert(0, _TorchFinder())
 
 
 class _TorchFinder(MetaPathFinder):
-    """Checks the address space when torch is imported first, and leaves the import to others."""
+    """Checks the address space before the first import of torch, and leaves the import itself to the other finders."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "torch" and self in sys.meta_path:
@@ -60,7 +60,7 @@ def _require_space_for_torch() -> None:
         )  # fmt: skip
     except (subprocess.TimeoutExpired, OSError):
         return  # a slow disk, since imports fail at once at the limit; or no further process is allowed
-    was_killed = result.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # for another reason
+    was_killed = result.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # not for lack of address space
     if result.returncode and not was_killed:
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
         raise SystemLimit(what, fix="raise the limit with ulimit -v, or remove it: ulimit -v unlimited")

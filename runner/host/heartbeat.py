@@ -17,9 +17,9 @@ class Heartbeat:
     ticks     number of checks by its watchdog; 0: not running
     waited_s  seconds without progress
     limit_s   timeout in seconds
-    is_waiting it is waiting for other ranks in a collective
+    is_waiting whether the rank waits for other ranks in a collective
     kind      current operation, a constant of runner.engine.process.watchdog
-    is_first  it is the first operation of its kind in this phase
+    is_first  whether this is the first operation of its kind in the phase
     """
 
     ticks: int = 0

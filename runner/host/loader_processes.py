@@ -57,9 +57,10 @@ class _NoModel:
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
     """Result queue of a worker: an item that cannot be sent is replaced by the error, so that the run does not hang.
 
-    A thread of the worker sends batches as file descriptors of shared memory, which another thread passes on. Either
-    may fail: no thread, or too many open files. Python only prints the error, and continues to use the second thread.
-    So after the first failure, this queue sends only errors, and sends them directly. Checked on Python 3.11 to 3.13.
+    A thread of the worker sends batches as file descriptors of shared memory, and a second thread passes the
+    descriptors to the receiver. Either may fail, because a thread cannot be started or too many files are open. Python
+    only prints the error, and later batches still rely on the second thread. So after the first failure, this queue
+    sends only errors, and sends them directly. Checked on Python 3.11 to 3.13.
     """
 
     _error: RemoteError | None = None
@@ -98,7 +99,7 @@ def worker_context(start_method: str) -> BaseContext:
 
 
 def kill_workers(workers: Sequence[BaseProcess]) -> None:
-    """Kill the workers, also hanging ones: they ignore torch's SIGTERM."""
+    """Kill the workers, including hanging ones. They ignore SIGTERM, which torch would send."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -111,7 +112,7 @@ def kill_on_partial_start() -> Iterator[None]:
     Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
     an incomplete one accesses attributes that are set late, and prints a traceback if one is missing (torch 2.13).
     """
-    # Class attributes: there is nothing to shut down, and no worker to notify.
+    # Defaults for the destructor of an incomplete iterator: nothing to shut down, and no worker to notify.
     _MultiProcessingDataLoaderIter._shutdown = True
     _MultiProcessingDataLoaderIter._workers_status = defaultdict(bool)  # type: ignore[assignment]
     before = set(active_children())
@@ -141,7 +142,8 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
 def init_worker(parent_pid: int, worker: int) -> None:
     """Initialize a worker: it ignores stop signals, so that the run can save, and ends with its parent.
 
-    torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
+    torch's workers check only every 5 s whether their parent is alive, and a worker that starts while its parent dies
+    takes the process that adopts it for its parent.
     """
     die_with_parent(parent_pid)
     limit_thread_starts()
@@ -155,7 +157,7 @@ def init_worker(parent_pid: int, worker: int) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals in this process, also those that were blocked at its start."""
+    """Ignore stop signals in this process, including those that were blocked at its start."""
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)

@@ -44,14 +44,14 @@ class OtherLoad:
         cores = affinity()
         self._own_s, self._busy_s, self._clock = own_s, busy_s or partial(read_busy_s, cores), clock
         self.num_cores = num_cores or len(cores)
-        self._is_usable = not has_cpu_quota(cores)  # the cores of a quota are not those that the kernel counts
+        self._is_usable = not has_cpu_quota(cores)  # the kernel counts whole cores, but a quota grants less
         self._before, self._start = self._others_s(), clock()
 
     def _others_s(self) -> float:
         return self._busy_s() - self._own_s() if self._is_usable else 0.0
 
     def cores(self) -> float | None:
-        """Return the average number of cores; None under a CPU quota, or over less than MIN_MEASURED_S."""
+        """Return how many cores others used on average; None under a CPU quota, or over less than MIN_MEASURED_S."""
         seconds = self._clock() - self._start
         if not self._is_usable or seconds < MIN_MEASURED_S:
             return None

@@ -81,7 +81,7 @@ def make_streams_nonblocking() -> None:
     from multiprocessing import util
 
     _PROCESS_LIFETIME.enter_context(nonblocking_streams())
-    # Not atexit: multiprocessing ends its processes by os._exit, which skips those handlers.
+    # Not atexit: multiprocessing ends its processes by os._exit, which skips the handlers of atexit.
     util.Finalize(None, finish, (STALLED_S,), exitpriority=0)
 
 
@@ -225,7 +225,7 @@ class _Bytes:
 class _OutputTarget:
     """One terminal, pipe, socket or file, and the output that its reader has not accepted yet.
 
-    descriptors  those of standard output and standard error that refer to it
+    descriptors  the descriptors of standard output and standard error that refer to it
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -370,7 +370,7 @@ class _OutputTarget:
         if is_stalled == self._is_guarded or self._nonblocking is None:
             return
         place = _file_identity(self._original)
-        if _file_identity(self._nonblocking) != place:  # /dev/tty: `_send` would take it for redirected by the task
+        if _file_identity(self._nonblocking) != place:  # it is /dev/tty, which `_send` would take for a redirection
             return
         self._is_guarded = is_stalled
         for descriptor in self.descriptors:

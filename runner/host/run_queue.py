@@ -97,7 +97,7 @@ def own_cpu_s() -> float:
 
 
 def process_tree_cpu_s(root: int | None = None) -> float:
-    """Return the CPU seconds of a process, None: this one, and its descendants, including those that have ended.
+    """Return the CPU seconds of process `root` (None: this process) and its descendants, including ended ones.
 
     Takes milliseconds, because all processes of the machine are searched.
     """

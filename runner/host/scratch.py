@@ -33,7 +33,8 @@ def private_folder() -> Iterator[Path]:
     folder, lock = _create_locked()
     settings = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = settings.get("tempdir")
-    settings["tempdir"] = str(folder)  # inherited by data workers, forked or spawned; killed processes run no finalizer
+    # Inherited by data workers, forked or spawned: separate folders of killed workers would never be removed.
+    settings["tempdir"] = str(folder)
     try:
         yield folder
     finally:
@@ -92,7 +93,7 @@ def _create_private(folder: Path) -> bool:
         for path in [path for path in (*reversed(folder.parents), folder) if not path.exists()]:
             with suppress(FileExistsError):  # a concurrent command created it
                 path.mkdir(mode=0o700)
-        # Who may write to the parent can rename the folder and create another one in its place.
+        # A user who may write to the parent could rename the folder and create another one under its name.
         if not (_is_private(folder) and _is_private(folder.parent)):
             return False
         folder.chmod(0o700)
@@ -121,7 +122,7 @@ def shared_folder() -> Path | None:
 
 
 def _parent_folder() -> str:
-    """Return the parent of the folder: the system's temporary folder, or one with a path short enough for sockets.
+    """Return where to create the private folder: the system's temporary folder, or one with a path short enough.
 
     A socket path has at most 107 bytes (unix(7)); with a longer one data workers hang.
     """

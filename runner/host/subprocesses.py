@@ -1,4 +1,4 @@
-"""Call a function in a forked subprocess, so that neither CUDA nor threads are left in this process."""
+"""Call a function in a forked subprocess, so that it neither initializes CUDA nor leaves threads in this process."""
 
 from __future__ import annotations
 

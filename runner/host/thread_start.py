@@ -21,7 +21,7 @@ class _BoundedEvent(threading.Event):
         for _ in range(WAITS):
             if super().wait(WAIT_S):
                 return True
-        raise RuntimeError("can't start new thread: it ended before it ran")  # the words of Python
+        raise RuntimeError("can't start new thread: it ended before it ran")  # begins like Python's own message
 
 
 _start = threading.Thread.start
