@@ -1,4 +1,4 @@
-"""Wrap AMD SMI, the package `amdsmi` of ROCm, for the same readings as NVML. No other module uses it.
+"""Wrap AMD SMI, the package `amdsmi` of ROCm, to provide the same readings as NVML. No other module uses it.
 
 Checked against the documentation of AMD SMI 26.0 and with a fake module; no AMD GPU was available.
 """

@@ -48,7 +48,7 @@ class SampleLines:
                     print(sanitize(note), file=self._notes, flush=True)
 
     def is_resized(self) -> bool:
-        """Return whether the terminal has another size than when it was drawn."""
+        """Return whether the size of the terminal has changed since the last draw."""
         return False
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class SampleLines:
 
 
 def in_background(fd: int) -> bool:
-    """Return whether the terminal belongs to another foreground process, as that of a job started with `&`."""
+    """Return whether another process group is in the foreground of the terminal, as for a job started with `&`."""
     try:
         return os.tcgetpgrp(fd) != os.getpgrp()
     except OSError:  # not the controlling terminal, so that it has no job control
@@ -113,7 +113,8 @@ MachineDisplay = SampleLines | FullScreen
 def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay:
     """Return the full screen for a terminal, lines for a pipe, a file or a background job, or JSON.
 
-    A shell script's background job is in the foreground process group of the terminal; it has SIGINT ignored.
+    A background job of a shell script is in the foreground process group of the terminal; it is recognized because the
+    shell makes it ignore SIGINT.
 
     notes  the stream for everything that is not a sample
     """

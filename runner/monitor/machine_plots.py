@@ -64,7 +64,7 @@ def draw_png_files(samples: MachineSamples) -> dict[str, bytes]:
 def draw_figures(samples: MachineSamples, points: int = MAX_POINTS, *, per_gpu: bool = True) -> dict[str, Any]:
     """Return file name -> matplotlib Figure, as `draw_png_files` does.
 
-    points   approximate maximum of a line
+    points   approximate maximum number of points of a line
     per_gpu  a figure per GPU even if there are several
     """
     if not len(samples):
@@ -99,7 +99,7 @@ def thin_line(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, 
 def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, points: int) -> PlotLine:
     """Return a line of fewer points, as `thin_line` does.
 
-    counts  (N,) values that each point is the mean of
+    counts  (N,) number of values whose mean each point is
     """
     size = max(1, math.ceil(len(line.x) / points))
     edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(line.x)]
@@ -112,7 +112,7 @@ def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, p
 def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: float, *, with_names: bool = True) -> Any:
     """Shade (phase, begin, end) of the x axis in a color per phase; write the names above if there is room.
 
-    end  of the x axis
+    end  end of the x axis
     Returns phase -> handle for a legend.
     """
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -145,7 +145,7 @@ class _Canvas:
 
     @property
     def begins(self) -> Floats:
-        """Of the groups, on the x axis."""
+        """Times at which the groups begin, in units of the x axis."""
         moments: Floats = (self.samples.times_s - self.samples.times_s[0]) / self.time[1]
         return moments
 
@@ -287,7 +287,7 @@ def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
 
 
 def _average_groups(line: PlotLine, counts: Floats, part: slice, size: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return time, mean, lowest and highest of each `size` points, NaN if none is finite, and a final NaN."""
+    """Return time, mean, lowest and highest of groups of about `size` points, NaN if none is finite; then a NaN."""
     x, y = line.x[part], line.mean[part]
     starts = np.linspace(0, len(x), math.ceil(len(x) / size), endpoint=False).astype(np.int64)
     is_finite = np.isfinite(y)

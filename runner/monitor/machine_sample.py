@@ -64,7 +64,7 @@ class Host:
 
 
 class Gpus:
-    """Samples the GPUs and their processes. What hardly changes is read less often. A driver may hang."""
+    """Samples the GPUs and their processes; values that hardly change less often. Blocks if a driver hangs."""
 
     SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
 
@@ -291,7 +291,7 @@ def _name_and_user(pid: int) -> tuple[str, str]:
 
 
 def pids_are_of_host() -> bool:
-    """Return whether PIDs here are those that the driver reports: outside of containers, on Linux."""
+    """Return whether the PIDs that the driver reports are valid in this process: outside of containers, on Linux."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:

@@ -26,7 +26,7 @@ from runner.monitor.samples_file import SamplesFile, read_samples
 OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
 STALE_S = 5.0  # or three intervals, if longer: older readings are stale, because a driver or a disk does not respond
 RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
-MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that the summary of a resumed run reads: 1.5 days of a GPU, 2 s of a core
+MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
 MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
 

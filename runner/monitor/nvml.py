@@ -74,7 +74,7 @@ class GpuReading:
 
     @cached_property
     def memory(self) -> Any:
-        """Bytes as in nvidia-smi: version 2 reports what the driver reserves, version 1 counts it as used."""
+        """Bytes as in nvidia-smi: version 2 reports the driver's reserve separately; version 1 counts it as used."""
         try:
             return self.nvml.nvmlDeviceGetMemoryInfo(self.handle, version=self.nvml.nvmlMemory_v2)
         except (self.nvml.NVMLError, AttributeError, TypeError):
@@ -151,7 +151,7 @@ class Nvml:
             self._find_gpus(library)
 
     def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
-        """Return the current value of each of these metrics, None: of all; None if it is not available."""
+        """Return the current values of the metrics in `names` (None: of all); a value is None if not available."""
         selected = [metric for metric in METRICS if names is None or metric.name in names]
         handle = self._handles.get(gpu)
         if handle is None:
@@ -190,7 +190,7 @@ class Nvml:
         watched = {}
         for gpu in self.gpus if events is not None else ():
             handle = self._handles[gpu]
-            # Only supported types: NVML refuses the whole registration if one of them is not.
+            # Only supported types: NVML refuses the whole registration if it does not support one of them.
             types = (_query(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
             if gpu.index in indices and types:
                 try:

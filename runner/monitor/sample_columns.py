@@ -55,8 +55,8 @@ def add_samples(tally: SampleTally, samples: MachineSamples) -> None:
     if not len(samples):
         return
     phases = np.array(samples.phases, dtype=object)
-    # Number of the segment: samples between two gaps. The first element of each array, the last value of a counter,
-    # represents earlier samples.
+    # Samples between two gaps form a segment. Each array begins with an additional element for the earlier samples:
+    # segment 0, and the last value of a counter.
     segments = np.append(0, np.cumsum(samples.gaps(), dtype=np.intp))
     missing = np.full(len(samples), math.nan)
     names = dict.fromkeys([*tally.counters, *(name for name in samples.values if _is_counter(name))])
@@ -139,7 +139,9 @@ def _has_counter(column: Floats, segments: Ints) -> Bools:
 
 
 class SampleReader:
-    """Reads a file in pieces of limited size. A GPU is named after its last number, known only at the end of the file.
+    """Reads a file in pieces of limited size.
+
+    A GPU is named after its last number in the file, which is known only at the end.
 
     names    after the last piece: name of a GPU in the pieces -> its name
     devices  after the last piece: name -> the GPU, in the order of the names
@@ -147,10 +149,10 @@ class SampleReader:
     """
 
     def __init__(self, path: Path, blocks: Iterator[bytes], metrics: Collection[str] = METRICS) -> None:
-        """Raises DataError without the columns of the monitor.
+        """Raises DataError if the columns of the monitor are missing.
 
         blocks   the file in blocks of complete lines, the first of which is the header
-        metrics  those to read; damaged cells of others are not noticed
+        metrics  metrics to read; damaged cells of other metrics are not noticed
         """
         header, _, first_rows = next(blocks, b"").partition(b"\n")
         columns = next(csv.reader([header.decode(errors="replace")]), [])
@@ -167,7 +169,7 @@ class SampleReader:
         )
         self._last_s: float | None = None  # of the samples so far, as in the file
         self._intervals = np.empty(0)  # between the last PIECE_SAMPLES samples
-        self._shift_s = 0.0  # by which later times are moved, because the clock was set back
+        self._shift_s = 0.0  # added to later times, because the clock was set back
 
     def pieces(self) -> Iterator[MachineSamples]:
         """Yield the samples, about PIECE_SAMPLES at a time, and at least one piece."""
@@ -204,7 +206,7 @@ class SampleReader:
         return spans
 
     def _make_ascending(self, times: Floats, spans: Floats, notes: list[str]) -> Floats:
-        """Return times that only increase: after the clock was set back, samples follow after a gap."""
+        """Return times that only increase: if the clock was set back, later samples are moved behind a gap."""
         if not len(times):
             return times
         before = np.append(times[0] if self._last_s is None else self._last_s, times[:-1])
@@ -380,7 +382,7 @@ class _SampleTable:
                 values, name = numbers[column.name], f"{self._ids[gpu]}/{column.metric}"
                 if is_sole:
                     self._find_column(name, end)[begin:end] = values
-                elif len(known := rows[~np.isnan(values[rows])]):  # missing ones do not replace others
+                elif len(known := rows[~np.isnan(values[rows])]):  # a missing value does not replace a reading
                     self._find_column(name, end)[places[known]] = values[known]
 
     def _find_column(self, name: str, num_samples: int) -> Floats:

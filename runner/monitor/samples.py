@@ -92,7 +92,7 @@ class Stat:
 class SummaryPart:
     """The samples of a phase, or of all phases.
 
-    metrics   metric -> Stat; of ECC counters, the errors that occurred while sampling
+    metrics   metric -> Stat; for ECC counters, of the errors that occurred while sampling
     energy_j  device -> joules, from its energy counter if it has one, otherwise power x time
     slowed    device -> reason -> share of the time with known throttle reasons in which it reduced the clocks
     """

@@ -281,7 +281,7 @@ def _write_onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
 
 
 def _trace(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
-    """Return the model as a graph with a dynamic batch size; fused attention is replaced, being kernel-specific."""
+    """Return the model as a graph with a dynamic batch size, and with portable operators instead of fused attention."""
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return torch.export.export(
@@ -315,7 +315,7 @@ def find_streamable(source: ModelSource) -> LoadedCheckpoint | None:
 def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Path, file_name: str) -> Path:
     """Write the weights to `folder`, in a file that `safetensors.torch.load_model` loads; return its path.
 
-    Memory holds some rows of one tensor. The file is read again and compared with the checkpoint, bit for bit.
+    At most some rows of one tensor are in memory. The file is read again and compared with the checkpoint bit for bit.
     Raises DataError if it differs.
     """
     check_state(checkpoint)
@@ -343,12 +343,12 @@ def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Pa
 
 
 def _build_without_memory(plan: Plan) -> nn.Module:
-    """Return the task's model, of which only names and shared parameters are used."""
+    """Return the task's model, if possible without values: only names and shared parameters are used."""
     seed_everything(plan.settings.seed)
     try:
         with DeferredInit():
             return load_task(plan).model
-    except Exception:  # it needs the values of its tensors; another error is raised again
+    except Exception:  # the task may need values of tensors; any other error is raised again below
         seed_everything(plan.settings.seed)
         return load_task(plan).model
 

@@ -72,7 +72,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         world.gather(None)  # timing starts when every rank has its model
-        with run_watchdog(plan, parts.world, traces) as progress_mark:  # not while this rank waits for the others
+        with run_watchdog(plan, parts.world, traces) as progress_mark:  # not during the wait for other ranks above
             own, names = _retry_in_smaller_batches(
                 lambda plan: _predict_all(plan, parts, directory, progress_mark, console),
                 plan, parts.world.device, console,

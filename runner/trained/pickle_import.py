@@ -184,7 +184,7 @@ def _suggest_entry(content: Any, key: str) -> str:
 
 
 _MAX_SHOWN = 5
-_FREE_BYTES = 16 << 20  # that the tensors of any file may take
+_FREE_BYTES = 16 << 20  # added to the size of a file before it is compared with the size of its tensors
 _MAX_DEPTH = 4
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 _REQUESTED_GLOBAL = re.compile(r"GLOBAL\s+([\w.]+)")

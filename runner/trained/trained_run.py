@@ -154,7 +154,7 @@ def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Consol
     return TrainedModel(directory, plan, parts, plan.selected[-1].name, 0)
 
 
-# Options that change neither the weights nor their names: a model for other code has no wrappers.
+# A model for other code needs no wrappers; these options change neither the weights nor their names.
 _PORTABLE_OVERRIDES = (
     "device=cpu",
     "parallelism=single",
