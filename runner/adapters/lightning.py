@@ -67,7 +67,8 @@ class LightningTask(Task):
         module: the LightningModule.
         items: batch -> number of items that the loss is a mean over, such as tokens; default: the samples.
 
-    Raises TaskFault for methods that would never be called, and without training_step or train_dataloader.
+    Raises TaskFault for methods that would never be called, and if training_step, train_dataloader or
+    configure_optimizers is missing.
     """
 
     def __init__(self, module: nn.Module, *, items: Callable[[Any], int] | None = None) -> None:
@@ -220,8 +221,8 @@ def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Opti
 def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[int], float]:
     """Return the learning rate schedule of the module's configure_optimizers, as factors on the rates.
 
-    updates  of the run
-    epochs   of the run; needed for a schedule that steps once per epoch, as Lightning's do by default
+    updates  number of updates of the run
+    epochs   number of epochs of the run; needed for a schedule that steps once per epoch, as Lightning's do by default
     """
     module: Any = _configured[0]
     module.trainer.estimated_stepping_batches = module.trainer.max_steps = updates

@@ -18,8 +18,9 @@ Seconds = Mapping[str, float]
 def describe_bottleneck(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
     """Return the bottleneck of the run in one sentence, with the supporting numbers.
 
-    A kind of work with at least half of the time is the bottleneck; others are mentioned from a tenth on. Start-up
-    that takes at least a tenth, but less than half, is excluded, because its share falls in a longer run.
+    A kind of work with at least half of the time is the bottleneck; other kinds are mentioned if they take at least a
+    tenth. Start-up that takes at least a tenth, but less than half, is excluded, because its share falls in a longer
+    run.
 
     parts_s       part -> seconds; the rest of `total_s` is unaccounted for
     busy_percent  GPU -> percent of the time in which it computed, if monitored

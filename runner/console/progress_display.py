@@ -125,7 +125,7 @@ class Bar(ProgressDisplay):
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, item: str = "item") -> None:
-        # The bar is what the user watches while output is redirected elsewhere, so nothing but `stream` decides.
+        # force_terminal: only `stream` decides, because the user may watch the bar while other output is redirected.
         self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._clock, self._item = clock, item
         self._live: Live | None = None

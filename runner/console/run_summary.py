@@ -153,7 +153,7 @@ class EndOfRun:
 
 
 def format_start(start: StartOfRun) -> str:
-    """Return the report before the first update: machine, options in use, those that are off on one line, batch."""
+    """Return the report before the first update: machine, options in use, disabled options on one line, batch."""
     rows = [
         ("run", f"{start.run_name} ({start.task})"),
         *_label_rows("device", start.devices),
@@ -196,7 +196,7 @@ def format_end(end: EndOfRun) -> str:
 
 
 def _format_disabled(options: Iterable[OptionLine]) -> list[str]:
-    """Return one line with the options that are off, those with the same reason together; none without any."""
+    """Return one line with the options that are off, those with the same reason together; no line if all are on."""
     by_reason: dict[str, list[str]] = {}
     for option in options:
         by_reason.setdefault(option.why, []).append(option.name.removesuffix(" none").removesuffix(" default"))

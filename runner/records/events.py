@@ -151,7 +151,7 @@ class _Appender:
 
 
 def _encodable(text: str, encoding: str) -> str:
-    """Return the text with other characters for those that the encoding lacks."""
+    """Return the text with replacements for the characters that the encoding lacks."""
     try:
         return text.encode(encoding).decode(encoding)
     except UnicodeEncodeError:

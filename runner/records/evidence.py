@@ -32,10 +32,10 @@ class TimeEvidence:
 
     updates        number of updates timed: all of this process except the first
     seconds        total run time of this process
-    parts_s        part -> seconds, which add up to `seconds` except for unattributed time: starting, first_update; of
-                   the other updates data, transfer, forward, backward, optimizer, wait (for other ranks); between them
-                   hooks, logging, drawing, evaluation, saving
-    ranks_s        the same for each rank, of the parts of updates only; empty for one process
+    parts_s        part -> seconds; they add up to `seconds`, except for unattributed time. The parts are starting and
+                   first_update; in the other updates: data, transfer, forward, backward, optimizer, wait (for other
+                   ranks); between updates: hooks, logging, drawing, evaluation, saving
+    ranks_s        part -> seconds for each rank, only for parts in updates; empty for one process
     step_time_ms   median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
     items_per_s    throughput: items of the updates after the first one over the time from its end to the end of the
                    last, evaluations and checkpoints between them included
@@ -59,7 +59,7 @@ class TimeEvidence:
 class MemoryEvidence:
     """Memory of the host and of the device.
 
-    host_peak_gib      the most resident memory of a process; of the rank with the highest peak, once the run has ended
+    host_peak_gib      peak resident memory of this process; once the run has ended, of the rank with the highest peak
     num_alloc_retries  times that torch's allocator freed its cache and retried the allocation
     fragmentation      share of reserved device memory that is free but split into blocks that cannot be released
     """
@@ -82,7 +82,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     The newest process is used, unless an earlier one ran far more updates with the same settings. Counts of samples are
     those of the last phase.
 
-    attempt           `started` of the process up to which these are the measurements of the run
+    attempt           `started` of the last process that the measurements cover
     num_batch_shapes  different shapes of the first tensor of a batch
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
     has_begin_update  whether the task defines a hook before each update

@@ -29,7 +29,7 @@ class PhaseRecord:
     A resumed process starts from the times of its predecessor if that one ended with the checkpoint, else from those in
     the checkpoint: time after the checkpoint, including writing it, is lost.
 
-    updates, total   completed and requested; fewer if it stopped early
+    updates, total   completed and requested updates; fewer are completed if the phase stopped early
     finished         whether the phase is complete
     seconds          from its start to its last checkpoint, evaluations included
     parts_s          part -> seconds: starting, first_update, parts of updates, and parts between updates

@@ -65,7 +65,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
             return False
         states = [optimizer.state[weight] for weight in weights]
         if not all(states):
-            optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]  # creates the others
+            optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]  # creates missing states
         calls.append((group, weights, states))
     found_inf = getattr(optimizer, "found_inf", None)
     scales = {"grad_scale": getattr(optimizer, "grad_scale", None), "found_inf": found_inf}
@@ -73,7 +73,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if not weights:
             continue
         steps = [state["step"] for state in states]
-        if steps[0].device.type == "cpu":  # adds one tensor after another, and would convert a number for each
+        if steps[0].device.type == "cpu":  # here, foreach adds tensor by tensor, and would convert a number for each
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
@@ -101,8 +101,9 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
 def skip_compiler_import() -> None:
     """Make torch's optimizers not import torch._dynamo, which takes two seconds, at the first call of a method.
 
-    torch excludes these methods from compiled graphs (torch._disable_dynamo, 2.11 to 2.13), and keeps the result in
-    this attribute. Here, no graph contains them. Does nothing if the compiler is imported.
+    torch wraps these methods to exclude them from compiled graphs (torch._disable_dynamo, 2.11 to 2.13), and caches the
+    wrapped method in `__dynamo_disable`. Here, no graph contains them, so the plain method is stored there instead.
+    Does nothing if the compiler is imported.
     """
     if "torch._dynamo" in sys.modules:
         return

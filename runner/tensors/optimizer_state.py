@@ -19,8 +19,9 @@ from runner.tensors.stored_tensor import Saved, StoredTensor, first_row, in_memo
 class StepChangeDetector:
     """Detect whether a failed step changed anything, and remove the state that it initialized.
 
-    Adam's kernels increment the step count first, and torch versions that tensor; fused kernels
-    change parameters without incrementing versions, and other libraries bypass them entirely.
+    Adam's kernels increment the step count first, so the version of that tensor shows whether a step has started. The
+    versions of parameters do not, because fused kernels change parameters without incrementing them. Other libraries
+    increment no versions at all.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -70,8 +71,8 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 def expected_state_bytes(optimizer: Optimizer) -> int:
     """Return the expected size of the state in bytes, if it is kept in the precision of the parameters.
 
-    The state is built on the meta device, so no memory is used. For other optimizers, the actual size is returned, or
-    two tensors per parameter before the first update.
+    The state is built on the meta device, so no memory is used. For optimizers whose initial state is not known here,
+    the actual size is returned, or two tensors per parameter before the first update.
     """
     new_state = _FULL_PRECISION.get(_optimizer_kind(optimizer)) or _NEW_STATES.get(_optimizer_kind(optimizer))
     total = 0 if new_state else state_bytes(optimizer)
@@ -237,9 +238,10 @@ def _format_value(value: object) -> str:
 
 
 def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
-    """Copy the values of a full tensor into one that may be sharded; of a stored one, only the shard's rows are read.
+    """Copy a full tensor into one that may be sharded; from a stored tensor, only the rows of the shard are read.
 
-    Never the layout: fused kernels read raw memory, so the state must have the layout of its parameter.
+    The memory layout of the target is kept, because fused kernels read raw memory: state and parameter must have the
+    same layout.
     """
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Keep numbers that an optimizer changes outside of its state, where checkpoints find them.
 
-Such numbers are in the parameter groups, beside the settings, which checkpoints leave to the configuration, or in
-attributes.
+Such numbers are in attributes of the optimizer, or in its parameter groups, next to settings such as the learning rate,
+which checkpoints do not contain, because they come from the configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 COUNTERS = ("k", "weight_sum", "lr_max")  # schedulefree 1.4
 _AT_START = "_numbers_at_start"  # attribute of the optimizer
-_KINDS = _GROUP, _OPTIMIZER = "<group>", "<optimizer>"  # unlike the names of modules
+_KINDS = _GROUP, _OPTIMIZER = "<group>", "<optimizer>"  # no module can have these names
 _SETTINGS = {"lr", "lr_scale", "base_lr", "initial_lr"}
 _PLAIN = (int, float, str, type(None))
 _DTYPES = {
@@ -52,7 +52,7 @@ def _store_counters(optimizer: Optimizer, *_: Any) -> None:
 
 
 def remember_numbers(optimizer: Optimizer) -> None:
-    """Record the numbers in the groups and attributes, so that checkpoints contain those that differ from them later.
+    """Record the numbers in the groups and attributes, so that checkpoints contain those that change afterwards.
 
     A number is None, a bool, an int, a float, a str, or a tensor with one element. `step` is not wrapped.
     """
@@ -77,7 +77,7 @@ def changed_numbers(optimizer: Optimizer, weights: Iterable[Tensor]) -> dict[str
 
 
 def select_changed(optimizer: Optimizer, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the saved numbers that `changed_numbers` returned."""
+    """Return the saved numbers that came from `changed_numbers`."""
     is_kept = _AT_START in vars(optimizer)
     return {name: value for name, value in numbers.items() if is_kept and any(f".{kind}." in name for kind in _KINDS)}
 
@@ -92,7 +92,7 @@ def restore_numbers(optimizer: Optimizer, numbers: Mapping[str, Any], weights: I
         for kind in _KINDS:
             name, found, key = full_name.partition(f".{kind}.")
             saved[name, kind] |= {key: value} if found else {}
-    new: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # tensors that are in two places and equal stay one
+    new: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # a tensor in two places, with equal values, stays one
     for kind, names, holder in _holders(optimizer):
         for key, value in next((saved[name, kind] for name in names if saved.get((name, kind))), {}).items():
             current = holder.get(key)
@@ -100,7 +100,7 @@ def restore_numbers(optimizer: Optimizer, numbers: Mapping[str, Any], weights: I
                 holder[key] = value
             elif not isinstance(current, Tensor):
                 holder[key] = _decode(value, device)
-            elif _is_own_scalar(current, storages):  # not a view of a parameter, which checkpoints contain
+            elif _is_own_scalar(current, storages):  # a view of a parameter is restored with the parameter
                 # Not in place: groups share a tensor of the defaults until a step replaces it.
                 _, holder[key] = new.setdefault((id(current), repr(value)), (current, _decode(value, device)))
                 holder[key].requires_grad_(current.requires_grad)

@@ -55,7 +55,7 @@ def in_memory(tensor: Tensor | StoredTensor) -> Tensor:
 
 
 def read_in_groups(saved: Saved, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in groups of about `max_bytes`; those of one module are in one group."""
+    """Yield the tensors in groups of about `max_bytes`; the tensors of a module stay in one group."""
     group: dict[str, Tensor] = {}
     size, module = 0, None
     for name, tensor in saved.items():

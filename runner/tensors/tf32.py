@@ -29,9 +29,10 @@ def float32_matmul(level: Level, cudnn: bool) -> Iterator[None]:
         _write(*before)
 
 
-# torch has two sets of switches. From 2.9 to 2.13 the older set is the one to use: Inductor reads it, and writing only
-# the newer one makes those readers raise "mix of the legacy and new APIs" (pytorch issues 166387 and 189955). When
-# torch removes the older set, only these two functions have to change.
+# torch has two sets of switches: the older functions below, and the newer `fp32_precision` attributes. Use the older
+# set with torch 2.9 to 2.13, because Inductor reads it, and reading it raises "mix of the legacy and new APIs" if only
+# the newer one was written (pytorch issues 166387 and 189955). When torch removes the older set, only these two
+# functions have to change.
 
 
 def _read() -> tuple[str, bool]:

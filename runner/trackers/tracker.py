@@ -32,18 +32,18 @@ Row = Mapping[str, Any]
 
 QUEUE_ROWS = 10_000  # rows that wait while wandb starts or is slow; further ones are only in metrics.jsonl
 BATCH_ROWS = 200
-OPEN_S = 60.0  # to import and start; imports are slow on network file systems
-ONLINE_INIT_S = 25.0  # to reach the server; wandb's own limit is 90 s
-LOG_S = 60.0  # to take one batch
-FINISH_S = 2.0  # at the end of a run; the tracker process finishes the rest alone
+OPEN_S = 60.0  # timeout to import and start a tracker; imports are slow on network file systems
+ONLINE_INIT_S = 25.0  # timeout to reach the server; wandb's own is 90 s
+LOG_S = 60.0  # timeout to accept one batch of rows
+FINISH_S = 2.0  # wait at the end of a run; the tracker process finishes the rest alone
 OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
-HAND_OVER_EXTRA_S = 1.0  # the same if the rows are handed over to the process
+HAND_OVER_EXTRA_S = 1.0  # the same, and extra time on a busy machine, if rows are handed over to the process
 HAND_OVER_S = 0.1
 # Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
 LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
-KILL_S = 0.3  # of the time to finish: to kill the process and join the thread
+KILL_S = 0.3  # of the time to finish, reserved for killing the process and joining the thread
 
 
 class Tracker:
@@ -120,11 +120,12 @@ class BackgroundTracker(Tracker):
         self._batches = self._read_batches()
         self._unconfirmed: list[Row] = []
         self._recent: deque[tuple[float, Row]] = deque()  # sent recently: may not be on disk yet
-        # A thread that does not end in time owns the lists above, so rows are counted where they come in and go out.
+        # A thread that does not end in time still owns the lists above. So dropped rows are counted as the difference
+        # between the rows that were queued and those that are safe.
         self._num_logged = self._num_replayed = self._num_safe = 0
         self._accepts_rows = True
         self._deadline = math.inf  # monotonic; set by finish
-        self._hands_over = False  # from then on
+        self._hands_over = False  # set by finish
         self._exit_code = 0
         self._process: TrackerProcess | None = None
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
@@ -330,7 +331,7 @@ def wandb(
     def describe_unsent(folder: str) -> str:
         return f"; not everything was uploaded; run: wandb sync --include-online {shlex.quote(folder)}"
 
-    # of a run that was resumed offline; wandb joins them in order of time
+    # All folders of a run that was resumed offline; wandb joins them in order of time.
     folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
     online = Attempt(
         "wandb online",
@@ -406,7 +407,7 @@ class TrackerProcess:
     """A running runner.trackers.tracker_process and the socket to it. Leaving the `with` block ends it."""
 
     def __init__(self, keep: tuple[str, ...] = ()) -> None:
-        """Start it; of the secrets in the environment it inherits those whose names start with `keep`."""
+        """Start the process, which inherits only the secrets of the environment whose names start with `keep`."""
         self._socket, child_socket = socket.socketpair()
         self._received = b""
         self.is_detached = False
@@ -498,7 +499,7 @@ class TrackerProcess:
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return online, offline or disabled, and the reason unless it is the setting."""
+    """Return online, offline or disabled, and the reason; it is empty for online."""
     if mode == "auto" and (variable := environ.get("WANDB_MODE")):
         normalized = {"online": "online", "run": "online", "disabled": "disabled"}.get(variable, "offline")
         if normalized != "online":

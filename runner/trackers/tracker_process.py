@@ -186,7 +186,8 @@ class TensorBoard:
 def serve(connection: socket.socket) -> None:
     """Handle requests from `connection` until the last one, including those that an exited run has sent.
 
-    The process exits `linger_s` (of the opening request) seconds after the run has closed the line, even if blocked.
+    The process exits `linger_s` seconds (see the first request) after the run has closed the connection, even if
+    blocked.
     """
 
     def answer(**fields: Any) -> None:
@@ -218,7 +219,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _exit_after(connection: socket.socket, linger_s: float) -> None:
-    """Exit some time after the run has closed its end of the line."""
+    """Exit `linger_s` seconds after the run has closed its end of the connection."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()

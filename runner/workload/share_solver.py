@@ -24,7 +24,7 @@ MAX_BLOCKS = 10  # blocks stored per sample count
 MAX_COUNTS = 8  # sample counts stored, the most recent ones
 MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, for normal noise
-MIN_NOISE = 0.002  # relative; a few times that agree by chance are not exact
+MIN_NOISE = 0.002  # minimum relative noise, because a few measured times may agree by chance
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ShareSolver:
     def observe(self, seconds: Sequence[float], samples: Sequence[int] | None = None) -> Decision | None:
         """Add the busy seconds of each rank in the last update; return the resulting change, if any.
 
-        samples  samples per rank, if not `shares`: those of a smaller last update, or of a split decided earlier
+        samples  samples per rank if not `shares`, as in a smaller last update, or with a split decided earlier
         All ranks must pass the same values.
         """
         times = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds))
@@ -228,8 +228,8 @@ class ShareSolver:
 def probe_splits(total: int, base: Sequence[int]) -> list[Shares]:
     """Return splits with at least 1 sample per rank, in which each rank gets two counts if possible.
 
-    Every second rank gets half as much again and the others half, then the reverse. If samples are so few
-    that a rank's count does not change, an additional split favors it; at most 6 in total.
+    Every second rank gets about 1.5 times its share, and the others half of theirs; then the reverse. If samples are so
+    few that the count of a rank does not change, an additional split favors it. There are at most 6 splits.
     """
     size = len(base)
     more, less = [3 * share for share in base], list(base)
