@@ -42,7 +42,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Category:
-    """The keypoints of a category. `mirrored`: the keypoint that each becomes if mirrored; None if unknown."""
+    """The keypoints of a category. `mirrored`: for each, the one it becomes in a mirrored image; None if unknown."""
 
     id: int
     name: str
@@ -277,7 +277,7 @@ class Episodes:
         return [index, *(others[number] for number in chosen)]
 
     def _keypoints(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keypoints (N, K, 2) relative to the crop, which are visible in it (N, K), and object sizes (N,)."""
+        """Return keypoints (N, K, 2) relative to the crop, their visibility in it (N, K), and object sizes (N,)."""
         xy = np.zeros((len(positions), self.max_keypoints, 2), dtype=np.float32)
         visible = np.zeros(xy.shape[:-1], dtype=np.bool_)
         size = np.zeros(len(positions), dtype=np.float32)
@@ -353,9 +353,11 @@ def augment(
     size: Tensor,
     mirrored: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Augment pictures (B, N, 3, S, S) of uint8 independently; return them as float32 from 0 to 1, and counts.
+    """Augment pictures (B, N, 3, S, S) of uint8 independently.
 
-    A flip exchanges left and right keypoints: only categories with left and right keypoints are flipped.
+    Returns pictures as float32 from 0 to 1, the new xy, visible and size, and per sample the numbers of keypoints that
+    left the image, and of rejected poses.
+    A flip exchanges left and right keypoints, so only categories with left and right keypoints are flipped.
     A pose with less than half of the visible keypoints inside the image is rejected and drawn again, at most ten times;
     then the image is not changed. Keypoints that leave the image become invisible.
     """
@@ -389,7 +391,7 @@ def augment(
         inverse = np.linalg.inv(matrix)
         back[b, n] = torch.from_numpy(np.concatenate([inverse, -(inverse @ offset)[:, None]], axis=1))
     images = torch.empty(pictures.shape)
-    for b in range(B):  # the pictures of one sample fit into the cache, those of a batch do not
+    for b in range(B):  # sample by sample, because the pictures of one sample fit into the CPU cache
         grid = F.affine_grid(back[b], list(pictures[b].shape), align_corners=False)
         warped = F.grid_sample(_as_floats(pictures[b]), grid, padding_mode="reflection", align_corners=False)
         torch.mul(warped, lights[b], out=images[b]).clamp_(0, 1)
@@ -416,7 +418,10 @@ def _affine(augmentation: Augmentation, rng: np.random.Generator, *, flip: bool)
 
 
 def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the keypoint that each becomes if mirrored, from names such as left_eye and R_Knee, or None."""
+    """Return for each keypoint the one it becomes in a mirrored image, by names such as left_eye and R_Knee.
+
+    Returns None if no name has a side.
+    """
     places = {name.lower(): index for index, name in enumerate(names)}
     order = [places.get(_other_side(name.lower()), index) for index, name in enumerate(names)]
     return tuple(order) if order != list(range(len(names))) else None
@@ -520,7 +525,8 @@ def _why_unusable(row: Mapping[str, Any]) -> str:
 def _keypoints_of(values: Any, count: int) -> Array | None:
     """Return keypoints (K, 3): x, y, visibility; None if `values` are not `count` keypoints.
 
-    A keypoint whose visibility is null is invisible; without any visibilities, those at 0, 0 are, as in COCO.
+    A keypoint whose visibility is null is invisible. If `values` have no visibilities, keypoints at (0, 0) are
+    invisible, as in COCO.
     """
     if _is_number_list(values, 2 * count):
         xy = np.array(values, dtype=np.float64).reshape(-1, 2)

@@ -42,8 +42,9 @@ HELD_OUT = {"val": 0.2, "test": 0.1}  # fraction of the letters
 # Maximum residual of the best affine map, relative to the letter size, of similar letters: M and a rotated Σ have
 # 0.074; Latin w and Cyrillic м, which differ in their angles, 0.089.
 LIKENESS = 0.08
-MAX_ORDERS = 500  # of the points of an outline that are tried; if it has more, only the original order
-FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"  # of one letter
+MAX_ORDERS = 500  # combinations of starting points that are tried; if there are more, only the original one
+# Words in Unicode names that distinguish the forms of one letter.
+FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
 SUPERSAMPLING = 2  # drawn pixels per pixel and axis
 Array = np.ndarray[Any, Any]
@@ -213,7 +214,7 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
     shapes = {font: _center(outlines[font][1]) for font in fonts[codes]}
     reference = next(iter(shapes.values()))
     # Outlines with equal codes may start at different corners. Then the shapes are not even roughly affine images of
-    # each other, or only rotated, as for X and И.
+    # each other, or they are only after a rotation, as for X and И.
     shapes = {
         font: shape
         for font, shape in shapes.items()

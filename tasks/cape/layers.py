@@ -23,7 +23,7 @@ Values = tuple[Tensor, ...]
 def split_layers(model: PoseTransformer) -> list[nn.Module]:
     """Return modules whose composition is the model; they share its parameters.
 
-    With a cache, they compute all tokens up to now again, from the images on.
+    With a cache of predictions, they recompute everything from the images on at each step.
     """
     return [*_backbone_layers(model), *_encoder_layers(model), *_support_layers(model), *_decoder_layers(model)]
 
@@ -73,7 +73,7 @@ def _encoder_layers(model: PoseTransformer) -> list[nn.Module]:
 
 
 def _support_layers(model: PoseTransformer) -> list[nn.Module]:
-    """Return layers to the decoder's (tokens, support tokens, presence, *maps, proposals)."""
+    """Return layers from the encoded maps to (decoder inputs, support tokens, presence, *maps, proposals)."""
 
     def begin(values: Values) -> Values:
         xy, visible, present, inputs, *levels = values

@@ -20,7 +20,7 @@ THRESHOLD = 0.2  # relative to the longer side of the object
 def target_types(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the true types (N, T) of the T = K + 1 tokens of each query, and which of them count.
 
-    Visible keypoints count, and the end token if a query has any; tokens after the end do not.
+    Visible keypoints count, and so does the end token of a query with a visible keypoint; tokens after the end do not.
     """
     visible = batch["query_visible"]
     B, Q, K = visible.shape

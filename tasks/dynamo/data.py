@@ -43,7 +43,7 @@ class Table:
     """The records of one task and split.
 
     source  (n, T) tokens, BEGIN first and END last, padded
-    answer  classification: (n,) label; qa: (n, 2) first and last token of the answer, IGNORED if it was truncated;
+    answer  classification: (n,) label; qa: (n, 2) first and last token of the answer, IGNORED if it is truncated;
             else: (n, S) tokens with END, followed by IGNORED
     """
 
@@ -178,7 +178,8 @@ class Rounds:
     A batch: source (N, T) tokens, grouped by task in the order of TASKS; task (N,) numbers of the tasks; and under the
     name of each task the answers of its records.
 
-    cycle  repeat shorter tasks until the longest one is complete, for training; else the last rounds lack them
+    cycle  repeat shorter tasks until the longest one is complete, for training; else the last rounds have no records of
+           shorter tasks
     """
 
     def __init__(self, tables: Mapping[str, Table], *, cycle: bool) -> None:
@@ -207,7 +208,7 @@ class Rounds:
         return found
 
     def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
-        """Return a batch of loaded records without columns that are padding in all."""
+        """Return a batch of loaded records, without the columns that are padding in all of them."""
         rounds, loaded = torch.as_tensor(indices), load(indices)
         sources, batch, numbers = [], {}, []
         for number, (task, table) in enumerate(self.tables.items()):

@@ -139,7 +139,7 @@ def build(
 class DynamoTask(Task):
     """Trains on masked tokens, then on five tasks with one adapter each, then with a router.
 
-    teacher  fraction of the records that use the adapter of their true task in phase joint: from 0.8 to 0.2
+    teacher  fraction of the records that use the adapter of their true task in phase joint; falls from 0.8 to 0.2
     """
 
     phase = "pretrain"
@@ -277,7 +277,7 @@ class DynamoTask(Task):
     ) -> Iterator[Prediction]:
         """Yield the routing and the outputs for held-out records of each task, then the routing matrix.
 
-        A task's file is task-NAME.json: the runner writes its summary.json to the same folder.
+        The file of a task is task-NAME.json, because the runner writes a summary.json to the same folder.
 
         samples  test records of each task
         text     text to process instead of test records; the router selects its task; null: the test records
@@ -305,7 +305,7 @@ class DynamoTask(Task):
     def _answers(
         self, model: nn.Module, texts: Sequence[str], known: str | None, device: torch.device
     ) -> list[dict[str, Any]]:
-        """Return the selected task, its probability and the output for each text; `known`: the true task is given."""
+        """Return the selected task, its probability and the output for each text; `known`: task to use, or None."""
         source = self._source(texts).to(device)
         if known is None:
             confidence, chosen = model({"source": source}, "router")["router"].softmax(dim=-1).max(dim=-1)
@@ -395,12 +395,12 @@ def tasks_loss(made: Mapping[str, Tensor], batch: Batch) -> Tensor:
 
 
 def routing_loss(logits: Tensor, task: Tensor, temperature: Tensor) -> Tensor:
-    """Return the routing loss, summed over records, from logits (N, E) and tasks (N,), in rounds.
+    """Return the routing loss, summed over records, from logits (N, E) and tasks (N,); the records are whole rounds.
 
     2.0 x cross-entropy of the task + 0.1 x balance + 0.5 x hinge on the margin between the first and the second choice
-    (0.2) + 0.01 x entropy + 0.01 x temperature, so that the router is decisive. The balance is computed per round, one
-    record of each task, whose mean weights should be equal. It is therefore a sum over samples like the other terms,
-    and does not depend on the batch size.
+    (0.2) + 0.01 x entropy + 0.01 x temperature. The last three make the router decisive. The balance is computed per
+    round: the mean weights of its records, one of each task, should be equal. It is therefore a sum over samples like
+    the other terms, and does not depend on the batch size.
     """
     N, E = logits.shape
     shares = logits.softmax(dim=-1)

@@ -33,7 +33,7 @@ WANTED: Mapping[str, Sequence[str]] = {
     "code": ("the signature", "the signature as a def line"),
     "translation": ("the postfix form", "the expression in postfix"),
 }
-# Instructions of which no wording is in two splits.
+# Instructions with different wordings in each split.
 HELD_OUT_WANTED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "train": {
         "classification": (*WANTED["classification"], "which it is, a class or a function", "the type of this object"),
@@ -104,7 +104,7 @@ def extract_records(source: str) -> Iterator[tuple[str, Record]]:
 
 
 def postfix(node: ast.expr) -> list[str] | None:
-    """Return operands and operators in postfix order; None if it has anything but names, numbers and operators.
+    """Return operands and operators in postfix order; None if there is anything but names, numbers and operators.
 
     A name may have dots: os.sep is one operand.
     """
@@ -220,7 +220,7 @@ def _select_records(
 
 
 def pairs_of(split: str) -> list[tuple[str, str]]:
-    """Return the pairs of opening and ending in a split: all splits have all of both, but no pair is in two splits."""
+    """Return the pairs of opening and ending in a split. Splits share openings and endings, but no pair of them."""
     kept = {"val": (0,), "test": (1,), "train": (2, 3, 4, 5, 6)}[split]
     return [(o, e) for i, o in enumerate(OPENINGS) for j, e in enumerate(ENDINGS) if (i + j) % len(ENDINGS) in kept]
 

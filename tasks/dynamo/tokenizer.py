@@ -34,13 +34,13 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens and their character ranges [start, end), without the space before a word.
 
-        All bytes of a character have its range.
+        Each byte of a character has the range of the character.
         """
         tokens: list[int] = []
         offsets = []
         for match in WORD.finditer(text):
             word = match.group()
-            # byte -> its character, plus one entry for the end
+            # byte of the word -> index of its character in the text
             owner = [match.start() + i for i, character in enumerate(word) for _ in character.encode()]
             position = 0
             for token in self._cut(word):
@@ -77,7 +77,7 @@ class Tokenizer:
 
 
 def learn_pieces(texts: Iterable[str], num_tokens: int) -> list[str]:
-    """Return the pieces of a tokenizer of at most `num_tokens` tokens: byte-pair encoding.
+    """Learn the pieces of a tokenizer of at most `num_tokens` tokens by byte-pair encoding.
 
     Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, ACL 2016, section 3.2.
     """

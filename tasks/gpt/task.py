@@ -105,7 +105,7 @@ class GPT(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sum:
         """Return the cross-entropy in nats summed over the tokens y (B, T), always in float32."""
         x, y = batch
-        # Created here and not in the model, so that torch.compile can make one graph of the model.
+        # The random numbers are created here and not in the model, so that torch.compile captures it in one graph.
         logits = model(x, noise=self.model.noise(x))
         # Not F.cross_entropy: autocast leaves it in the half format, and a copy of the logits in float32 is large.
         # On a GPU, log_softmax reads float16 and writes float32.

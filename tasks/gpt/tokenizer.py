@@ -10,7 +10,7 @@ import numpy as np
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 
-SEPARATOR = b"\0"  # ends every document; text has no NUL, and it counts as one byte for every tokenizer
+SEPARATOR = b"\0"  # ends every document, because text contains no NUL; every tokenizer counts it as one byte
 END_OF_TEXT = "<|endoftext|>"  # the byte-pair token for SEPARATOR
 ByteCounts = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -47,8 +47,8 @@ class Bytes:
 class BytePairs:
     """Frequent sequences of bytes are tokens; any text can be encoded.
 
-    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, ACL 2016; on bytes and split
-    at words as in GPT-2.
+    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, ACL 2016; applied to the bytes
+    of each word, as in GPT-2.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,8 +39,8 @@ class Cubes(Protocol):
 class Files:
     """The cubes of several files, which must all have `shape`.
 
-    Raises DataError with the file and the expected shape if a cube or mask has another shape; and at reading, if a
-    value of a cube is not finite as float32.
+    Raises DataError, naming the file, if a cube has another shape. Reading a sample also raises DataError if its mask
+    has another shape, or a value of its cube is not finite as float32.
     """
 
     def __init__(self, files: Sequence[Path], shape: tuple[int, int, int]) -> None:
@@ -76,7 +76,7 @@ class Files:
 
 
 def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
-    """Return the splits of a folder: its subfolders train, val and test, or a fifth each for val and test by name.
+    """Return the splits of a folder: its subfolders train, val and test, or else a fifth each for val and test.
 
     channels  required number of channels; None: that of the first cube
     Raises InputMissing if the folder, its cubes or a split is missing, DataError if the shapes of cubes differ.

@@ -196,7 +196,8 @@ class DeepSVDD(Detector):
     """A network that maps normal spectra into a small sphere; spectra outside of it are anomalous.
 
     forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius () in the same unit. The logit is the squared
-    distance to the center minus the squared radius, in units of its standard deviation after the first phase.
+    distance to the center minus the squared radius. The unit is the standard deviation of the squared distance after
+    the first phase.
 
     Four properties prevent collapse to a single point:
 

@@ -14,9 +14,9 @@ from runner.base.task import Fit, State
 
 from .metrics import UNKNOWN
 
-SAMPLE_SIZE = 8192  # pixels in the sample; determines the sigma of a score to about 2 %, see sigma_of_rx
+SAMPLE_SIZE = 8192  # pixels in the sample; enough to estimate the sigma of the RX score to about 2 %, see sigma_of_rx
 CANDIDATES = 128  # candidates per cube
-ROWS = {"cpu": 4096}  # pixels per block: 50 channels fit into the second-level cache of two cores
+ROWS = {"cpu": 4096}  # pixels per block; a block with 50 channels fits into the second-level cache of two cores
 ROWS_ELSEWHERE = 2**20
 NEVER = torch.iinfo(torch.int64).max  # key of an empty entry of the sample
 
@@ -29,7 +29,7 @@ class PixelStatistics(Fit):
     The sample serves to estimate the standard deviation of the RX score, which depends on fourth moments of all
     channels and cannot be accumulated exactly in bounded memory. Each cube has candidate pixels at positions derived
     from its index, with keys derived from index and position (a bijective hash, so that keys are unique); the sample is
-    the pixels with the smallest keys. It is therefore the same for any split and any order of merging.
+    the pixels with the smallest keys. It is therefore the same however the cubes are divided among ranks and merged.
 
     dtype  of the products within a block of pixels, see `moments`
     """
@@ -92,8 +92,8 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
 
     dtype  of the differences from the approximate mean of the cube, and of their products in a block of rows
 
-    The blocks and the subtracted values depend only on the cube. So even float32, with 7 digits, gives the same result
-    for any batch; all later sums are float64.
+    The blocks and the approximate mean depend only on the cube. So the moments of a cube are the same in any batch,
+    even with the rounding of float32. Sums over blocks and cubes are float64.
     """
     num_cubes, num_pixels, channels = cubes.shape
     rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
@@ -148,8 +148,9 @@ def merge_moments(one: State, other: State, first: Tensor, second: Tensor) -> St
 def gram(rows: Tensor) -> Tensor:
     """Return rows^T rows (C, C) in the precision of the rows on a CPU, else in float64.
 
-    Otherwise float32 could become TF32 or, under autocast, half precision, with three digits. numpy's syrk would be
-    faster, but its threads and those of torch wait for each other, milliseconds per block.
+    On other devices, a float32 product might be computed in TF32 or, under autocast, in half precision, with only three
+    digits. numpy's syrk would be faster, but its threads and those of torch would wait for each other, for milliseconds
+    per block.
     """
     with torch.autocast(rows.device.type, enabled=False):
         wide = rows if rows.device.type == "cpu" else rows.double()

@@ -33,7 +33,7 @@ SETTINGS = {
     "optimizer": "adam",
     "optimizer.lr": 0.01,
     "scheduler.warmup": 0.02,
-    "phase.train.epochs": 40,  # the temperature of the selector reaches 0.1 at 5 x 0.9^37
+    "phase.train.epochs": 40,  # the temperature of the selector, 5 x 0.9^epoch, falls to 0.1 in 37 epochs
     "checkpoint.best": "val/iou",
     "checkpoint.best_is": "max",
 }

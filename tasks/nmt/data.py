@@ -37,8 +37,8 @@ class Batch(NamedTuple):
     """Rows of sources (R, S) and of targets (R, T) with N pairs.
 
     labels  (R, T): the token after each target token, 0 if none
-    places  (N, 2): the row of pair i minus i, and its number in that row, from 1. Relative, so that samples read
-            separately are collated to a batch with pair i in row i
+    places  (N, 2): the row of pair i minus i, and its number in that row, from 1. The row is relative, so that samples
+            that are read separately collate to a batch with pair i in row i
     """
 
     source: Rows
@@ -90,7 +90,7 @@ class Sequences:
 
 
 class PairData:
-    """Tokenized pairs, the source truncated to S tokens, the target with its end to T; a batch has one pair per row.
+    """Tokenized pairs: sources truncated to S tokens, targets with their end to T; a batch has one pair per row.
 
     sources, targets  not truncated, the targets without an end
     """
@@ -119,8 +119,9 @@ class PairData:
 class PackedData(PairData):
     """The same pairs packed into rows, to reduce padding; the number of rows varies.
 
-    A row has space for five pairs of average length. With MAX_SEGMENTS pairs, three limits would apply at once, so
-    that rows would be emptier; and the cost of attention grows with the length of a row.
+    A row has space for five pairs of average length, fewer than MAX_SEGMENTS. With as much space as MAX_SEGMENTS pairs
+    need, the limits on source tokens, target tokens and pairs would all apply, which leaves more of a row empty, and
+    attention costs more in longer rows.
     """
 
     def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:

@@ -1,7 +1,7 @@
 """The model as a sequence of layers, for a pipeline.
 
 The layers pass the state of both sides, the segments and positions of their tokens and, with dropout, the keys of its
-draws. All are floating-point tensors: integers below 2**24 are exact in float32.
+random numbers. All are floating-point tensors, because integers below 2**24 are exact in float32.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _pack_rows(rows: Rows) -> Tensor:
 
 
 def _unpack(rest: list[Tensor]) -> tuple[Rows, Rows, PairNoise | None]:
-    """Return source, target and draws. The tokens of rows are not passed: only embeddings need them."""
+    """Return source, target and random numbers. Tokens are missing, because only the embeddings need them."""
     source, target = (Rows(rows[..., 0], *rows.long().unbind(dim=-1)) for rows in rest[:2])
     if len(rest) == 2:
         return source, target, None

@@ -235,12 +235,12 @@ def embed(embedding: nn.Embedding, positions: nn.Embedding, rows: Rows, dropout:
 
 
 def source_draws(rates: DropoutRates, noise: PairNoise | None, source: Rows) -> Draws:
-    """Return the draws of the encoder; those of its layers are derived from them."""
+    """Return the dropout noise of the encoder, from which that of its layers is derived."""
     return _draws(rates, noise, "source", source, source)
 
 
 def target_draws(rates: DropoutRates, noise: PairNoise | None, source: Rows, target: Rows) -> Draws:
-    """Return the draws of the decoder; those of its layers are derived from them."""
+    """Return the dropout noise of the decoder, from which that of its layers is derived."""
     return _draws(rates, noise, "target", target, target, source)
 
 
@@ -388,7 +388,7 @@ class FeedForward(nn.Module):
 class Cache:
     """Keys and values of the first `length` target tokens, and of the source, in every decoder layer.
 
-    A model split into layers keeps no keys and values: it computes all target `rows` up to now at each step.
+    A model split into layers keeps no keys and values: it recomputes all previous target `rows` at each step.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -397,7 +397,7 @@ class Cache:
         self.rows: Rows | None = None
 
     def append(self, target: Rows) -> Rows:
-        """Append the next token of each row, and return all up to now."""
+        """Append the next token of each row, and return all tokens so far."""
         parts = [target] if self.rows is None else [self.rows, target]
         self.rows = Rows(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
         return self.rows
@@ -438,7 +438,8 @@ def _heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
     return x.view(R, T, count, num_heads, C // count // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-# After division by the square root of the head size, at least 1000 for heads of up to 100 channels: so much larger than
-# differences of scores that the exponential is 0, and within the range of float16 and bfloat16.
+# Subtracted from the scores of other segments. After division by the square root of the head size, it is at least 1000
+# for heads of up to 100 channels: so much larger than differences of scores that the exponential is 0, but within the
+# range of float16 and bfloat16.
 FAR = 1e4
 _MOST_POSITIONS = 2**24  # more than in any sequence

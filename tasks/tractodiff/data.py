@@ -40,7 +40,7 @@ class Tracts:
     subject   (M,) of each streamline
     split     (M,) of each streamline, a number of SPLITS
     bundle    (M,) of each streamline, a number of `bundles`
-    bundles   their names
+    bundles   names of the bundles
     affines   (S, 4, 4) from voxels to RAS mm
     """
 
@@ -60,7 +60,7 @@ class Tracts:
         return [self.points[starts[i] : starts[i + 1]] for i in self._chosen(split, subject)]
 
     def bundles_of(self, split: str, subject: int) -> list[str]:
-        """Return the bundle of each of these streamlines."""
+        """Return the bundle of each streamline of a subject in a split."""
         return [self.bundles[number] for number in self.bundle[self._chosen(split, subject)].tolist()]
 
     def _chosen(self, split: str, subject: int) -> list[int]:
@@ -119,7 +119,7 @@ class SegmentDataset:
         return self.compose(self.load_fixed, indices)
 
     def load_fixed(self, indices: Sequence[int]) -> Batch:
-        """Return a batch with all values and points before each start that are known, instead of the condition."""
+        """Return a batch with, instead of the condition, image values and all known points before each start."""
         at = torch.as_tensor(indices)
         start, sense, line = self._start[at], self._sense[at], self._line[at]
         back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], self.num_known[at, None])

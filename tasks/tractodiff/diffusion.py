@@ -43,7 +43,7 @@ class Schedule(nn.Module):
         return len(self.signal)
 
     def add_noise(self, x0: Tensor, step: Tensor, noise: Tensor) -> Tensor:
-        """Return x0 (B, ...) after `step` (B,) with noise of unit variance."""
+        """Return x0 (B, ...) with the fraction of noise at `step` (B,); `noise` has unit variance."""
         signal = self.signal[step].view(-1, *[1] * (x0.dim() - 1))
         return signal.sqrt() * x0 + (1 - signal).sqrt() * noise
 

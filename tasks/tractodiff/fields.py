@@ -55,9 +55,9 @@ class Fields:
         return self.values[first : first + int(sizes[subject])].view(*self.shapes[subject].tolist(), -1)
 
     def sample(self, points: Tensor, subject: Tensor) -> Tensor:
-        """Return the values (N, C), float32, at points (N, 3) of subjects (N,): trilinear, zero outside the image.
+        """Interpolate the values (N, C), float32, at points (N, 3) of subjects (N,): trilinear, zero outside the image.
 
-        Differentiable with respect to the points, and unlike grid_sample with a deterministic gradient on all devices.
+        Differentiable with respect to the points; unlike that of grid_sample, the gradient is always deterministic.
         """
         matrix = self.to_voxel[subject]
         voxel = (matrix[:, :3, :3] @ points[:, :, None])[:, :, 0] + matrix[:, :3, 3]

@@ -71,7 +71,7 @@ def generate_streamlines(
 
     inside      points (M, 3) -> (M,) bool
     advance     number of points to keep of each segment of 16 before the next one is drawn
-    max_points  on each side of the seed
+    max_points  maximum number of points on each side of the seed
     """
     ahead = _one_way(draw, inside, seeds[:, None].expand(-1, NUM_DIRECTIONS + 1, -1), advance, max_points)
     # Backward from the seed, the forward points are the history.

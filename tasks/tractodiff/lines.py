@@ -50,7 +50,7 @@ def length(line: Array) -> float:
 
 
 def connects(line: Array, others: Sequence[Array], reach: float) -> bool:
-    """Return whether both ends of a line (n, 3) are within `reach` of those of one of the others, in either sense."""
+    """Return whether both ends of a line (n, 3) are within `reach` of those of one other line, in either direction."""
     ends = line[[0, -1]]
     known = np.stack([other[[0, -1]] for other in others])
     senses = np.stack([known, known[:, ::-1]])  # (2, lines, ends, 3)

@@ -78,7 +78,7 @@ class StreamlineDiffusion(nn.Module):
 
 
 class Begin(nn.Module):
-    """Noisy points, step and condition to noisy points, embedded step and normalized condition."""
+    """Map noisy points, step and condition to noisy points, embedded step and normalized condition."""
 
     def __init__(self, whole: StreamlineDiffusion) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Encode(nn.Module):
 
 
 class Join(nn.Module):
-    """Embedded step and encoded condition in one tensor."""
+    """Concatenate the embedded step and the encoded condition."""
 
     def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         noisy, time, encoded = given
@@ -192,7 +192,7 @@ def _conditioned(stage: Any) -> list[nn.Module]:
 
 
 class Transposed(nn.Module):
-    """Points (B, 16, 3) to channels (B, 3, 16)."""
+    """Map points (B, 16, 3) to channels (B, 3, 16)."""
 
     def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         noisy, known = given
@@ -236,7 +236,7 @@ class Up(nn.Module):
 
 
 class Output(nn.Module):
-    """Channels to points (B, 16, 3)."""
+    """Map channels to points (B, 16, 3)."""
 
     def __init__(self, output: nn.Module) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Output(nn.Module):
 
 
 class UNetStage(nn.Module):
-    """Two residual blocks of two convolutions of five points each."""
+    """Two residual blocks, each with two convolutions over five points."""
 
     def __init__(self, channels_in: int, channels: int, width: int) -> None:
         super().__init__()
