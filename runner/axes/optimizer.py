@@ -36,7 +36,7 @@ from runner.config.schema import did_you_mean
 from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
 
-Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
+Parameters = Sequence[tuple[str, nn.Parameter]]  # names and parameters of the model, only those with requires_grad
 
 
 def adamw(

@@ -151,7 +151,7 @@ def init_worker(parent_pid: int, worker: int) -> None:
     sys.excepthook = _print_unexpected_error
     ignore_stop_signals()
     folder = shared_folder()
-    if folder is not None:  # where it writes its stacks if something hangs
+    if folder is not None:  # the worker writes its stacks there if something hangs
         with suppress(OSError):
             dump_on_signal(folder)
 

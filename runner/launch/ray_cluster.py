@@ -66,7 +66,7 @@ class RayCluster:
         restarts = int(configuration.choices["parallelism"].options.get("restarts", 0))
         try:
             ray.init(address=self.address, log_to_driver=True)
-        except (ConnectionError, RuntimeError, ValueError) as error:  # none, another version, not an address
+        except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster, another version, or not an address
             fix = "start one with `ray start --head`, or set launcher.address"
             raise SystemLimit(f"cannot use a Ray cluster: {error}", where="launcher=ray", fix=fix) from error
         try:

@@ -195,8 +195,8 @@ class Episodes:
     """Sample i has object i as the support, and other objects of its category as queries.
 
     A batch is a dict of tensors; images are float32 from 0 to 1, coordinates are x, y relative to the image size:
-    support_image (B, 3, S, S), support_xy (B, K, 2), support_visible (B, K), present (B, K): K is that of the largest
-    category, others are padded; query_image (B, Q, 3, S, S), query_xy (B, Q, K, 2), query_visible (B, Q, K),
+    support_image (B, 3, S, S), support_xy (B, K, 2), support_visible (B, K), present (B, K), padded to the K keypoints
+    of the largest category; query_image (B, Q, 3, S, S), query_xy (B, Q, K, 2), query_visible (B, Q, K),
     query_size (B, Q): longer side of the object; object (B, 1 + Q): positions in the set's annotations;
     pushed_out (B,) and redrawn (B,): numbers of keypoints moved out of the image, and of rejected poses.
 
