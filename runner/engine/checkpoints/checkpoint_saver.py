@@ -20,12 +20,13 @@ from runner.engine.process.run_screen import Screen
 
 @dataclass(frozen=True)
 class HeldBest:
-    """The best checkpoint so far, in host memory, because writing it now would exceed the cost limit.
+    """The best checkpoint so far, held in host memory because writing it now would exceed the cost limit.
 
-    number      number of the checkpoint; value: its metric
+    number      number of the checkpoint
+    value       its value of the metric `checkpoint.best`
     kept        returns the checkpoints to keep regardless of age
     copy_s      seconds for which the copy blocked training
-    held_since  time of the copy, by `time.monotonic`
+    held_since  `time.monotonic()` when it was copied
     """
 
     number: int
@@ -41,9 +42,9 @@ class Saver:
     """Pass snapshots to the writer, which writes them to disk during training.
 
     save_cost     cost of saving, over all phases of the run
-    host_buffers  for two copies: the one being written, and the best one not written yet
+    host_buffers  memory for two copies of the state: the one being written, and the best one held in memory
     on_disk       number of the newest existing checkpoint, None if there is none
-    bests         (metric, number) of the best saved checkpoints of the phase, best first
+    bests         (metric value, number) of the best saved checkpoints of the phase, best first
 
     With `checkpoint.every=auto` a best checkpoint is written at once only if that does not exceed the cost limit of
     saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, MAX_AT_RISK_S have
@@ -68,8 +69,8 @@ class Saver:
         self._writer_buffer = host_buffers[1]
         self._on_disk = on_disk
         self.bests = list(bests)
-        self._bests_before = self.bests  # without the checkpoint being written
-        self._number: int | None = None  # number of that checkpoint
+        self._bests_before = self.bests  # without the checkpoint being written; restored if that fails
+        self._number: int | None = None  # number of the checkpoint being written
         self._is_writing = False  # a checkpoint was being written at the end of the last update
         self._warned: set[str] = set()  # topics of printed warnings
         self.adapt()
@@ -101,12 +102,12 @@ class Saver:
         self, number: int, take_snapshot: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
     ) -> None:
         """Keep the snapshot of one of the best checkpoints in memory until it is written."""
-        if self.policy.keep_best > 1:  # with one best checkpoint, the new one replaces it
+        if self.policy.keep_best > 1:  # with only one, the new checkpoint replaces the held one
             self.write_held()
         start = time.perf_counter()
         self._choose_buffer()
         bests = self.bests
-        # This snapshot must list itself among the best; others must not until it is written.
+        # This snapshot must list itself among the best. Other snapshots must not list it until it is written.
         self.add_best(value, number)
         try:
             snapshot = take_snapshot()
@@ -143,7 +144,7 @@ class Saver:
     def _choose_buffer(self) -> None:
         """Choose a buffer that neither the writer nor the held checkpoint uses.
 
-        If both are in use, that of the held one is reused, and this copy replaces it.
+        If both are in use, the next copy overwrites the held checkpoint.
         """
         free = [
             buffer for buffer in self.host_buffers if self.writer.busy_s is None or buffer is not self._writer_buffer
@@ -167,9 +168,9 @@ class Saver:
     ) -> None:
         """Take a snapshot and start writing it.
 
-        value           value of `checkpoint.best`'s metric if this checkpoint is one of the best; a failed save is not
+        value           metric value if this is one of the best checkpoints; it is removed from these if the save fails
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
-        counts_as_cost  another update follows, so the time is a cost of saving
+        counts_as_cost  another update follows, so the save delays training and counts as its cost
         overwrite       replace an existing checkpoint of the same update
         Raises StorageError if the last three saves failed, and exceptions of `take_snapshot`.
         """
@@ -205,7 +206,7 @@ class Saver:
                 )
 
     def is_due_by_time(self) -> bool:
-        """Return True if the time between saves has passed and the disk is ready; waiting for it would block training.
+        """Return True if the save interval has elapsed and the writer is idle; waiting for it would block training.
 
         Warns once if a write takes longer than the interval between saves.
         """
@@ -224,7 +225,7 @@ class Saver:
         return False
 
     def record_update(self, seconds: float) -> None:
-        """Record the time of an update and, once a checkpoint is written, its cost."""
+        """Record the time of an update and the cost of a finished write; write the held checkpoint when due."""
         self.save_cost.record_update(seconds, writing=self._is_writing)
         self.poll_writer()
         if self.held is not None and self.writer.busy_s is None:

@@ -39,7 +39,7 @@ def check_state(start: LoadedCheckpoint) -> LoadedCheckpoint:
 
 @contextmanager
 def convert_state_errors(start: LoadedCheckpoint) -> Iterator[None]:
-    """Raise exceptions of restoring state as DataError, because components do not validate their state."""
+    """Convert exceptions raised while restoring state to DataError, because components do not validate their state."""
     try:
         yield
     except (AccelRunError, torch.OutOfMemoryError):
@@ -119,7 +119,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Return whether these are valid states of NumPy's and Python's generators. NumPy does not check the position."""
+    """Return whether these are valid states of NumPy's and Python's generators; NumPy does not check the position."""
     if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("numpy", "python")):
         return False
     numpy, python = value["numpy"], value["python"]

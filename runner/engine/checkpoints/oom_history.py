@@ -1,7 +1,7 @@
-"""Record reductions of the micro-batch size after out-of-memory errors, so that a resumed run starts with that size.
+"""Record reductions of the micro-batch size after out-of-memory errors; a resumed run starts with the reduced size.
 
-`passes.json` of the run directory has a row per reduction. A row applies only to the micro_batch_size and number of
-ranks with which it was recorded; with others, a run starts with the requested size.
+`passes.json` in the run directory has a row per reduction. A row applies only to the micro_batch_size and the number of
+ranks with which it was recorded; if either differs, the run starts with the requested size.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Use = Literal["training", "evaluation"]
 class ReducedMicroBatch:
     """A reduction of the micro-batch size.
 
-    update      number of completed updates of this phase before it
+    update      number of updates of the phase that were completed before the reduction
     rank        rank to which it applies; None: all ranks
-    size        maximum number of samples
-    asked       maximum number of samples in the settings
+    size        maximum number of samples of a micro-batch
+    asked       maximum that the settings requested
     world_size  number of ranks
     in_place    True: the process continued; False: it ended, and the run resumed from its last checkpoint
     """
@@ -40,7 +40,7 @@ class ReducedMicroBatch:
     in_place: bool = True
 
     def applies_to(self, rank: int) -> bool:
-        """Return whether it applies to this rank."""
+        """Return whether the reduction applies to this rank."""
         return self.rank is None or self.rank == rank
 
 

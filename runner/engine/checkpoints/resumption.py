@@ -28,12 +28,12 @@ FIXED_KEYS = (
     "task", "global_batch_size", "seed", "data.path", "data.train_samples", "data.shards", "data.shards_per_update",
     "dataloader.drop_last", "sampler", "trains", "adapter",
 )  # fmt: skip
-# Keys that change the mathematics from the resume on; they may change if resume_allow names them.
+# Keys that change the mathematics of later updates; they may change only if resume_allow names them.
 KEYS_ALLOWED_BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook", "objective",
 )  # fmt: skip
-# Keys that older checkpoints lack, with the values that describe their behavior.
+# Keys that older checkpoints lack, with the values that reproduce the behavior of their version.
 ADDED_KEYS: Mapping[str, Any] = {
     "adapter": "none",
     "averaging": "none",
@@ -79,7 +79,7 @@ def compare(
     }
     is_named = {key: _is_under(key, allowed) or _is_under(_strip_phase(key), allowed) for key in classes}
     refused = [key for key, kind in classes.items() if kind == "fixed" or (kind == "by name" and not is_named[key])]
-    # The keys of a refused option are restored or allowed with it.
+    # If an option itself is refused, its keys are not listed: they are restored or allowed together with it.
     refused = [key for key in refused if not _is_under(key.rpartition(".")[0], refused)]
     too_short = [key for key in refused if _strip_phase(key) == "updates" and (now.get(key) or trained) < trained]
     to_allow = [key for key in refused if classes[key] == "by name" and key not in too_short]
@@ -91,7 +91,7 @@ def compare(
             fix = "restore the old value, or start a new run with another run=NAME"
         elif key in too_short:
             fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
-        elif key == to_allow[-1]:  # a single setting, ready to paste
+        elif key == to_allow[-1]:  # the last key to allow has the complete setting, ready to paste
             names = ",".join((*allowed, *to_allow))
             restored = " after restoring the other values" if "fixed" in map(classes.get, refused) or too_short else ""
             fix = f"to continue anyway{restored}, use resume_allow=[{names}], or start a new run with another run=NAME"
@@ -136,7 +136,7 @@ def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDire
 
     Phases that another run finished satisfy `needs`; phases listed in `phases` run again.
     Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or if no phase is left;
-    InputMissing if a phase needs another that is neither finished nor comes before it.
+    InputMissing if a phase needs another one that is neither finished nor run before it.
     """
     selected, names = list(plan.selected), [phase.name for phase in plan.phases]
     finished: set[str] = set()
@@ -191,7 +191,7 @@ def _collect_needs(plan: Plan, name: str) -> set[str]:
 
 
 def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
-    """Return whether finished phases run again: the user names phases, and the checkpoint is of another run."""
+    """Return whether finished phases run again: if `phases` is set and the checkpoint belongs to another run."""
     return plan.settings.phases is not None and start.path.parent != directory.checkpoints
 
 
@@ -204,8 +204,8 @@ def is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirector
 def find_finished(plan: Plan, directory: RunDirectory) -> LoadedCheckpoint | None:
     """Return the last checkpoint of a finished run if the plan leaves nothing to do; None if something may be left.
 
-    Nothing is written, so that the run keeps the record of the process that finished it. The start of the run handles
-    errors, damaged files, and a mirror, which may hold newer checkpoints.
+    Writes nothing, so that the run keeps the record of the process that finished it. Also returns None for errors,
+    damaged files, and a mirror, which may hold newer checkpoints, because the start of the run handles these.
     """
     is_new_work = plan.settings.resume == "fresh" or plan.choices["profiler"].options.get("only")
     if is_new_work or plan.choices["checkpoint"].options.get("mirror") is not None:
@@ -243,7 +243,7 @@ def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], No
 def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
     """Return the allowed differences from the checkpoint. Raises IncompatibleResume for others.
 
-    Of the phase settings only those of the resumed phase are compared: the others are finished or not started.
+    Settings of other phases than the resumed one are ignored, because those phases are finished or have not started.
     """
     current = start.state["phase"]
     resumed = current if current in [phase.name for phase in plan.selected] else None
@@ -309,7 +309,7 @@ def find_resume_point(
 
 
 def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> LoadedCheckpoint:
-    """Return the checkpoint selected by resume=: that folder, or the newest valid one of a run."""
+    """Return the checkpoint that resume= selects: the folder it names, or the newest valid one of the run it names."""
     other = find_start(requested, plan.settings.root, directory)
     if isinstance(other, Path):
         return load(other)

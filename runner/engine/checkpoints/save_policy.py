@@ -28,7 +28,7 @@ from runner.durable.checkpoint_choice import Ranking
 from runner.durable.checkpoint_writer import SavedCheckpoint
 
 MAX_AT_RISK_S = 600.0  # maximum seconds of work at risk with `every: auto`
-MAX_OVERHEAD = 0.01  # of saving with `every: auto`, as a fraction of the time, unless MAX_AT_RISK_S requires more
+MAX_OVERHEAD = 0.01  # maximum fraction of time spent on saving with `every: auto`; MAX_AT_RISK_S takes precedence
 MIN_INTERVAL_S = 60.0  # minimum seconds between saves with `every: auto`
 RETRY_S = 60.0  # seconds until the next save after a failed one
 
@@ -37,9 +37,9 @@ RETRY_S = 60.0  # seconds until the next save after a failed one
 class SavePolicy:
     """Decide after each update whether to save.
 
-    updates        between saves
-    epochs         between saves
-    seconds        between saves; with `is_auto` derived from the cost of saves
+    updates        number of updates between saves, or None
+    epochs         number of epochs between saves, or None
+    seconds        seconds between saves, or None; with `is_auto`, derived from the cost of saves
     keep           number of newest checkpoints to keep, at least two
     best           metric whose best checkpoints are also kept, or None
     keep_best      number of best checkpoints to keep
@@ -81,7 +81,7 @@ class SavePolicy:
         return self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0
 
     def is_due_by_time(self) -> bool:
-        """Return True if the save interval has elapsed; `restart_interval` resets it."""
+        """Return True if the save interval or the delay before a retry has elapsed; `restart_interval` resets both."""
         now = time.monotonic()
         has_elapsed = self.seconds is not None and now - self._last_saved >= self.seconds
         return has_elapsed or (self._retry_at is not None and now >= self._retry_at)
@@ -91,7 +91,7 @@ class SavePolicy:
         self._last_saved, self._retry_at = time.monotonic(), None
 
     def record_result(self, *, has_succeeded: bool) -> None:
-        """Record the end of a save; a failed save is retried after a minute, but only once in a row."""
+        """Record the result of a save. A failed save is retried after a minute, unless the previous one failed, too."""
         intervals = (self.updates, self.epochs, self.seconds)
         if not has_succeeded and not self._previous_failed and any(interval is not None for interval in intervals):
             self._retry_at = time.monotonic() + RETRY_S
@@ -106,7 +106,7 @@ class SavePolicy:
 
         cost_s    training time lost per save, in seconds
         write_s   seconds from the copy until the checkpoint is on disk
-        update_s  seconds of an update; saves happen only after an update
+        update_s  seconds per update; saves happen only between updates
         """
         if not self.is_auto:
             return ""
@@ -150,7 +150,14 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """Cost of the last save: seconds that training was blocked and slowed down, until on disk, and in total."""
+    """Cost of a save.
+
+    held_s    seconds for which it blocked training
+    slowed_s  seconds by which the concurrent write slowed updates down
+    write_s   seconds until the checkpoint was on disk
+    total_s   seconds until the checkpoints that it replaces were removed
+    nbytes    size of its tensors
+    """
 
     held_s: float
     slowed_s: float
@@ -170,8 +177,8 @@ class SaveCost:
         self._undisturbed_s: deque[float] = deque(maxlen=100)  # seconds of updates without a concurrent write
         self._during_write_s: list[float] = []
         self._recent: deque[SaveTimes] = deque(maxlen=3)
-        self._pause_s = 0.0  # by the current save
-        self._last_recorded: SavedCheckpoint | None = None  # the last one that was recorded
+        self._pause_s = 0.0  # seconds for which the current save blocked training
+        self._last_recorded: SavedCheckpoint | None = None
 
     def record_update(self, seconds: float, *, writing: bool) -> None:
         """Record an update, and whether a checkpoint was being written during it."""
@@ -237,7 +244,7 @@ class SaveCost:
         return max((times.held_s + times.write_s for times in self._recent), default=None)
 
     def state(self) -> list[dict[str, float]]:
-        """Return the values for a resumed run."""
+        """Return the costs of the last saves, for a resumed run."""
         return [asdict(times) for times in self._recent]
 
     def load(self, state: list[dict[str, Any]]) -> None:
@@ -259,8 +266,7 @@ def default(
 ) -> SavePolicy:
     """Save periodically, at the end of each phase, and when stopped.
 
-    every    checkpoint interval in updates: 200 or 200updates; or 2epochs, 10min; auto: overhead below 1 %, every 1 to
-             10 min
+    every    checkpoint interval: 200 or 200updates, 2epochs or 10min; auto: every 1 to 10 min, overhead below 1 %
     """
     policy = off(
         keep=keep, best=best, keep_best=keep_best, best_is=best_is, grace_s=grace_s, mirror=mirror,
@@ -297,7 +303,7 @@ def off(
 
 
 def parse_every(every: int | str) -> tuple[float, str]:
-    """Return (number, "updates" | "epochs" | "min") of 200, 200updates, 2epochs or 10min."""
+    """Parse 200, 200updates, 2epochs or 10min into (number, unit), where unit is "updates", "epochs" or "min"."""
     if isinstance(every, int):
         return float(every), "updates"
     parsed = re.fullmatch(r"([\d.]+)\s*(u|e|m)\w*", every)

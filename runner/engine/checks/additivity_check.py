@@ -1,9 +1,9 @@
 """Check once, before the first update, that loss and metrics are summed over the batch and not averaged.
 
-With a mean instead of the sum, gradients and the logged loss are too small by the number of items, but nothing fails.
-The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
-other. All samples get the same random numbers. The calls leave the model, the generators and the order of the data
-unchanged.
+With a mean instead of the sum, gradients and the logged loss are too small by a factor of the number of items, but
+nothing fails. The loss of a batch must equal the sum of the losses of its halves. It is computed in eval mode, in which
+samples do not depend on each other, with the same random numbers for all samples. The calls leave the model, the
+generators and the order of the data unchanged.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from runner.engine.parts.assemble import Parts
 from runner.engine.update.coupled import Embedding, validate_embedding
 from runner.loading.loaders import Loader
 
-TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
-ROUNDING = 1e-3  # the same for weights in float32: more is a term that is not a sum, such as an L2 penalty
+# Relative to the loss. bfloat16 rounds, and kernels for other batch sizes round differently; a mean is off by half.
+TOLERANCE = 0.05
+ROUNDING = 1e-3  # for float32 weights; a larger deviation comes from a term that is not a sum, such as an L2 penalty
 NEAR_MEAN = 0.2
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
-_MEAN_GROWTH = 1.6  # of a mean over samples that are compared, if their number doubles; log(8) / log(4) is 1.5
+# Maximum growth of a mean when the number of compared samples doubles; a cross-entropy grows by log(8) / log(4) = 1.5.
+_MEAN_GROWTH = 1.6
 _MIN_COUPLED_SAMPLES = 8
-_MAX_COUPLED_SAMPLES = 32  # taken four times; the memory of many losses is quadratic in the samples
-_NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
+_MAX_COUPLED_SAMPLES = 32  # before they are repeated four times; many losses need memory quadratic in the samples
+_NUM_ATTEMPTS = 4  # with different random numbers, until the loss is finite and not 0
 
 
 class _Values(NamedTuple):
@@ -64,7 +66,10 @@ class _Values(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True if the values are consistent with a sum; counts that do not add up may count another kind of item."""
+        """True if the values are consistent with a sum.
+
+        Counts that do not add up are accepted unless they are constant, because they may count another kind of item.
+        """
         if self.is_degenerate:
             return True
         if not math.isclose(self.batch[1], sum(count for _, count in self.halves), rel_tol=1e-6):
@@ -75,7 +80,7 @@ class _Values(NamedTuple):
     def has_constant_count(self) -> bool:
         """True if the loss is a sum but a batch and its halves have the same count, as with len((x, y)).
 
-        Both halves must contribute: a count that is at least 1 is correct if one half has no items.
+        Both halves must contribute to the loss, because max(count, 1) is a correct count if one half has no items.
         """
         is_constant = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
         return is_constant and self._is_additive and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
@@ -93,7 +98,7 @@ class _Values(NamedTuple):
     def is_per_batch(self) -> bool:
         """True if the value is between those of the halves and the counts are equal, as for a mean with a count of 1.
 
-        If the count is 1, three equal values also qualify: the last layer may be initialized with zeros.
+        If the count is 1, three equal values also qualify, because the last layer may be initialized with zeros.
         """
         low, high = sorted(loss for loss, _ in self.halves)
         margin = 1e-3 * (high - low)
@@ -104,11 +109,11 @@ class _Values(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """True if the batch and its halves have the same value and count, as a metric that is a constant."""
+        """True if the batch and its halves have the same value and count, as for a constant metric."""
         return self.batch == self.halves[0] == self.halves[1]
 
     def is_close(self, other: _Values | None) -> bool:
-        """Return whether the other values are equal, except for rounding."""
+        """Return whether the other values are equal to these, up to rounding."""
         if other is None:
             return False
         pairs = zip((self.batch, *self.halves), (other.batch, *other.halves), strict=True)
@@ -121,7 +126,7 @@ class _Values(NamedTuple):
 
     @property
     def grows_as_mean(self) -> bool:
-        """True if the count grows with the batch, but the loss is not much more than the mean of its halves."""
+        """True if the count grows with the batch, but the loss is not much more than the mean of the halves."""
         has_growing_count = self.batch[1] > 0.75 * sum(count for _, count in self.halves) > 0
         if self.is_degenerate or not has_growing_count or not self._mean_of_halves or not self.batch[0]:
             return False
@@ -155,7 +160,7 @@ class LossCheck(NamedTuple):
     """Result of the check of a loss.
 
     reason   why the check was inconclusive, or ""
-    warning  by how much the loss is not a sum, if it is more than rounding, or ""
+    warning  message with the deviation from a sum if it exceeds rounding, or ""
     """
 
     reason: str = ""
@@ -184,12 +189,13 @@ def check_loss_is_sum(
             reason = verdict.reason
             warning = _deviation_warning(verdict.values) if verdict.deviates and verdict.values else ""
             for name, verdict in verdicts.items():  # the third value of the loss
-                if verdict.is_fault and verdict.kind == "mean":  # a constant count is useful: items per micro-batch
+                # A sum with a constant count is a useful metric, such as items per micro-batch.
+                if verdict.is_fault and verdict.kind == "mean":
                     fault = fault or _metric_fault(name, verdict, loss, parts)
             fault = _describe(elements.fault) if elements.fault else fault
     gathered = parts.world.gather([fault, reason, warning, first.counts])
     faults = [fault for fault, *_ in gathered]
-    # If the ranks do not split a batch, rank 0 has read its samples.
+    # Without `splits_batch`, as in a pipeline, the verdict of rank 0 on its samples decides.
     _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
     reasons = [reason for _, reason, _, counts in gathered if counts]
     warnings = filter(None, (warning for _, _, warning, _ in gathered))
@@ -199,11 +205,12 @@ def check_loss_is_sum(
 def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> None:
     """Raise TaskFault on every rank if `couple` returns a mean with the number of samples as count.
 
-    The loss of samples that are compared with each other is not the sum over two halves. A sum still roughly doubles
-    from a half to the batch, and from rows repeated twice to rows repeated four times; the mean of a cross-entropy
-    grows by log(2). The loss is refused only if both growths are small, because the terms of some sums become smaller
-    in larger batches. Single rows are not compared with rows repeated twice: the first repetition gives each row
-    another one of its class. The count must grow; the number of classes does not.
+    If a loss compares samples with each other, the loss of a batch is not the sum of the losses of its halves. A sum
+    still roughly doubles from a half to the batch, and from rows repeated twice to rows repeated four times, whereas
+    the mean of a cross-entropy grows by log(2). The loss is refused only if both growths are small, because the terms
+    of some sums become smaller in larger batches. Single rows are not compared with rows repeated twice, because the
+    first repetition gives each row a partner of its class. A count that does not grow with the batch,
+    such as a number of classes, is not refused either.
     """
     task = parts.task
 
@@ -242,10 +249,10 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
 def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
     """Raise TaskFault on every rank if a metric of `evaluate` is a mean instead of a sum over the batch.
 
-    Return reason -> metrics that could not be checked. Every rank compares the same held-out samples.
+    Return the metrics that could not be checked, as reason -> names. Every rank compares the same held-out samples.
 
     loader   reads held-out samples
-    indices  of the samples of the first batch
+    indices  indices of the samples of the first batch
     """
     task, read = parts.task, BatchReader(loader, parts.prefetch)
     like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
@@ -310,7 +317,7 @@ def _raise_fault(fault: Sequence[str] | None) -> None:
 def _compute_sums(
     parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any, elements: ElementCheck
 ) -> _SumsByName:
-    """Return the loss, and the further metrics that it returns."""
+    """Return the sums and counts of the loss and of the metrics in its third value, by name."""
     result = loss(parts.model, batch)
     total = validate_loss(result, loss, parts.source)
     further = validate_metrics(result[2], loss, parts.source, value=_THIRD_VALUE) if len(result) > 2 else {}
@@ -320,8 +327,8 @@ def _compute_sums(
 class _SplitBatch(NamedTuple):
     """A batch and its halves.
 
-    are_slices  the halves are slices of the batch; otherwise they were collated again, perhaps with other draws
-    reason      why there are no halves
+    are_slices  the halves are slices of the batch; False: they were collated again, perhaps with other random numbers
+    reason      why there are no halves, or ""
     """
 
     batch: BatchPart | None
@@ -333,7 +340,7 @@ class _SplitBatch(NamedTuple):
 def _read_halves(
     first: MicroBatch, read: BatchReader | None, parts: Parts, *, at_least: int = 2, at_most: int | None = None
 ) -> _SplitBatch:
-    """Return a batch with its halves: the first micro-batch, if its number of samples is in these limits."""
+    """Return the first micro-batch with its halves; read it again if its number of samples is not in these limits."""
     if not first.counts:
         return _SplitBatch(None, None)
     norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
@@ -419,11 +426,11 @@ class _BatchComparison:
     ) -> None:
         self.parts, self.compute, self.split, self.epoch = parts, compute, split, epoch
         self.reason = split.reason
-        # Weights in half precision round by more than a small term that is not a sum.
+        # With weights in half precision, rounding can be larger than a small term that is not a sum.
         self._is_exact = all(weight.dtype not in _HALF for weight in parts.bare.parameters())
 
     def compare(self) -> dict[str, _Verdict]:
-        """Return the verdict on each name; on "loss" alone if there are no values."""
+        """Return name -> verdict; without values, only a verdict on "loss"."""
         for seed in range(_NUM_ATTEMPTS):
             draws = Draws()
             verdicts = self._compare_once(seed, draws)

@@ -1,4 +1,4 @@
-"""Call the functions of a task in checks, without an effect on the training."""
+"""Call the functions of a task in checks without affecting training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def without_effects(parts: Parts) -> Iterator[None]:
         _restore_attributes([parts.task, *parts.bare.modules()]),
         torch.no_grad(),
         noise.without_samples(),
-        # no compilation for other modes and half batches
+        # Calls in eval mode and with half batches must not trigger a compilation.
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
     ):
         try:

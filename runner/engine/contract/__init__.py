@@ -1,1 +1,1 @@
-"""The task contract at run time: load a task, check its members and results, and say which of its errors are whose."""
+"""The task contract at run time: load a task, check its members and results, and tell its errors from internal ones."""

@@ -1,4 +1,4 @@
-"""Call the function of a choice of the plan, from a shipped table, a task file or a package."""
+"""Call the function of an option that the plan selects: from a shipped table, a task file or a package."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def make_chosen(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
 
 
 def own_function(choice: Choice) -> Callable[..., Any]:
-    """Return the function of a task file or a package, with its keys."""
+    """Return the function of a task file or a package, with its settings bound."""
     options = {key: choice.options[key] for key in own_keys(choice.reference)}
     return partial(call_option, {}, choice.reference, **options)

@@ -27,7 +27,7 @@ from runner.tensors.module_buffers import TensorVersion
 Number = Tensor | int | float  # a tensor has shape (), except in what validate_metrics returns
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
 NUMBERS_FIX = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
-MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
+MAX_NUMBERS = 1000  # elements of one metric, each of which becomes a column in metrics.jsonl and trackers
 EVALUATE_VALUE = "the result of evaluate()"
 METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
@@ -130,7 +130,7 @@ def not_a_sum_fault(
 def _validate_pair(total: Any, count: Any) -> tuple[Number | None, Number | None]:
     """Return a sum and a count, or a vector or a matrix of sums with counts of the same shape; None if invalid.
 
-    A vector with one count is a mistake: the values of the samples, which were not summed.
+    A vector with a single count is invalid: it holds the values of the samples, which were not summed.
     """
     if not is_vector(total) or not is_vector(count) or total.shape != count.shape:
         return _to_number(total), _to_number(count)
@@ -163,7 +163,9 @@ def expand_metrics(metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tu
 class ElementCheck:
     """Refuses metrics that have one value per sample: a vector of sums has as many elements for a half as for a batch.
 
-    method, source, value  of the metrics, for the message
+    method  returns the metrics
+    source  file of the task
+    value   subject of the error message, as in `validate_metrics`
     """
 
     def __init__(self, method: Callable[..., Any], source: Path, value: str) -> None:
@@ -172,7 +174,7 @@ class ElementCheck:
         self.fault: TaskFault | None = None
 
     def expand(self, metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
-        """Return the elements. Raises TaskFault if a metric has another number of them than in the first call."""
+        """Return one metric per element. Raises TaskFault if the number of elements differs from the first call."""
         for name, pair in metrics.items():
             number = pair[0].numel() if is_vector(pair[0]) else 1
             first = self._first.setdefault(name, number)
@@ -184,9 +186,9 @@ class ElementCheck:
 
 
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
-    """Call `begin_update`, and again if it changes the model: the second call must not change it further.
+    """Call `begin_update`; if it changes the model, call it again to check that a second call changes nothing more.
 
-    A moving average that it computes would move twice at an update at which a run resumes, evaluates or retries.
+    It is called again for an update at which a run resumes, evaluates or retries; a moving average would move twice.
     Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of weights.
     Raises TaskFault with the names of the tensors that the second call changes.
     """

@@ -138,7 +138,7 @@ def _is_from_multiprocessing(info: ExceptionInfo) -> bool:
 
 
 def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
-    """Return the fault for errors of autograd in the runner's backward pass, which operators of the task cause."""
+    """Return the fault for an autograd error in the runner's backward pass, which an operation of the task causes."""
     where = f"{what}: {source}"
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
@@ -152,7 +152,7 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
 
 
 def _disk_error(error: Exception, what: str) -> AccelRunError | None:
-    """Return the error for a failed system call if no line of the task is in the traceback."""
+    """Return the error for a failed file operation whose fix is known; call it if the task did not cause the error."""
     if not isinstance(error, OSError) or error.errno not in _DISK_FIXES:
         return None
     where = f"{what}: {error.filename}" if error.filename else what
@@ -181,7 +181,7 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
 
 
 def _suggest_rename(error: BaseException, source: Path) -> Iterator[str]:
-    """Yield the fix for a task that imports its own module called runner, because this package is found first."""
+    """Suggest renaming a module of the task that is called runner: an import finds this package instead."""
     top = __name__.partition(".")[0]
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
         return
@@ -206,7 +206,7 @@ def _first_task_exception(info: ExceptionInfo, source: Path) -> ExceptionInfo | 
 
 
 def _format_traceback(info: ExceptionInfo, source: Path) -> Iterator[str]:
-    """Yield the task lines that an exception passed through, then those of its parts and causes."""
+    """Yield the task lines that an exception passed through, then those of its group members and causes."""
     lines: list[str] = []
     for frame in _task_frames(info, source):
         text = _format_frame(frame)

@@ -1,4 +1,4 @@
-"""Adapters: add a few trainable weights to a model and freeze its own."""
+"""Adapters: add a few trainable weights to a model and freeze the model's own weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Adapter:
         """Return the tensors for a checkpoint.
 
         state       state_dict of the model
-        parameters  of the model; tied ones are listed under each of their names. Buffers are always saved
+        parameters  parameters of the model; tied ones are listed under each of their names
+
+        Buffers are always included.
         """
         return dict(state)
 
@@ -65,8 +67,6 @@ def lora(
     checkpoint: Literal["adapter", "all"] = "adapter",
 ) -> Adapter:
     """Low-rank adaptation: train small matrices added to layers, whose own weights stay frozen; needs peft.
-
-    Needs the package peft.
 
     target      names of layers, or ends of names, such as [q_proj,v_proj]: linear, convolution or embedding;
                 []: all linear layers without a shared weight
@@ -205,7 +205,7 @@ def merge(model: nn.Module) -> None:
 
 
 def _adaptable_types() -> tuple[type[nn.Module], ...]:
-    return (*_TORCH_TYPES, require("peft.tuners.lora.layer", "lora").Conv1D)  # the class of transformers
+    return (*_TORCH_TYPES, require("peft.tuners.lora.layer", "lora").Conv1D)  # the linear layer of transformers' GPT-2
 
 
 def _has_suffix(name: str, end: str) -> bool:

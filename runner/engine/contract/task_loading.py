@@ -1,4 +1,4 @@
-"""Load a task: a built-in one or one of an installed package by name, or the file named on the command line."""
+"""Load a task: a built-in one or one from an installed package by name, or a task file."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "
 
 
 class CheckedLoss:
-    """The task's loss or embedding; checks its return values, and records the attention kernels of its first call.
+    """Calls the task's loss or embedding, checks what it returns, and records the attention kernels of the first call.
 
     records_attention   whether to record the attention kernels
     check               (answer, method, source, sync=) -> checked answer
-    objective           the objective whose loss it is, for messages
+    objective           name of the objective, for messages
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
     first_call_context  context for the first call
-    observe             receives the further metrics that a loss returns
+    observe             receives the metrics that a loss returns as its third value
     """
 
     first_call_context: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -159,7 +159,7 @@ class CheckedLoss:
         return answer
 
     def check_next_call(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Check the next call as the first one, in this context; attention kernels are not recorded again."""
+        """Treat the next call as the first one, inside `context`; attention kernels are not recorded again."""
         self.checked, self.records_attention, self.first_call_context = False, False, context
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
@@ -175,7 +175,7 @@ class CheckedLoss:
         return self.check(answer, self.loss, self.source, sync=sync)
 
 
-_RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective
+_RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names of metrics that updates and objectives report themselves
 
 
 def _discard_metrics(_: Mapping[str, tuple[Number, Number]]) -> None:
@@ -197,7 +197,7 @@ def build_task(plan: Plan, parallel: Parallel, world: World, loaded: Collection[
 
     loaded  names of tensors of the model that a checkpoint will replace
 
-    Raises ConfigError with parallelism.init=meta if building the task needs the values of its tensors.
+    With parallelism.init=meta, raises ConfigError if the task cannot be built without the values of its large tensors.
     """
     seed_everything(plan.settings.seed)
     if parallel.init == "full":
