@@ -15,7 +15,7 @@ class Feed:
 
     shapes  shapes of the first tensor of each batch seen so far
     shape   shape of the last one
-    marks   positions in the shards of a stream after these batches; the reader of `marks` clears it
+    marks   positions in the shards of a stream after the batches read so far; a hook that reads `marks` clears it
     """
 
     def __init__(

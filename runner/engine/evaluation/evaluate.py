@@ -88,7 +88,7 @@ def evaluate(
     on_last_batch  called after the last batch, before `summarize`
     split          of the samples, for `Task.metrics`
 
-    After an out-of-memory error, this rank runs all of its batches again, in smaller ones and without a collective.
+    After an out-of-memory error, this rank evaluates all of its samples again in smaller batches, without a collective.
 
     The generators are seeded with the seed of the run, so that metrics based on sampling are comparable. Afterwards the
     modes of all modules and the states of the generators are restored.
@@ -106,7 +106,7 @@ def evaluate(
 
     def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
-        sizes_by_name: dict[str, set[tuple[int, int]]] = {}  # numbers of elements and samples of the batches
+        sizes_by_name: dict[str, set[tuple[int, int]]] = {}  # (number of elements, number of samples) of each batch
         states.begin()
         with _evaluation_mode(parts, rank_seed(seed, world.rank)), parallel.gather_parameters(parts.model):
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
@@ -142,7 +142,7 @@ def evaluate(
         return None
     with _evaluation_mode(parts, seed):  # the same draws on all ranks
         results = states.results()
-    # `summarize` may compute gradients, and set buffers such as a threshold.
+    # Not _evaluation_mode, because `summarize` may compute gradients and set buffers, such as a threshold.
     with _modes_and_generators(parts.model, world.device):
         seed_everything(seed)
         return _summarize([sums for _, sums, _ in gathered], results, states.nonfinite, parts)
@@ -152,7 +152,7 @@ def evaluate(
 def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
     """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
 
-    Also used for code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
+    Also used after the last batch, because `couple` and metrics may draw random numbers and call modules.
     """
     with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
         seed_everything(seed)
@@ -169,7 +169,7 @@ def _summarize(
 
     sums_by_rank      metric -> sum, count and smallest count
     state_metrics     metrics that are not sums
-    nonfinite_states  those of them that are NaN although there are items
+    nonfinite_states  names of those that are not finite although they have items
     """
     task, source = parts.task, parts.source
     metrics_by_name: dict[str, float] = {}

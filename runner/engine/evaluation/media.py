@@ -1,4 +1,4 @@
-"""Encode what a hook logs: numbers, images as PNG, and histograms, as values of JSON."""
+"""Encode what a hook logs (numbers, images as PNG, histograms) as JSON values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLORS = {1: 0, 3: 2}  # channels -> color type of PNG
 
 
 def parse_number(name: str, value: Tensor | float) -> float:
-    """Convert a value to a number. Raises TypeError if it is none, ValueError for the name of a key column."""
+    """Convert a value to a number. Raises TypeError if it is not one, ValueError if `name` is a key column."""
     if name in ("update", "phase"):
         raise ValueError(f"{name} is a column of every row: choose another name")
     try:
@@ -25,12 +25,12 @@ def parse_number(name: str, value: Tensor | float) -> float:
 
 
 def encode_images(images: Tensor) -> dict[str, Any]:
-    """Return images as a value in a row of a tracker."""
+    """Return images as a JSON value for a row of a tracker."""
     return {"kind": "images", "png": [base64.b64encode(image).decode() for image in encode_png(images)]}
 
 
 def encode_histogram(values: Tensor, bins: int) -> dict[str, Any]:
-    """Return a histogram as a value in a row of a tracker."""
+    """Return a histogram as a JSON value for a row of a tracker."""
     edges, counts = histogram(values, bins)
     return {"kind": "histogram", "edges": edges, "counts": counts}
 
@@ -51,7 +51,7 @@ def encode_png(images: Tensor) -> list[bytes]:
 
 
 def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
-    """Return the edges of equal bins from the smallest to the largest finite value, and the counts."""
+    """Return the edges of equally wide bins between the smallest and the largest finite value, and the counts."""
     finite = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(finite[finite.isfinite()].numpy(), bins)
     return edges.tolist(), counts.tolist()

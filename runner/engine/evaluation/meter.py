@@ -65,9 +65,10 @@ def add_times(left: Seconds, right: Seconds) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TimedUpdate:
-    """Items of the updates after the first one of a process, and the seconds from its end to the end of the last one.
+    """Items and seconds of the updates after the first one of a process.
 
-    The seconds include work between updates: evaluations, checkpoints, logging.
+    The seconds run from the end of the first update to the end of the last one, so they include work between updates:
+    evaluations, checkpoints, logging.
     """
 
     items: float = 0.0
@@ -84,7 +85,7 @@ class TimedUpdate:
 
     @property
     def pace(self) -> float | None:
-        """Return updates per second, of the same time as `throughput`."""
+        """Return updates per second, over the same time as `throughput`."""
         return None if self.throughput is None else self.updates / self.seconds
 
 
@@ -96,14 +97,14 @@ class _Window:
     until: TimeSnapshot
     num_losses: int
     num_untimed: int
-    extra: Sequence[str] = ()  # names of further metrics, whose sums and counts end the numbers
+    extra: Sequence[str] = ()  # names of further metrics; their sums and counts come last in `_Pending.numbers`
 
 
 @dataclass(frozen=True)
 class _Pending:
     """Row whose numbers are being copied from the device.
 
-    numbers  loss sums, items, grad norm; None: being copied
+    numbers  loss sums, item counts, grad norm, and sums and counts of further metrics; None: still being copied
     """
 
     row: Row
@@ -123,7 +124,8 @@ class Meter:
     write        receives each finished row
     readings     returns further values of a row, such as the loss scale or GPU utilization
     stopwatch    time breakdown of the phase
-    is_starting  the first update of the phase is the first of its process and is not timed; `restart_clock` follows it
+    is_starting  the first update of the phase is the first of its process: it is not timed, and `restart_clock` is
+                 called after it
     send         copies device numbers to the host
     locate       returns file:line of the loss, for messages
     """
@@ -218,9 +220,10 @@ class Meter:
         self._untimed = len(self._items)  # number of untimed updates in this window
 
     def data_wait(self) -> float | None:
-        """Return the share of update time spent waiting for data, since the last row or else in it.
+        """Return the share of update time that was spent waiting for data since the last row.
 
-        None if not known yet. On an accelerator, only updates that the device has completed count.
+        If no timed update followed the last row, return the share in that row; None if there is no row yet. On an
+        accelerator, only updates that the device has completed count.
         """
         share = (
             _data_wait(seconds_between(self._since(), self.stopwatch.spent()))
@@ -276,7 +279,7 @@ class Meter:
     def _timing(self, window: _Window, items: list[float]) -> Row:
         """Return the speed and time breakdown of a window.
 
-        items  of each timed update
+        items  number of items of each timed update
         """
         parts_s = seconds_between(window.since(), window.until())
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)

@@ -1,4 +1,4 @@
-"""Metrics that are not sums: their states are merged over batches and ranks, and computed once per evaluation."""
+"""Metrics that are not sums: computed once per evaluation, from states that are merged over batches and ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class MetricStates:
     def find_faults(self, whole: Mapping[str, Any], half: Mapping[str, Any]) -> Iterator[TaskFault]:
         """Yield an error for each metric that does not accept what `evaluate` returned, or cannot be merged.
 
-        whole, half  what it returned for a batch, and for half of it
+        whole, half  results of `evaluate` for a batch, and for half of it
         """
         for name in self.states.keys() & whole.keys():
             state = self.states[name]
@@ -209,7 +209,7 @@ class _CoupledState:
 
 
 class _TorchMetricState:
-    """A metric of torchmetrics, or a collection of some: each rank updates its own, and the states are merged."""
+    """A torchmetrics metric or collection: each rank updates its own copy, and `result` merges their states."""
 
     def __init__(self, name: str, metric: Any, source: Path, world: World) -> None:
         self.name, self.source, self.world = name, source, world
@@ -218,11 +218,11 @@ class _TorchMetricState:
         metric.reset()
         # Wrappers and collections keep their states in submodules.
         self.parts = [module for module in metric.modules() if hasattr(module, "_reductions")]
-        for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
+        for part in self.parts:  # otherwise it would synchronize itself, also with empty ranks
             part.distributed_available_fn = lambda: False
         self.is_updated = False
         self.watch = AttributeWatch(metric, self._compute) if world.world_size > 1 else None
-        self._last: Any = None  # what it was last updated with
+        self._last: Any = None  # the last contribution
 
     def add(self, contribution: Any, first: int) -> None:
         self._update(self.metric, contribution)
@@ -280,7 +280,7 @@ class _TorchMetricState:
         return validate_numbers(numbers, metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
-        """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
+        """Merge the states of all ranks with samples, as torchmetrics does when it synchronizes.
 
         Its `merge_state` supports few metrics, and its synchronization blocks if ranks have lists of different lengths.
         """
@@ -326,9 +326,9 @@ class _TorchMetricState:
             )
 
     def _changes_names_when_merged(self) -> bool:
-        """Return whether the metric computes other numbers from the states of two ranks than from those of one.
+        """Return whether the metric names its numbers differently if the states of two ranks are merged.
 
-        The states of the second rank are those of this one, so that ranks need not communicate.
+        Merges this rank's states with themselves, so that ranks need not communicate.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -349,14 +349,14 @@ class _TorchMetricState:
         """Return attributes on which the result of this rank depends and that are not merged.
 
         unequal       attributes that differ between ranks
-        contribution  for another update of copies of the metric
+        contribution  value with which copies of the metric are updated once more
         """
         if self.watch is None or not self.is_updated:
             return []
         return self.watch.find_undeclared(unequal, lambda metric: self._update(metric, contribution))
 
     def check_attributes(self, contributions: Iterable[Any]) -> None:
-        """Raise TaskFault for such an attribute, found with the first contribution that the metric accepts."""
+        """Raise TaskFault if the result depends on an undeclared attribute; test with the first accepted value."""
         names: list[str] = []
         for contribution in contributions:
             with suppress(TaskFault):
@@ -435,7 +435,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name_values(name: str, value: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
-    """Return name -> number; a mapping gives several names."""
+    """Return name -> number, with one entry per key if the value is a mapping."""
     named = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
     fix = 'return one number, or a mapping of names to numbers, such as {"cat": ap[0], "dog": ap[1]}'
     return validate_numbers(named, method, source, fix=fix)

@@ -1,6 +1,6 @@
 """Find attributes of a metric that its update changes, that are not declared as states, and that its result depends on.
 
-Ranks merge declared states only, so a value computed from other attributes would be that of a part of the samples.
+Ranks merge declared states only, so a value computed from other attributes would cover only the samples of one rank.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class AttributeWatch:
         An attribute can be merged if it is equal on all ranks and does not accumulate values.
 
         unequal  attributes that differ between ranks
-        update   repeats an update on a copy of the metric; what it changes again accumulates values
+        update   repeats an update on a copy of the metric; attributes that it changes again accumulate values
         """
         changed = self.changed()
-        if not changed:  # the usual case: no copy of all that the states hold
+        if not changed:  # the usual case; avoids a copy of the states, which may be large
             return []
         try:
             repeated = copy.deepcopy(self._metric)
-        except Exception:  # any of them may be a state
+        except Exception:  # without a copy to test, each may be state
             return sorted(changed)
         with _undisturbed():
             update(repeated)
@@ -72,7 +72,7 @@ class AttributeWatch:
     def _is_used(
         self, names: Collection[str], values: Mapping[str, Any], update: Callable[[nn.Module], object]
     ) -> bool:
-        """Return whether the result differs with these other values of attributes, now or after another update."""
+        """Return whether the result changes if these attributes have `values`, now or after another update."""
         results = []
         for other in (False, True):
             metric = copy.deepcopy(self._metric)

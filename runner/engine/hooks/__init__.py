@@ -34,18 +34,18 @@ HOOKS: Sequence[type[Hook]] = [
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
     Metrics,  # writes the row of an update before a decision about it writes into the same file
     RankSync,  # agrees on what all hooks want; those below act on it
-    BadSamples,  # lists what the ranks reported before a checkpoint that does not read these samples again
+    BadSamples,  # lists bad samples before a checkpoint, because a run resumed from it does not read them again
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
     ShowProgress,  # draws an update before its evaluation is printed
     # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
-    AttributeCheck,  # after ForwardState has registered changed state as buffers: its passes restore them
+    AttributeCheck,  # runs after ForwardState has registered changed state as buffers, which its passes restore
     Averaging,  # averages the weights before an evaluation uses the average
     OptimizerAverage,  # likewise, for the average of an optimizer
     EarlyStopping,  # counts an evaluation before a checkpoint includes the count
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
-    Checkpointing,  # after every hook with a state: a resumed run would lack what it did after this update
+    Checkpointing,  # after every hook with state, so that a checkpoint includes what each did after this update
     Timekeeping,  # accounts for everything above
     Profiling,  # ends the record of an update after everything that belongs to it
 ]

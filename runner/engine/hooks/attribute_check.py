@@ -1,4 +1,4 @@
-"""Reject attributes of modules and of the task that forward passes change and later ones use: they are not saved."""
+"""Reject attributes of modules and the task that a forward pass changes and later ones use, as they are not saved."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class AttributeCheck(Hook):
     training depend on when it is evaluated. Containers are compared by the identity of their elements. Data sets that
     the task keeps, such as large arrays and memory maps, are not read: only their replacement is detected.
 
-    Parameters of modules outside of the model are compared in the second update, too: a teacher that starts as a copy
-    of the student has the same values after the first pass.
+    Parameters of modules outside of the model are compared in the second update, too, because a teacher that starts as
+    a copy of the student still has the same values after the first pass.
     """
 
     def __init__(self, phase: PhaseView) -> None:
@@ -66,8 +66,8 @@ class AttributeCheck(Hook):
 
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
-        # Do not end a resumed run after hours of training. With collectives inside the model, the extra forward
-        # passes of some ranks would deadlock.
+        # A resumed run is not checked, so that it does not fail after hours of training. With collectives inside the
+        # model, forward passes that only some ranks run would deadlock.
         if isinstance(work, GradientPhase) and not (
             self.phase.position.update or parallel.is_lockstep or parallel.places_model
         ):
@@ -196,7 +196,7 @@ class AttributeCheck(Hook):
                         yield name, weight
 
     def _record_weights(self) -> dict[str, _Weight]:
-        """Record these parameters, with their norms: writes through `.data` do not change the version."""
+        """Record the parameters outside of the model, with norms: versions do not show writes through `.data`."""
         weights = {
             name: weight
             for name, weight in self._outside_parameters()
@@ -214,7 +214,7 @@ class AttributeCheck(Hook):
         }
 
     def _holders(self) -> dict[str | None, dict[str, Any]]:
-        """Return the attributes of each module by name, and those of the task as None."""
+        """Return the attributes of each module under its name, and those of the task under None."""
         modules = {name: vars(module) for name, module in self.phase.parts.bare.named_modules()}
         return {**modules, None: vars(self.phase.parts.task)}
 
@@ -267,7 +267,7 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a shallow copy of a value; what is large, or a file, may be a data set and is not copied."""
+    """Return a shallow copy of a value; large values and memory maps may be data sets and are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone() if is_dense(value) and value.nbytes <= _MAX_COPIED_BYTES else value
     if isinstance(value, np.ndarray):

@@ -20,11 +20,11 @@ from runner.engine.update.loop import StepInfo
 from runner.tensors.optimizer_state import copy_values
 from runner.tensors.stored_tensor import StoredTensor
 
-Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far): in place
+Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far); in place
 
 
 class Averaging(Hook):
-    """Averages the trained weights of a phase, from those after the first update, or after a share of the updates.
+    """Averages the trained weights of a phase, starting after the first update or after a fraction of the updates.
 
     The average is on the device, has the dtype of the weights, and is sharded like them. Buffers are not averaged. An
     update skipped because of an overflow counts as one that changed nothing.

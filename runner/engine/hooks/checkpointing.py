@@ -55,7 +55,7 @@ class Checkpointing(Hook):
         self.is_unsaved = False
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
-        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, in a new model
+        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, as in a newly built model
         start = phase.start
         self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
@@ -89,7 +89,7 @@ class Checkpointing(Hook):
 
     @cached_property
     def _frozen_digest(self) -> str | None:
-        """Hash of the weights that checkpoints leave out; they do not change."""
+        """Hash of the weights that checkpoints leave out; computed once, because they do not change."""
         return frozen_digest(self.phase.parts)
 
     def prepare(self) -> None:
@@ -370,7 +370,7 @@ class Checkpointing(Hook):
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Raise NumericError if learned values are not finite: a finite loss may not depend on all of them.
 
-        Raises TaskFault if the shape of a buffer is not that in a new model, which could not load the checkpoint.
+        Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """
         model = snapshot.tensors["model"]
         changed = [name for name, shape in self._shapes.items() if name in model and model[name].shape != shape]

@@ -33,7 +33,7 @@ class Evaluation(Hook):
         super().__init__(phase)
         self.held_out, self.samples = self._open_held_out()
         self.evaluated_at = -1
-        self._num_batches = 0  # of all evaluations of this process
+        self._num_batches = 0  # of all evaluations of the phase in this process
 
     @cached_property
     def every(self) -> int:
@@ -129,7 +129,10 @@ class Evaluation(Hook):
             hook.after_evaluation(result)
 
     def _must_stop(self) -> bool:
-        """Return whether a stop was requested; called before each batch, so that each batch has its own timeout."""
+        """Return whether a stop was requested.
+
+        Called before each batch: also reports progress to the watchdog, so that each batch has its own timeout.
+        """
         if self._num_batches:
             self.phase.progress_mark.completed_kinds.add(EVALUATION)
         self._num_batches += 1

@@ -1,4 +1,4 @@
-"""Check loss and metrics before the first update, and start components after it that must not delay it."""
+"""Check loss and metrics before the first update, and afterwards start components that must not delay it."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class FirstUpdate(Hook):
             check_coupled_loss(parts, phase.feed.peek(), read)
             phase.stopwatch.lap("starting")
             return
+        # Without validation data, the model is never gathered, and the whole model may not fit on one device.
         if is_sharded and phase.hook(Evaluation).held_out is None:
             reason = f"parallelism={phase.run.plan.choices['parallelism'].name} gathers the model for evaluations only"
-        else:  # without validation data, the whole model may never be on one device
+        else:
             results = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
@@ -81,7 +82,7 @@ class FirstUpdate(Hook):
             )
 
     def _check_metrics(self) -> None:
-        """Raise TaskFault if `evaluate` returns means. The metrics of the base class are the loss, which is checked."""
+        """Raise TaskFault if `evaluate` returns means; the default returns only what `_check_loss` has checked."""
         phase, parts = self.phase, self.phase.parts
         evaluation, size = phase.hook(Evaluation), min(phase.planned.batch.micro_batch_size, MAX_METRIC_SAMPLES)
         indices = list(evaluation.samples[:size])
@@ -105,12 +106,12 @@ class FirstUpdate(Hook):
             self._finish_startup(step)
 
     def _refuse_added_buffers(self) -> None:
-        """Raise TaskFault, on every rank, if checkpoints would have buffers or shapes that a new model lacks."""
+        """Raise TaskFault, on every rank, if checkpoints would have buffers or shapes that a rebuilt model lacks."""
         parts = self.phase.parts
         added = {name for name, _ in _list_saved_buffers(parts.bare) - self._saved_buffers}
         if not any(parts.world.gather(bool(added))):
             return
-        # On all ranks, because hooks of state_dict may run collectives; only now, because they may be slow.
+        # state_dict is called on all ranks, because its hooks may run collectives, and only if needed: it may be slow.
         saved = sorted(added & select_saved_state(parts).keys())
         names = sorted({*chain(*parts.world.gather(saved))})
         if names:
@@ -158,6 +159,6 @@ class FirstUpdate(Hook):
 
 
 def _list_saved_buffers(model: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of the buffers that checkpoints contain, unless a hook of state_dict leaves them out."""
+    """Return names and shapes of the buffers that checkpoints contain, unless a state_dict hook leaves them out."""
     buffers = [(ref.name, ref.tensor) for ref in list_buffers(model) if ref.is_saved]
     return frozenset((name, tuple(tensor.shape)) for name, tensor in buffers if tensor is not None)

@@ -1,4 +1,4 @@
-"""Track frozen parameters and non-persistent buffers, which checkpoints lack, for changes by forward passes."""
+"""Detect forward passes that change frozen parameters or non-persistent buffers; synchronize or save these."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ForwardState(Hook):
         self._names.buffers.update(uncounted)
         self._buffer_copies = {}
         if self._convert_changed():
-            with self.phase.parts.parallel.buffer_update():  # each rank has changed them
+            with self.phase.parts.parallel.buffer_update():  # synchronizes them: each rank has changed its own
                 pass
         self._record_changes()
         if self.phase.run.plan.hooks and not self.phase.has_one_rank and self.phase.parts.parallel.splits_batch:
@@ -148,7 +148,7 @@ class ForwardState(Hook):
         return sorted({name for names in self.phase.parts.world.gather(changed) for name in names})
 
     def _record_changes(self) -> None:
-        """Record what has changed since the last check."""
+        """Record the buffers that have changed since the last check, and register changed parameters as buffers."""
         for name, tracked in self._buffers.items():
             now = tracked.module._buffers.get(tracked.key)
             if tracked.is_changed and now is not None:
@@ -204,9 +204,9 @@ def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
 
 
 def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
-    """Yield the plain parameters by name that an earlier phase has not registered as buffers.
+    """Yield the plain parameters by name, except those that an earlier phase has registered as buffers.
 
-    A strategy may have sharded others or moved them to another rank.
+    Other parameters, which a strategy has sharded or moved to another rank, are not plain.
     """
     for name, weight in model.named_parameters():
         prefix, _, key = name.rpartition(".")
@@ -224,7 +224,7 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
 
 
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Load the saved buffers into the model; return the names of those that are smaller than in the model."""
+    """Load the saved buffers into the model; return the names of those that are smaller than the model's."""
     smaller = []
     with torch.no_grad():
         for name, module, key, buffer in [*_non_persistent_buffers(model)]:

@@ -55,11 +55,12 @@ class PhaseView:
         start: the checkpoint it resumes from, or None.
         position: number of completed updates; `total` is the number after which the phase ends.
         order: the samples of each update; `shares` split them over the ranks.
-        work: gradients or statistics. Hooks are constructed before it, so `__init__` of a hook must not read it.
-        feed: micro-batches as they are read; `batches` is the iterator of updates, which a hook may wrap in `begin`.
+        work: training with gradients, or a fit of statistics. Hooks are constructed before it, so `__init__` of a hook
+            must not read it.
+        feed: micro-batches as they are read; updates take them from `batches`, which a hook may wrap in `begin`.
         record: the record of the phase in run.json.
         closed: the result of the phase has been stored in the model.
-        is_evaluating: an evaluation runs, or has ended the phase with an error.
+        is_evaluating: an evaluation is running, or has ended the phase with an error.
         must_stop: the phase ends after the current update, on all ranks.
         update_s: seconds of the last update; None for the first one of the process.
     """
@@ -104,7 +105,7 @@ class PhaseView:
         self.write_row({name: parse_number(name, value) for name, value in values.items()})
 
     def write_row(self, columns: Mapping[str, Any]) -> None:
-        """Write a row to metrics.jsonl and the tracker: of this update, unless `columns` has another `update`."""
+        """Write a row for the current update to metrics.jsonl and the tracker; `columns` may name another `update`."""
         with self.stopwatch.during("logging"):
             self.run.tally.num_rows += 1
             self.run.observers.write({"update": self.position.update, "phase": self.name, **columns})
@@ -211,8 +212,8 @@ class Hook:
         """Called before each optimizer step, without autograd; may change `grad` of the parameters.
 
         Gradients are those of the update: summed over micro-batches and ranks, divided by the number of items, and
-        clipped. The logged norm is that before clipping. They must be changed in the same way on every rank. Reading
-        a tensor waits for the device.
+        clipped. The logged norm is the one before clipping. Gradients must be changed in the same way on every rank.
+        Reading a tensor waits for the device.
 
         Called for every attempt of an update that reaches the step: once, or more often after an out-of-memory error.
 
@@ -249,7 +250,7 @@ class Hook:
         """Restore what `state_dict` returned; None for a checkpoint without it."""
 
     def on_error(self, error: BaseException) -> AccelRunError | None:
-        """Return the error to report for one that ended the phase, or None if its cause is unknown."""
+        """Return the error to report if `error` ended the phase, or None if its cause is unknown."""
         return None
 
     def end(self) -> None:

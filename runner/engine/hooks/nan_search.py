@@ -45,7 +45,7 @@ class _Origin(NamedTuple):
 
     kind         a key of _FIXES
     what         description; empty if everything was finite in the repetition
-    items        number of items of its losses; None if unknown
+    items        number of items of the losses on this rank; None if unknown
     samples      samples that are not finite themselves
     micro_batch  samples of the micro-batch in which it was found
     """
@@ -108,7 +108,7 @@ class _UpdateSearch:
         assert isinstance(phase.work, GradientPhase), "a phase of kind fit has neither loss nor gradients"
         self.update, self.parts, self.training = update, phase.parts, phase.work.training
         self.coupled, self.fetcher = phase.work.coupled, phase.loader.fetcher
-        # These hooks run after the norm is checked.
+        # These hooks run after the norm is checked, so they may have made the parameters non-finite.
         hooks = [type(hook).__name__ for hook in phase.hooks_with("before_step")]
         self.note = f"; gradients are changed by hooks: {', '.join(hooks)}" if hooks else ""
         self.micros = list(phase.order.micro_batches(update - 1, phase.shares.of(update - 1)))
@@ -142,9 +142,11 @@ class _UpdateSearch:
         return None if count is None else float(count)
 
     def _search_modules(self, first: _Origin | None) -> _Origin:
-        """Repeat the passes. If they contain collectives, other ranks need all forward passes of this one, too.
+        """Repeat the passes of the update until the origin is found.
 
-        first  the origin, if the weights have shown it
+        If the passes contain collectives, all forward passes run, because other ranks wait for those of this rank.
+
+        first  the origin if the parameters are not finite, else None
         """
         parts, training = self.parts, self.training
         runs_backward = not parts.parallel.is_lockstep  # otherwise backward passes contain collectives
@@ -180,9 +182,9 @@ class _UpdateSearch:
             yield calls
 
     def _search_coupled(self, coupled: CoupledSource) -> _Origin:
-        """Couple the embeddings of the whole update, as training does, because embeddings of a part may be finite.
+        """Couple the embeddings of the whole update, as training does, because the loss of a part may be finite.
 
-        A collective. Each module is checked only if `couple` is not finite, or in the backward pass.
+        A collective. A non-finite embedding is the origin only if the result of `couple` is not finite either.
         """
         parts, training, micros = self.parts, self.training, self.micros
         non_finite: list[_Origin] = []  # embeddings, which are harmless if `couple` masks them
@@ -249,9 +251,9 @@ class _UpdateSearch:
     def _check_forward(
         self, calls: ModuleCalls, result: Any, batch: Any, micro: MicroBatchKey, method: Any
     ) -> _Origin | None:
-        """Return the origin in the forward pass; None if its result is finite: other values are then harmless.
+        """Return the origin in the forward pass; None if its result is finite, because other values are then harmless.
 
-        result, method  the loss, and the method that computes it; or the embeddings, and `embed`
+        result, method  the loss and the method that computes it, or the embeddings and `embed`
         """
         if is_finite(result):
             return None

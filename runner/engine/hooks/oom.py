@@ -82,7 +82,7 @@ class OutOfMemory(Hook):
             )
 
     def reduce(self, cause: OomCause | None, obstacle: str) -> None:
-        """Exchange the new sizes with all ranks, and repeat the samples of the update."""
+        """Agree with all ranks on smaller micro-batches, and restart the update; see `RetryPolicy.reduce`."""
         size, reduction = self._size(), None
         if cause is not None:
             assert self.memory is not None, "record_usage is called first"
@@ -187,7 +187,7 @@ class OutOfMemory(Hook):
     def _add_advice(self, error: BaseException, translated: AccelRunError) -> AccelRunError:
         cause = find_oom_cause(error)
         if cause is None and isinstance(translated, TaskFault) and self.memory is not None and self._is_retried():
-            # A batch norm fails with one sample, but the cause to report is the memory that required so few.
+            # Smaller micro-batches can cause other errors: batch norm raises for one sample. Report the lack of memory.
             final = self._make_error(self.memory.shortage, "", is_final=True)
             final.add_note(f"micro-batches of {self._size()} samples were tried: {translated.problems[0].what}")
             return final

@@ -22,8 +22,8 @@ class StepStatus:
 
     wants    merged requests of all ranks
     num_bad  number of skipped samples
-    seconds  part -> seconds, for each rank, of the last update that it has timed; None before the first one
-    samples  samples that each rank had in that update
+    seconds  for each rank, part -> seconds of the last update that it has timed; None before the first one
+    samples  number of samples that each rank had in that update
     """
 
     wants: Wants
@@ -48,7 +48,7 @@ class Exchange:
         """Send the status of this rank; return that of all ranks after the previous update, None if there was none."""
         row = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         zeros = [0.0] * _ROW_WIDTH
-        # An all-gather, as a sum in which the other ranks add zeros: it can be sent with the gradients' all-reduce.
+        # An all-gather as a sum to which other ranks add zeros, so that the gradients' all-reduce can carry it.
         rows = [row if rank == self.world.rank else zeros for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)

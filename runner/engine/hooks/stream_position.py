@@ -105,10 +105,10 @@ class StreamPosition(Hook):
 class StreamCheck(NamedTuple):
     """Result of reading the first samples of a stream.
 
-    has_state            it has `state_dict` and `load_state_dict`
+    has_state            the stream has `state_dict` and `load_state_dict`
     restore_error        why loading the state does not restore the position; empty if it does
-    is_repeatable        it returns the same samples when it is opened again
-    has_distinct_shards  its first two shards have different samples
+    is_repeatable        the stream returns the same samples when it is opened again
+    has_distinct_shards  the first two shards have different samples
     """
 
     has_state: bool = False

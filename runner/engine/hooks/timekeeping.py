@@ -17,7 +17,7 @@ from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 
 
 class Timekeeping(Hook):
-    """Records the time of the phase; the first update of the process is a separate part, as it includes start-up.
+    """Records the time of the phase; the first update of the process is a separate part, because it includes start-up.
 
     until_first_update  seconds by part until the end of the first update of this process; None before
     """
@@ -73,7 +73,7 @@ class Timekeeping(Hook):
     def _parts_s(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
         if self.until_first_update is None or self._num_updates < 2:
             return dict(read_seconds())
-        until_first = self.until_first_update()  # before the rest, which then includes it
+        until_first = self.until_first_update()  # read first, so that the rest includes it
         first_update = {part: seconds for part, seconds in until_first.items() if part in PARTS}
         rest = {part: seconds - first_update.get(part, 0.0) for part, seconds in read_seconds().items()}
         return {**rest, "first_update": sum(first_update.values())}
