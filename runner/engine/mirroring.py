@@ -65,7 +65,7 @@ def _fetch_in_thread(mirror: Mirror, directory: RunDirectory, screen: Screen, er
 
 
 def wait_for_download(plan: Plan, world: World) -> None:
-    """On every rank but 0: wait until `download_checkpoints` has returned on rank 0. Matches the broadcasts there."""
+    """Wait on the other ranks until `download_checkpoints` has returned on rank 0; matches the broadcasts there."""
     if _is_used(plan) and plan.settings.resume != "fresh":
         while world.broadcast(None):
             pass
@@ -108,4 +108,4 @@ def _is_used(plan: Plan) -> bool:
 
 
 _PROGRESS_INTERVAL_S = 5.0  # far below the timeouts of collectives and of the watchdog
-_EXIT_RESERVE_S = 1.0  # to end the process before it is killed
+_EXIT_RESERVE_S = 1.0  # seconds reserved for ending the process before it is killed

@@ -151,7 +151,7 @@ class Phase(PhaseView):
         return {"rank": self.parts.world.rank, "phase": self.name, "update": self.position.update}
 
     def translate_error(self, error: BaseException) -> BaseException:
-        """Return the error to report for one that ended this phase: itself if its cause is unknown."""
+        """Return the error to report if `error` ended this phase: `error` itself if its cause is unknown."""
         for hook in self.hooks:
             reported = hook.on_error(error)
             if reported is not None:
@@ -180,7 +180,7 @@ class Phase(PhaseView):
         if self.record.finished and not self.hook(Checkpointing).is_unsaved:
             return None
         name = self.run.stop.requested
-        # The launcher forwards another signal than the one that the user sent.
+        # The launcher may forward a different signal than the user sent.
         return "as asked" if name is None or self.parts.world.is_supervised else name
 
     def close(self) -> None:

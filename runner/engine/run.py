@@ -37,7 +37,7 @@ class Outcome:
     """How a training run ended.
 
     stopped_by    name of the signal; None if the run finished
-    metrics       those of the last evaluation
+    metrics       metrics of the last evaluation
     is_saved      there is a checkpoint of the last update
     is_resumable  there is a checkpoint to resume from
     """
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> Exit:
-        """Return 0, 75 if the run was stopped and can be resumed from a checkpoint, or 130 if it has none."""
+        """Return 0 if finished, 75 if stopped with a checkpoint to resume from, else 130."""
         if not self.stopped_by:
             return Exit.DONE
         return Exit.PREEMPTED if self.is_resumable else Exit.INTERRUPTED
@@ -106,7 +106,7 @@ class RunProgress:
 
     updates_before  updates of the phases before the current one
     records         phase -> its record
-    metrics         those of the last evaluation
+    metrics         metrics of the last evaluation
     kept            numbers of the best and the last checkpoints of finished phases
     """
 
@@ -142,7 +142,8 @@ class Provenance:
     is_compared  whether code and data are recorded and compared; not for measurements
     code         hashes of the task's files at the start of the run
     edited       task files that changed since the checkpoint, not recorded yet
-    changes      changes of code and data, found on resume; on_change is called after one was added
+    changes      changes of code and data that were found on resume
+    on_change    called after a change was added to `changes`
     """
 
     uid: str | None = None
@@ -160,12 +161,12 @@ class Tally:
 
     load           CPU use of other processes since the start
     timed          items and seconds of the updates after the first one
-    step_times_ms  of the newest rows
+    step_times_ms  step times in the newest rows
     num_workers    data workers that were started; None before the first update
-    batch_shapes   of the first tensor of each batch
-    ranks_s        for each rank: part of updates -> seconds
+    batch_shapes   shapes of the first tensor of each batch
+    ranks_s        for each rank, part of an update -> total seconds
     last_row       newest row of metrics.jsonl
-    state_bytes    bytes of the last optimizer's state: expected, actual
+    state_bytes    size of the optimizer state of the last phase in bytes: expected, actual
     """
 
     clock: UpdateClock = field(default_factory=UpdateClock)
@@ -201,7 +202,7 @@ class TrainingRun:
 
     save_cost      time spent on checkpoints, over all phases
     host_buffers   host memory for two copies of the state
-    progress_mark  read by the watchdog
+    progress_mark  current operation, which the watchdog reads
     forward_state  names of the state that forward passes change
     mirror         copies checkpoints to object storage
     has_started    an update of this process is complete

@@ -175,7 +175,7 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:
     """Return GPU -> utilization percent, for the monitored GPUs that the run uses."""
-    if run.parts.world.device.type != "cuda":  # any load on the GPUs is of other processes
+    if run.parts.world.device.type != "cuda":  # any load on the GPUs comes from other processes
         return {}
     metrics = run.observers.monitor.summary().whole.metrics
     return {name.partition("/")[0]: stat.mean for name, stat in metrics.items() if name.endswith("/util")}
@@ -194,7 +194,7 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
 
 
 def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
-    """Return a line per option; objectives, which may replace the optimizer, report theirs at the start of a phase."""
+    """Return a line per option; an objective that sets its own optimizer reports it at the start of a phase."""
     phases = [parse_objectives(task, phase) for phase in plan.selected if phase.kind == "train"]
     optimizers = {spec.optimizer.name for specs in phases for spec in specs}
     is_unused = optimizers and all(phases) and plan.choices["optimizer"].name not in optimizers

@@ -60,7 +60,7 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
             is_refused = isinstance(error, AccelRunError) and not directory.run_json.exists()
             if directory.is_new and not attempt.reached and (is_refused or isinstance(error, MissingPackage)):
                 with suppress(AccelRunError):
-                    directory.discard()  # nothing to resume; run=last still means the previous run
+                    directory.discard()  # nothing to resume; run=last then still refers to the previous run
                 raise
             if isinstance(error, IncompatibleResume) and before and not attempt.reached:
                 with suppress(AccelRunError):  # found only after the run began: restore its files
@@ -146,7 +146,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             raise
         finally:
             progress_mark.advance(END, progress_mark.now[1])
-            # From here on, a second stop signal does not kill the run, but a third one does: the exit code is known.
+            # The exit code is known. From here on, only a third stop signal kills the run, not a second one.
             progress_mark.is_ending.value = True
             run.stop.begin_shutdown()
             attempt.reached = run.num_updates

@@ -81,7 +81,8 @@ def assemble(
     world = world or World(torch.device(plan.device))
     stack.enter_context(make_chosen(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = make_chosen(ATTENTIONS, choices["attention"], world.device)
-    stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
+    # For the whole run, because activation checkpointing recomputes forward passes in backward.
+    stack.enter_context(attention.context())
     parallel = _make_parallel(choices["parallelism"], world)
     task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
@@ -155,7 +156,7 @@ def _adapt_model(
             precision.add_context(context)
         stack.enter_context(precision.flags)
         begin_forward = make_chosen(COMPILES, choices["compile"], bare, blocks, world.device)
-    # With a loss over the global batch, other forward passes run before the backward pass of one.
+    # Not for a loss over the global batch, where several forward passes run before the first backward pass.
     if begin_forward and not _has_coupled_phase(plan, task):
         precision.before_forward(begin_forward)
     notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
@@ -231,7 +232,7 @@ def _wrong_result(choice: Choice, what: str) -> TaskFault:
 
 
 def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:
-    """Return a line for each weight matrix whose size prevents the use of tensor cores in half precision.
+    """Return a line for each distinct size of weight matrices that tensor cores use inefficiently in half precision.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in
     multiples of 16 bytes, which is 8 numbers of 16 bits.
@@ -250,4 +251,4 @@ def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:
     return list(lines.values())
 
 
-_FAST_MULTIPLE = 8  # of sizes of matrices in half precision
+_FAST_MULTIPLE = 8  # sizes of matrices in half precision should be multiples of it

@@ -16,7 +16,7 @@ from runner.engine.parts.assemble import Parts
 from runner.engine.parts.weights import load_initial_weights
 from runner.tensors.bitwise import view_bytes
 
-DIGEST = "frozen_weights"  # key of their SHA-256 in the state of a checkpoint
+DIGEST = "frozen_weights"  # key of the hash in a checkpoint's state
 
 
 def select_saved_state(parts: Parts) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def load_weights(parts: Parts, start: LoadedCheckpoint) -> None:
 def load_model(
     model: nn.Module, checkpoint: LoadedCheckpoint, parallel: Parallel, omitted: Collection[str] = ()
 ) -> None:
-    """Load the weights; names, shapes and dtypes must match. Raises IncompatibleResume.
+    """Load the weights. Raises IncompatibleResume unless names, shapes and dtypes match.
 
     omitted  names that the checkpoint does not contain, because they are frozen
     """

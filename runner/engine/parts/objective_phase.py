@@ -1,4 +1,4 @@
-"""The phase kind with several objectives in one update, and the choice of the kind of a phase."""
+"""Train several objectives per update, and create the phase kind that a phase needs."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class PhaseKind:
     def release(self) -> None:
         """Undo temporary changes to the model, such as hooks, keep its values, and free the state of the phase.
 
-        Other objects may refer to a finished phase, but the next one needs the memory.
+        Other objects may keep a finished phase alive, but the next phase needs its memory.
         """
 
     def start_lines(self) -> list[str]:
@@ -94,7 +94,7 @@ class PhaseKind:
         return []
 
     def first_gradients(self) -> dict[str, bool]:
-        """Return the trainable parameters of this rank, and whether one had a gradient in the first update.
+        """Return, for each trained parameter of this rank, whether it received a gradient in the first update.
 
         Call once, because it removes hooks.
         """
@@ -113,11 +113,11 @@ class PhaseKind:
 class GradientPhase(PhaseKind):
     """Training with gradients: what phases with one loss and with several objectives share.
 
-    task_losses  the losses of an update by name: one without a name, or those of the objectives
+    task_losses  the losses of an update by objective; a single loss has the name ""
     task_loss    the first of them, or the only one
-    loss         the same with its checks, as the loop calls it; `embed` of a coupled loss
-    trained      the parameters of the phase, on any rank
-    prefixes     what selects them, None for all
+    loss         `task_loss` with checks, as the loop calls it; for a coupled loss, `embed` with checks
+    trained      the parameters that the phase trains, on any rank, by name
+    prefixes     name prefixes that select them; None: all parameters
     is_additive  the loss is the sum over its samples
     """
 
@@ -140,7 +140,7 @@ class GradientPhase(PhaseKind):
         self.parts, self.position, self.before_step = parts, position, before_step
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         self.is_additive = parts.task.loss_is_additive
-        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
+        # Kernels are recorded with a dispatch mode, which does not work with torch.compile.
         self.records_attention = parts.plan.choices["compile"].uses("off")
         self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
@@ -190,7 +190,7 @@ class GradientPhase(PhaseKind):
             wrapper = OomRetry(
                 parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
             )
-        named = {name: weight for name, weight in weights.items() if name in self.trained}  # without a placeholder
+        named = {name: weight for name, weight in weights.items() if name in self.trained}  # without PLACEHOLDER
         wrapper.before_step = partial(self.before_step, named, objective)
         return Training(
             position=position,
@@ -384,7 +384,7 @@ class StatisticsPhase(PhaseKind):
             items: Tensor | int = 0
             bad: tuple[tuple[int, str], ...] = ()
             last = False
-            # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
+            # Gather, because ranks may run different numbers of batches, and `add` may call any part of the model.
             with parallel.buffer_update(), parallel.gather_parameters(model), torch.no_grad():
                 while not last:
                     batch, last, skipped, counts, *_ = next(batches)
@@ -434,7 +434,7 @@ class StatisticsPhase(PhaseKind):
 
 
 def weight_per_item(phase: PhasePlan, parts: Parts, order: Order) -> float:
-    """Return the factor of a loss sum before its backward pass: about one over the items of an update."""
+    """Return the factor that scales a loss sum before its backward pass: about 1 / (items of an update)."""
     return 1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample)
 
 

@@ -1,4 +1,4 @@
-"""Make the order in which a phase reads the training samples, from the sampler and the task's weights or lengths."""
+"""Create the order in which a phase reads the training samples, from the sampler and the task's weights or lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
 
     A phase of kind fit ignores the sampler: it reads each sample once, shuffled.
 
-    start  checkpoint from which the phase resumes: its order is kept
+    start  checkpoint from which the phase resumes, so that its order is kept
 
     Raises DataError if there are too few samples for an update, TaskFault if the task lacks the weights or lengths that
     the sampler needs.

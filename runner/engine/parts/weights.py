@@ -32,9 +32,9 @@ class WeightMatch:
     matched    tensors to load by name, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
     ignored    names of the source that the model lacks, or that `weights.only` excludes
-    different  descriptions of tensors that differ in shape, or in floating-point or integer type
+    different  descriptions of tensors that differ in shape, or of which only one is floating-point
     stripped   prefix that was removed from all names of the source, such as "module."
-    num_cast   number of tensors in another precision
+    num_cast   number of matched tensors whose dtype differs from the model's
     """
 
     matched: dict[str, StoredTensor] = field(default_factory=dict)
@@ -50,10 +50,10 @@ def load_initial_weights(
 ) -> str:
     """Load the weights that the settings name; return a message for the user.
 
-    adapter  of the model; the weights are those of the model without it
+    adapter  adapter of the model; the source has the weights of the model without it
 
     Floating-point weights are converted to the model's dtype. Raises InputMissing, DataError for damaged files,
-    SecurityRefusal for one that could run code, IncompatibleResume with the missing, unexpected and different tensors,
+    SecurityRefusal for a file that could run code, IncompatibleResume listing the tensors that do not match,
     ConfigError for names in `weights.only` and `weights.rename` that do not exist.
     """
     options, names = settings.weights, {adapter.base_name(name): name for name in model.state_dict()}
@@ -94,7 +94,7 @@ def match_weights(
 ) -> WeightMatch:
     """Match the tensors with the model by name and shape.
 
-    model_tensors  the model's state_dict: of a sharded model, shapes are those of the full tensors
+    model_tensors  state_dict of the model; sharded tensors have the shape of the full tensor
     Raises ConfigError for modules in `weights.only` that the model lacks.
     """
     _check_modules(options.only, model_tensors)
@@ -137,7 +137,7 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
 def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
     """Return all tensors of the source; their values are read when needed.
 
-    Raises DataError if shards lack a tensor, or have it twice.
+    Raises DataError if a tensor of the index is in no shard, or a tensor is in two.
     """
     average = _read_files(source.average, where, is_joined=source.is_joined) if source.average else {}
     tensors = _read_files(source.files, where, is_joined=source.is_joined)
@@ -151,7 +151,7 @@ def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
 def _read_files(paths: Sequence[Path], where: str, *, is_joined: bool) -> dict[str, StoredTensor]:
     """Return the tensors of several files.
 
-    is_joined  each file has some rows of each tensor; False: each file has other tensors
+    is_joined  each file has some rows of each tensor; False: each file has different tensors
     """
     shards = [read_weights(file, where if len(paths) == 1 else f"{where}: {file.name}") for file in paths]
     if is_joined:
@@ -200,7 +200,7 @@ def _is_common(prefix: str, names: Collection[str]) -> bool:
 
 
 def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
+    """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors; the longest match wins."""
     rename = {str(old): str(new) for old, new in setting.items()}
     if problems := _find_unmatched(rename, tensors):
         raise ConfigError(problems)
@@ -261,7 +261,7 @@ def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
 
 
 def _format_table(result: WeightMatch, source: str) -> str:
-    """Return a summary line of the loaded tensors, followed by a row for each other case that occurred."""
+    """Return a summary line of the loaded tensors, followed by a row for each kind of other tensors."""
     changed = f", {result.num_cast} of them in another precision" if result.num_cast else ""
     stripped = f"; the prefix {result.stripped} was removed from their names" if result.stripped else ""
     rows = [

@@ -1,1 +1,1 @@
-"""What surrounds a run in its process: the attempt and its records, the terminal, the watchdog."""
+"""Process-level parts of a run: the record of its state and errors, terminal output, and the watchdog."""

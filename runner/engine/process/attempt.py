@@ -1,4 +1,4 @@
-"""Record an attempt to run in the run directory: its state, the files to reproduce it, and its error."""
+"""Record one execution of a run in the run directory: its state, the files to reproduce it, and its error."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRec
 
 
 class RunAttempt:
-    """One attempt to run, recorded by rank 0.
+    """One execution of a run, recorded by rank 0; a resumed run has several.
 
-    record   content of run.json, written only once the run can start: a refused attempt must not change it
+    record   content of run.json, written only once the run can start, so that a refused attempt does not change it
     began    start in seconds since 1970
     reached  completed updates of all phases, saved or not; 0: unknown
     """
@@ -50,7 +50,7 @@ class RunAttempt:
 
     @classmethod
     def for_job(cls, job: Job, directory: RunDirectory) -> RunAttempt:
-        """Create an attempt at a job; values that persist are copied from the previous record of the run."""
+        """Create an attempt for a job; values that persist are copied from the run's previous record."""
         previous, plan, request = read_record(directory.path), job.plan, job.request
         record = RunRecord(
             name=job.name,
@@ -72,7 +72,7 @@ class RunAttempt:
                 started=now(),
             ),
             tracker_id=previous.tracker_id,
-            evidence=previous.evidence,  # until measurements exist, or if this process runs no update
+            evidence=previous.evidence,  # kept until this process has measured something
             changes=previous.changes,
             adopted=previous.adopted,
         )
@@ -81,8 +81,8 @@ class RunAttempt:
     def identify(self, run: RunIdentity, start: LoadedCheckpoint | None, *, is_new: bool) -> None:
         """Record the uid of the run: its own, that of its checkpoint if run.json has lost it, or a new one.
 
-        start   checkpoint that it resumes from; if it is of another run, as accepted by the user, it is recorded as
-                adopted
+        start   checkpoint that it resumes from; recorded as adopted if it belongs to another run, which the user has
+                allowed
         is_new  the run restarts from scratch
         """
         checkpoint_uid = manifest_uid(start.manifest) if start else None
@@ -239,7 +239,7 @@ def _format_command(request: Request, name: str) -> bytes:
 
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
-    """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
+    """Return the name of the newest valid checkpoint, or of the newest one if it cannot be checked now."""
     if isinstance(error, Hang):  # skip verification: a checkpoint gets its name only once it is complete
         return newest_name(directory.checkpoints)
     try:

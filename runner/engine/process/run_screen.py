@@ -25,7 +25,7 @@ class Screen:
     """Shows progress during a phase and messages before and after it; copies the messages to the run directory.
 
     speaks   False: this rank prints nothing
-    machine  such as `rank8`: rank 8 is the first rank of another machine, and reports only alerts of that machine
+    machine  on the first rank of another machine, its name, such as `rank8`; this rank reports only its alerts
     """
 
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
@@ -37,7 +37,7 @@ class Screen:
         self.events = Events(directory.events if speaks else machine_events)
         self._alert_console = Console(level="warning") if machine and not speaks else self.console
         self.progress = ProgressDisplay()
-        self.has_several_phases = False  # then the progress display shows the name of the phase
+        self.has_several_phases = False  # True: the progress display shows the name of the phase
         self._is_due = self.progress.due
 
     def __enter__(self) -> Screen:

@@ -43,8 +43,8 @@ BEFORE_UPDATE = (START, DATA, UPDATE)
 WORKER = "data worker"
 TICK_S = 0.25
 MIN_TIMEOUT_S = 50.0  # a hang in an update is reported within a minute, with stacks
-TIMEOUT_FACTOR = 10  # on the longest recent duration
-MAX_RECENT = 100  # number of operations longer than a tick
+TIMEOUT_FACTOR = 10  # automatic timeout, as a multiple of the longest recent duration
+MAX_RECENT = 100  # number of durations to keep; only operations longer than a tick count
 NUM_SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
 RECOMPILE_FACTOR = 1.5  # factor on the first duration: another shape, or a busier machine, may take longer
 STOP_TIMEOUT_S = 5.0  # after a stop request, for the first update of a process; clusters kill after 10 to 30 s
@@ -56,10 +56,12 @@ class ProgressMark:
 
     now              (kind, update): a new tuple for each operation, even if equal to the previous one
     completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
-    num_updates      completed updates of all phases and processes; 0 until this process completes one; shared
-    is_ending        whether training is over and only seconds remain, so that a stop has no effect; shared
+    num_updates      completed updates of all phases and processes; 0 until this process completes one
+    is_ending        whether training is over and only seconds remain, so that a stop has no effect
     write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
     is_stopping      returns whether a stop was requested
+
+    A launcher reads `num_updates` and `is_ending` through shared memory.
     """
 
     _now: tuple[str, int]
@@ -87,13 +89,13 @@ class ProgressMark:
 
     @contextmanager
     def doing(self, kind: str, update: int) -> Iterator[None]:
-        """Interrupt the current operation by another one; it continues afterwards, also after an error."""
+        """Replace the current operation inside the context; afterwards, also after an error, it continues."""
         interrupted = self._now
         self._now = (kind, update)
         try:
             yield
         finally:
-            self._now = (interrupted[0], interrupted[1])  # a new tuple: the time before the interruption is over
+            self._now = (interrupted[0], interrupted[1])  # a new tuple, so that its time starts again
 
     def begin(self, phase: str) -> None:
         """Start a phase and discard the times learned in the previous one."""
@@ -156,10 +158,10 @@ def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[Progr
         _ExitOnHang(world, progress_mark, limits.checkpoint_s, traces) if table is None else table.publish
     )
     watchdog = _WatchdogThread(progress_mark, limits, publish, compiles=compiles, has_other_ranks=world.world_size > 1)
-    if world.world_size == 1:  # of several ranks, the launcher ends all, or none
+    if world.world_size == 1:  # otherwise the launcher ends all ranks, or none
         watchdog.leave = partial(_leave, traces)
     thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
-    # Before the thread starts: a rank may be stopped, or hold the GIL, before the first check.
+    # Published before the thread starts, because a rank may be stopped, or hold the GIL, before the first check.
     publish(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
     try:
         thread.start()
@@ -251,7 +253,7 @@ class _WatchdogThread:
         same = 0  # ticks in the current operation
         before, phase = self.progress_mark.now, self.progress_mark.phase
         durations = WorkDurations(self.limits, self.progress_mark.completed_kinds, compiles=self.compiles)
-        is_first = True  # as of the start of the operation: a first operation remains one until its end
+        is_first = True  # set when an operation starts: a first operation remains first until it ends
         last_write: tuple[int, object] | None = None  # progress of the writer thread at the previous tick
         still = 0  # ticks without disk progress
         stopping = 0  # ticks since a stop request, with nothing to save
@@ -301,7 +303,7 @@ class _ExitOnHang:
         self.world, self.progress_mark, self.wait_s, self.traces = world, progress_mark, wait_s, traces
 
     def __call__(self, heartbeat: Heartbeat) -> None:
-        # A rank cannot see what others do: they may be writing a checkpoint.
+        # A rank that waits for others gets longer: it cannot see what they do, such as writing a checkpoint.
         if not heartbeat.is_overdue or (heartbeat.is_waiting and heartbeat.waited_s <= self.wait_s):
             return
         try:
@@ -397,7 +399,7 @@ def hang_error(
 
 
 def format_hang(thread_stacks: Mapping[str, str], override: str = "", file: str | None = "stacks.txt") -> str:
-    """Return a summary of the main threads' stacks and the fix; of data workers only the first stuck one.
+    """Return a summary of the main threads' stacks, with only the first stuck data worker, and the fix.
 
     override  setting that raises the timeout
     """
