@@ -1,1 +1,1 @@
-"""Where samples come from besides datasets: streams and loaders of the task; the identity of the data of a run."""
+"""Sources of samples: splits, streams and custom loaders; and the identity of the data and code of a run."""

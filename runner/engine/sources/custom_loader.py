@@ -33,7 +33,7 @@ FIX = "yield read(request), or read.fill(request, batch), once for each request,
 
 @dataclass(frozen=True, eq=False)
 class LoadedBatch:
-    """A batch, or an error of another process, with its request. Not a tuple: torch's DataLoader would convert it."""
+    """A batch, or an error of another process, with its request. Not a tuple: a DataLoader would convert it."""
 
     request: MicroBatchKey
     batch: MicroBatch | AccelRunError | RemoteError
@@ -43,10 +43,11 @@ class LoadedBatch:
 class RequestReader:
     """The first argument of a custom loader: reads the batch of a request.
 
-    The call seeds torch's, NumPy's and Python's generators for each sample, which belong to a process. It therefore
-    works in the thread that trains and in the main thread of other processes.
+    A call seeds the global generators of torch, NumPy and Python for each sample. Because threads of a process share
+    them, calls are allowed only in the training thread and in the main thread of other processes.
 
-    dataset, collate  of the task, for loaders that read samples themselves
+    dataset  dataset of the task, for loaders that read samples themselves
+    collate  method of the task, likewise
     """
 
     def __init__(self, fetcher: Fetcher, owner: tuple[int, int] | None = None) -> None:
@@ -68,7 +69,7 @@ class RequestReader:
             )
         if os.getpid() == self._owner[0]:
             return LoadedBatch(request, self._fetcher[request])
-        # Not in other processes, such as those of a multiprocessing.Pool, which SIGTERM must be able to end.
+        # Only workers of torch's DataLoader ignore signals: SIGTERM must end others, such as those of a Pool.
         if get_worker_info() is not None and not self._ignores_signals:
             ignore_stop_signals()
             self._ignores_signals = True
@@ -121,7 +122,7 @@ def _unpickle(content: bytes, owner: tuple[int, int]) -> RequestReader:
 
 
 class _Requests:
-    """The requests of a loader, which may take them ahead, also in a thread; `next` returns what must follow.
+    """The requests of a loader, which may take them ahead and in another thread; `next` returns the one due next.
 
     Empty keys, for which this rank has no samples, are not requested. The loader receives copies, because it may change
     the list of indices.
@@ -129,8 +130,8 @@ class _Requests:
 
     def __init__(self, keys: Keys) -> None:
         self._keys, self._lock = iter(keys), threading.Lock()
-        self._taken: deque[MicroBatchKey] = deque()  # by the loader, before their batches were needed
-        self._needed: deque[MicroBatchKey] = deque()  # before the loader took them
+        self._taken: deque[MicroBatchKey] = deque()  # keys that the loader took before their batches were due
+        self._needed: deque[MicroBatchKey] = deque()  # keys that were due before the loader took them
 
     def __iter__(self) -> _Requests:
         return self
@@ -163,8 +164,10 @@ def _copy(key: MicroBatchKey) -> MicroBatchKey:
 class CustomLoader(Loader):
     """Reads with a function of the task file or a package.
 
-    load  (read, requests) -> batches
-    name  of the option, and `where` it is defined
+    load   (read, requests) -> batches
+    name   name of the option
+    where  place of its definition
+    pins   whether to copy batches to pinned memory
     """
 
     def __init__(
@@ -176,8 +179,8 @@ class CustomLoader(Loader):
         self._workers: set[int] = set()
 
     def new_like(self, fetcher: Fetcher) -> Loader:
-        # Other fetchers return more than batches. A worker reads, because forked processes of the custom loader would
-        # share the files that the dataset opened here.
+        # Not a custom loader, because other fetchers return more than batches. A worker reads, because processes that
+        # the custom loader forks later would share files that the dataset opened in this process.
         return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method="fork")
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
@@ -212,9 +215,10 @@ class CustomLoader(Loader):
         return iter(self._load(RequestReader(self.fetcher), requests))
 
     def _call(self, key: MicroBatchKey, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a part of the loader with random numbers of this batch, and name the loader if it raises.
+        """Call a part of the loader with generators seeded for this batch, and name the loader if it raises.
 
-        The model's must not change: torch's DataLoader draws the seeds of its workers at its start.
+        The generators are restored, because the loader must not change the random numbers of the model; torch's
+        DataLoader, for example, draws the seeds of its workers when it starts.
         """
         try:
             with seeded_generators(key.seed, self.fetcher.streams.split, "loader", key.epoch, key.first):
@@ -236,7 +240,7 @@ class CustomLoader(Loader):
             if hasattr(loaded, "close"):  # a generator, whose `finally` blocks stop its workers
                 with suppress(Exception):
                     loaded.close()
-                # Python would wait at exit for one that still reads: it ignores torch's SIGTERM.
+                # A worker that is still reading ignores torch's SIGTERM, and Python would wait for it at exit.
                 kill_workers([child for child in active_children() if child.pid in self._workers])
         self._open.clear()
 

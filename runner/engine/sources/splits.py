@@ -106,9 +106,9 @@ class Splits:
         return dataset
 
     def _rank_variables(self) -> AbstractContextManager[None]:
-        """Set the variables of torchrun for mosaicml-streaming, whose ranks share memory on a machine.
+        """Set torchrun's environment variables for mosaicml-streaming, whose ranks share memory on a machine.
 
-        Only where the task has imported it: another dataset might read its rank there, and divide itself.
+        They are set only if the task has imported that package: another dataset might read them and divide itself.
         """
         world = self.world
         if world.world_size == 1 or "streaming.base.dataset" not in sys.modules:

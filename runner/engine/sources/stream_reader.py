@@ -1,8 +1,8 @@
 """Read the samples of a stream by their index: forward in each shard, skipping those that other processes use.
 
 Every process reads the shards that contain its samples. It also reads and drops the samples of other processes in these
-shards, because a stream has no other way to skip a sample. `MicroBatchKey.indices` of a stream are those of
-`loading/stream_order.py`.
+shards, because a stream has no other way to skip a sample. `MicroBatchKey.indices` of a stream encode shard and
+position, see `loading/stream_order.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from runner.engine.sources.training_identity import hash_content
 from runner.loading.fetcher import Collate, Fetcher, traceback_line
 from runner.loading.stream_order import ENDLESS, decode_index, encode_index
 
-Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): derive the global generators
+Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): seeds the global generators
 
 
 class ShardReader:
     """Reads one shard forward, and restores an earlier position.
 
-    length  of the shard, None: unknown, it is repeated
-    mark    position of an earlier process; positions before it are reached from the beginning of a pass
+    length  number of samples of the shard; None: unknown, so the shard is repeated
+    mark    position that an earlier process saved, or None; earlier positions are reached from the beginning of a pass
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class ShardReader:
             )
 
     def restore(self, mark: ShardMark) -> str:
-        """Load the state of the mark; return why the stream is not at that position, empty if it is."""
+        """Load the state of the mark; return why the stream is not at that position, or an empty string."""
         try:
             self._open_at_pass(mark.epoch, mark.passed, mark.state)
             self._next = mark.item - 1
             last = hash_content(self._advance())
-        except Exception as error:  # of load_state_dict, or of an iterator that it broke
+        except Exception as error:  # raised by load_state_dict, or by an iterator that it broke
             return f"load_state_dict does not restore its state ({error_line(error)})"
         return "" if last == mark.hash else RESTORE_ERROR
 
@@ -193,9 +193,9 @@ class ShardReader:
 
 
 class StreamSamples:
-    """The samples of a stream by index. Reading in order is fast; an earlier sample starts a pass over the shard again.
+    """The samples of a stream by index. Reading in order is fast; an earlier sample restarts the pass over its shard.
 
-    lengths  of the shards, None if unknown
+    lengths  number of samples of each shard; None if unknown
     """
 
     def __init__(self, source: StreamSource, lengths: tuple[int, ...] | None, seed: int) -> None:
@@ -230,7 +230,7 @@ class StreamSamples:
         return ShardReader(self.source, shard, length, self._derive, self._start.get(shard))
 
     def marks(self) -> dict[int, ShardMark]:
-        """Return the positions after the batch, of the shards with samples in it."""
+        """Return the position after the batch in each shard that has samples in it."""
         return {shard: self._readers[shard].mark for shard in self._last}
 
     def _derive(self, what: str, epoch: int, indices: list[int]) -> None:
@@ -250,7 +250,7 @@ class StreamFetcher(Fetcher):
     def __init__(self, samples: StreamSamples, collate: Collate, *, model: nn.Module | None = None) -> None:
         super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)
         self.streams = samples.draws
-        self.is_lockstep = False  # ranks run dummy micro-batches, which repeat the last one
+        self.is_lockstep = False  # True: ranks run dummy micro-batches, which repeat the last one
         self._repeated: tuple[MicroBatchKey, MicroBatch] | None = None
 
     @property

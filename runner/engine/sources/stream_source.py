@@ -1,4 +1,4 @@
-"""Open the shards of `Task.stream`, or of an iterable dataset as torch's workers divide it."""
+"""Open the shards of `Task.stream`, or of an iterable dataset that divides itself as among torch's workers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SINGLE_RANK_ENV = {"RANK": "0", "WORLD_SIZE": "1"}
 def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can only be iterated over, such as torch's IterableDataset or one of `datasets`.
 
-    The StreamingDataset of MosaicML is an IterableDataset with an index. By index, its order is that of the runner;
-    iterated over, it divides itself among processes, which wait for each other.
+    MosaicML's StreamingDataset is an IterableDataset that can also be indexed. It is read by index, in the order of the
+    runner, because iteration would divide it among processes that wait for each other.
     """
     if isinstance(dataset, IterableDataset):  # it inherits a __getitem__ that raises
         return type(dataset).__getitem__ is IterableDataset.__getitem__ or not hasattr(dataset, "__len__")
@@ -110,8 +110,9 @@ class StreamSource:
     def reading(self, shard: int) -> Iterator[None]:
         """Let `torch.utils.data.get_worker_info` return the shard, by which datasets divide themselves.
 
-        Without a shard it returns None, also in workers of a loader, which do not divide the data here. Nor do ranks:
-        webdataset, which divides its files by RANK and WORLD_SIZE or raises an error, sees a single rank.
+        Without shards it returns None, even in workers of a loader, because datasets must not divide themselves among
+        these. Nor must they among ranks, so RANK and WORLD_SIZE show a single rank: webdataset would otherwise divide
+        its files by them, or raise an error.
         """
         info = None
         if self.make is None and self.num_shards > 1:
@@ -121,7 +122,7 @@ class StreamSource:
 
 
 class OpenShard:
-    """An iterator over a pass over a shard, with its state if it has one."""
+    """Iterator over one pass over a shard, whose state can be saved if the stream has one."""
 
     def __init__(self, source: StreamSource, shard: int, epoch: int, state: Any = None) -> None:
         self._source, self._shard = source, shard
@@ -140,7 +141,7 @@ class OpenShard:
         return self._stateful is not None
 
     def state(self) -> Any:
-        """Return the JSON-serializable state, None if it has none. Raises TypeError if it cannot be stored."""
+        """Return the JSON-serializable state, or None without one. Raises TypeError if it cannot be stored."""
         if self._stateful is None:
             return None
         with self._source.reading(self._shard):
@@ -180,7 +181,7 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
 
 
 def undivided(dataset: Any) -> Any:
-    """Return the samples of all ranks: the length of a `StreamingDataset` of MosaicML is that of the share of a rank.
+    """Return the samples of all ranks, because the length of MosaicML's `StreamingDataset` is that of a rank's share.
 
     Checked with mosaicml-streaming 0.13. Raises TaskFault if another dataset contains one.
     """

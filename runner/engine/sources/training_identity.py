@@ -50,7 +50,7 @@ def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> tuple[d
 
 
 class _ProbedSamples(NamedTuple):
-    """Hashes of samples, and that of the second read of the first one; None if it was not read twice."""
+    """Hashes of samples, and the hash of a second read of the first sample; None if it was not read twice."""
 
     hashes: Hashes
     second: str | None
@@ -161,7 +161,7 @@ def changed_samples(
 ) -> list[str]:
     """Return a description such as "train sample 50" for each sample whose content changed.
 
-    Samples that differ between two reads, as with their own random generator, are ignored.
+    Samples that differ between two reads, for example because they use their own random generator, are ignored.
     """
     previous = {split: before.get(split, {}).get("hashes", {}) for split in now}
     differing = {
@@ -200,7 +200,7 @@ def fingerprint_code(source: Path) -> Hashes:
 def _loaded_files() -> Iterator[str]:
     """Yield the file of each loaded module.
 
-    There are thousands. Their attributes are not queried, because modules of torch search for missing ones.
+    Reads `__dict__`, because there are thousands, and some modules of torch search for attributes that they lack.
     """
     for module in list(sys.modules.values()):
         name = getattr(module, "__dict__", {}).get("__file__")

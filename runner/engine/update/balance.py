@@ -17,7 +17,7 @@ from runner.workload.share_solver import Decision, ShareSolver
 class ShareChange:
     """Result of observing an update.
 
-    decision  the new shares, with the reason
+    decision  the new shares, with the reason; None: unchanged
     reread    the shares of prefetched updates have changed, so their batches are discarded and read again
     """
 

@@ -336,7 +336,7 @@ class CoupledUpdate:
 
     def _differentiate(self, leaves: Sequence[Tensor], kind: str | tuple[str, ...]) -> list[Tensor | None]:
         """Compute the loss; return its gradients with respect to the tensors of the embedding."""
-        # Autograd forbids changes of leaves in place, which `couple` may make, as it can with results of a model.
+        # Copies, because `couple` may change its inputs in place, which autograd forbids for leaves.
         copies = Embedding(tuple(leaf.clone() if leaf.requires_grad else leaf for leaf in leaves), kind)
         with self.passes.forward():
             total, self.count = self.source.compute_loss(copies.structure)

@@ -72,7 +72,7 @@ class GradientSource:
         return parallel.accumulate(passes, batches)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
-        """Return the same with `wrapper` applied to forward passes that do not go through `passes.loss`."""
+        """Return this source with `wrapper` applied to forward passes that do not go through `passes.loss`."""
         return self
 
 
@@ -86,8 +86,8 @@ class SharedSamples:
     def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the current update.
 
-        again  read them again, in different sizes, after an out-of-memory error
-        keep   they are needed once more
+        again  after an out-of-memory error, take them from the iterator again, in different sizes
+        keep   keep them in memory, because they are needed once more
         """
         if self._kept and not again:
             for micro in self._kept:

@@ -1,4 +1,4 @@
-"""Run the training loop: it never writes and synchronizes at most with the previous update; hooks do the rest."""
+"""Run the training loop, which writes nothing and waits for the previous update at most; hooks do the rest."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Training:
         return [self.optimizer]
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> Training:
-        """Return the same with `wrapper` applied to every forward pass."""
+        """Return a copy with `wrapper` applied to every forward pass."""
         return replace(self, loss=wrapper(self.loss), gradients=self.gradients.wrap_forward(wrapper))
 
     def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
@@ -124,7 +124,7 @@ class Training:
             sums = self.gradients.accumulate(parallel, passes, self.extra.track(batches))
             total = parallel.reduce(sums)
             extra = self.extra.reduce(parallel)
-            # After `reduce`: an overflow on one rank is then in the sums, so copies of the model agree on it.
+            # After `reduce`, because the sums then include an overflow on any rank, so copies of the model agree on it.
             precision.unscale(self.optimizer, parallel.any_overflow)
             if not isinstance(total.items, Tensor) and total.items == 0:
                 raise no_items_fault(position.update + 1, self.location)
@@ -164,7 +164,7 @@ class UpdateInputs(Protocol):
 
 
 def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
-    """Yield after each update until `until` updates are complete. `batches` is infinite."""
+    """Run updates until `until` are complete, and yield the result of each. `batches` is infinite."""
     position, stopwatch = run.position, run.parallel.stopwatch
     update = run.updater(batches)
     while position.update < until:
@@ -178,6 +178,6 @@ def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) 
 def _widen(items: Tensor | int | float) -> Tensor | int | float:
     """Return the count in the widest float dtype: a float times an integer tensor would be float32.
 
-    A tensor is not synchronized, so a 0 shows up as non-finite gradients.
+    The value of a tensor is not read, because that would wait for the device: a 0 shows up as non-finite gradients.
     """
     return items.to(widest_dtype(items.device)) if isinstance(items, Tensor) else items

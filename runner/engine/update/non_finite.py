@@ -49,7 +49,7 @@ def is_finite(value: Any) -> bool:
     def check(tensor: Tensor) -> Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the local shard
         if tensor.is_floating_point() or tensor.is_complex():
-            # A sum needs one pass at memory speed. The exact check needs ten, and is used only if the sum overflows.
+            # A sum needs one pass at memory speed. The exact check needs ten; it runs only if the sum is not finite.
             values = tensor.detach()
             values = values.float() if values.element_size() == 1 else values  # torch adds no float8
             results.append(bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()))
@@ -75,7 +75,8 @@ class ModuleCall:
     """One call of a module.
 
     is_outer  no other call contains it
-    outside   has an element per non-finite gradient with respect to the output; `inside`: to an input
+    inside    non-finite gradients with respect to the inputs, added during the backward pass
+    outside   non-finite gradients with respect to the output, likewise
     """
 
     name: str
@@ -124,8 +125,8 @@ class ModuleCalls:
     def find_origin(self) -> ModuleCall | None:
         """Return the first call that produced NaN, or the call whose infinities became NaN in another call.
 
-        Without NaN: the call that produced the infinities in the model's output. Masks contain -inf, and logits may, so
-        modules that produce those are not taken for the cause of NaN elsewhere.
+        Without NaN, return the call that produced the infinities in the model's output. Masks contain -inf, and logits
+        may, so infinities explain a NaN only if they are inputs of the call that produced it and no mask.
         """
         producer = None
         for call in self.completed:
@@ -136,7 +137,7 @@ class ModuleCalls:
         return producer if any(call.is_outer and any(call.output) for call in self.completed) else None
 
     def find_backward_origin(self) -> ModuleCall | None:
-        """Return the innermost module nearest to the loss that received finite gradients and returned others."""
+        """Return the innermost module nearest to the loss whose backward pass turned finite gradients non-finite."""
         candidates = [call for call in self.completed if call.breaks_gradient]
         origin = candidates[-1] if candidates else None
         for call in reversed(candidates):

@@ -30,7 +30,7 @@ from runner.engine.update.loop import Position, StepInfo, Training, UpdateWrappe
 from runner.plan.run_plan import PhasePlan
 
 GROUPS = ("optimizer", "scheduler")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # it is part of keys and of names of metrics
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # a name is part of keys and of metric names
 KEYS = ("trains", "shares", "every", "max_grad_norm", *GROUPS)
 
 
@@ -225,7 +225,7 @@ class Objectives:
         return [training.optimizer for _, training in self.parts]
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> Objectives:
-        """Return the same with `wrapper` applied to every forward pass."""
+        """Return a copy with `wrapper` applied to every forward pass."""
         return replace(self, parts=[(spec, training.wrap_forward(wrapper)) for spec, training in self.parts])
 
     def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
@@ -249,8 +249,8 @@ class Objectives:
     def _step(self, index: int, samples: SharedSamples, *, keep: bool) -> StepInfo:
         self.current = index
         training = self.current_training
-        # Backward passes must not add to the gradients of other objectives, such as those of a discriminator. In this
-        # order, because a parameter may belong to several objectives.
+        # Backward passes must not add to the gradients of other objectives, such as those of a discriminator. All are
+        # disabled before those of this objective are enabled, because a parameter may belong to several objectives.
         for _, other in self.parts:
             for weight in other.parameters:
                 weight.requires_grad_(False)

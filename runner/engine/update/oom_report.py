@@ -41,7 +41,8 @@ class MemoryHolder:
 class MemoryAccount:
     """Memory usage at an out-of-memory error; bytes are None if unknown.
 
-    samples, shape    of the current micro-batch
+    samples           number of samples of the current micro-batch
+    shape             shape of its first tensor
     held_bytes        used by this process
     in_tensors_bytes  part of held_bytes in tensors, on a GPU
     others            other processes with memory on the GPU

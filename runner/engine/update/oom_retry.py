@@ -141,7 +141,7 @@ class UpdateSnapshot:
 
     Most models change nothing but torch's generators; a few change buffers. The first update shows which: only those
     are copied later, into the same memory each time. If other state has changed, `restore` reports it.
-    A snapshot must never make an update fail: buffers may be added, removed, resized and of any kind.
+    A snapshot must never make an update fail, even if buffers are of unusual types, or are added, removed or resized.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -153,10 +153,10 @@ class UpdateSnapshot:
         self._rng_states: dict[str, Any] = {}  # states at the start of the last update that saved them
         self._places: list[Place] = []  # of buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # their values when the update begins
-        self._sources: list[Tensor] = []  # the same, with the copy instead of a buffer that is None
+        self._sources: list[Tensor] = []  # the same, but with the copy in place of a buffer that is None
         self._copies: list[Tensor] = []  # copies of the values
         self._constant_places: list[Place] = []  # of buffers that the first update did not change
-        self._constant_tensors: list[Tensor | None] = []  # tensors of these when the update begins
+        self._constant_tensors: list[Tensor | None] = []  # buffers at these places when the update begins
         self._weights: list[Tensor] = []
         self._weight_samples: list[Tensor] = []  # some of their elements, during the first update
         self._hides_changes = False  # weights change without a version increment
@@ -266,7 +266,7 @@ class UpdateSnapshot:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether its bits can be copied: not sparse, quantized, a subclass or an inference tensor."""
+    """Return whether the bits of a tensor can be copied: not sparse, quantized, a subclass or an inference tensor."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
     return type(tensor) in (Tensor, nn.Parameter) and is_dense
 
