@@ -350,6 +350,54 @@ def verdict_of(source: StreamSource) -> StreamCheck:
     return check_stream(fetcher, Loader(fetcher))
 
 
+class Few(WithLength):
+    """Has fewer samples than the check before training reads."""
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), 10)
+
+
+class Sixteen(Files):
+    """Has more samples than its length."""
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Few, "ended after 10 samples"), (Sixteen, "has more samples")])
+def test_a_wrong_length_among_the_first_samples_is_refused_before_training(kind: Any, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        verdict_of(source_of(kind, 1))
+
+
+class OfLength(Files):
+    length: Any
+
+    def __len__(self) -> int:
+        return self.length()  # type: ignore[no-any-return]
+
+
+def unknown() -> int:
+    raise TypeError("this stream has no length")
+
+
+@pytest.mark.parametrize("length", [lambda: 71.0, lambda: None, lambda: -1, lambda: 1 << 70])
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_a_length_that_is_no_number_of_samples_is_refused(
+    length: Any, is_divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an unknown length, with which the stream would be read again from its beginning."""
+    monkeypatch.setattr(OfLength, "length", staticmethod(length), raising=False)
+    source = source_of(OfLength, 2) if is_divided else StreamSource("train", 2, OfLength(FILES))
+    with pytest.raises(DataError, match="length"):
+        source.lengths()
+
+
+def test_a_stream_may_declare_that_its_length_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OfLength, "length", staticmethod(unknown), raising=False)
+    assert source_of(OfLength, 2).lengths() is None
+
+
 @kinds
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_stream_is_checked_before_training(kind: str, num_shards: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,13 +157,23 @@ def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+_NO_INTEGER = re.compile(r"^'[\w.]+' object cannot be interpreted as an integer$")  # of len() in Python
+
+
 def _length(value: Any) -> int | None:
     try:
         return len(value)
-    except TypeError:
-        return None
-    except ValueError as error:
-        raise DataError(f"the length of the stream is invalid: {error}", fix="return the number of samples") from error
+    except TypeError as error:
+        if not hasattr(value, "__len__") or not _NO_INTEGER.search(str(error)):  # `__len__` may raise it by intention
+            return None
+        problem: Exception = error
+    except (ValueError, OverflowError) as error:
+        problem = error
+    raise DataError(
+        f"the length of the stream is invalid: {problem}",
+        where="stream",
+        fix="return the number of samples from __len__, or remove it and use updates=N",
+    ) from problem
 
 
 def _even_part(total: int, shard: int, num_shards: int) -> int:
