@@ -18,6 +18,12 @@ PROJECTS = Path(__file__).parents[2] / "tests" / "projects"
 TABLES = ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS", "HOOKS")
 FUNCTIONS = ("build", "optimizer", "schedule", "accuracy")
 DATA = ("dataset", "stream", "collate", "sample_lengths")
+NOT_FOR_THE_TRAINER = {
+    ("actor_critic", "dcgan"): "the Trainer has one optimizer",
+    ("lightning_module",): "the project is written for Lightning",
+    ("nano_gpt",): "the Trainer saves tied weights only of a PreTrainedModel, as in hf_gpt2",
+    ("unet_diffusion",): "the Trainer has no average of the weights",
+}
 
 
 def lines_of(node: ast.AST) -> set[int]:
@@ -78,7 +84,7 @@ def of_script(file: Path) -> int | None:
 
 
 def table() -> str:
-    """Return the table in Markdown, with a sum over the projects that each of the others has."""
+    """Return the table in Markdown, with sums over the projects of each of the others, and why some are missing."""
     loops = of_loops(PROJECTS / "plain_loops.py")
     files = [file for file in sorted(PROJECTS.glob("*.py")) if file.stem in loops]
     counts = {
@@ -97,7 +103,8 @@ def table() -> str:
         both = [row for row in counts.values() if row[column] is not None]
         cells = [str(sum(row[index] or 0 for row in both)) if index in (0, column) else "" for index in range(4)]
         rows.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    missing = [f"- {', '.join(names)}: {reason}" for names, reason in NOT_FOR_THE_TRAINER.items()]
+    return "\n".join([*rows, "", "Not written for the Trainer:", "", *missing])
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
-from runner.base.order import permutation
-from scripts.measure.projects import table
+import runner
+from runner.base.sample_rng import seeded_generators
+from scripts.measure.projects import NOT_FOR_THE_TRAINER, table
 from tests.projects import local_files, plain_loops
 from tests.projects.test_projects import (
     HERE,
@@ -30,15 +31,19 @@ from tests.projects.test_projects import (
     assert_equal,
     by_hand,
     float64,
+    module_of,
+    order_of,
     read,
     task_of,
 )
 
-NOISY = ("dcgan", "unet_diffusion", "vae")
+NOISY = ("dcgan", "unet_diffusion", "vae", "actor_critic")
+DRAWN = ("resnet_augmented", "timm_resnet", "vit_mixup", "simclr", "webdataset_images")  # samples are random
 AVERAGED = ("unet_diffusion",)  # at the end, Lightning has replaced the weights by their average
+OTHERS = ("with_lightning", "with_trainer")
 CASES = [
     pytest.param(folder, file.stem, id=f"{folder}-{file.stem}")
-    for folder in ("with_lightning", "with_trainer")
+    for folder in OTHERS
     for file in sorted((HERE / folder).glob("*.py"))
 ]
 
@@ -53,22 +58,24 @@ def script_of(folder: str, name: str) -> Any:
 
 
 def draw_by_update(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
-    """Let the noise of an update depend on its number only, in the plain loop and in the LightningModule."""
+    """Let the noise of an update depend on its number only, in the plain loop and in the other trainer."""
     updates, steps = itertools.count(), itertools.count()
-    (kind,) = (kind for kind in vars(script).values() if isinstance(kind, type) and kind.__name__.startswith("Lit"))
+    (kind,) = (kind for kind in vars(script).values() if isinstance(kind, type) and kind.__module__ == script.__name__)
     training_step = kind.training_step  # type: ignore[attr-defined]
 
     def noise(batch: Tensor) -> Any:
         torch.manual_seed(next(updates))
         return SimpleNamespace(
-            uniform=lambda: torch.rand(len(batch)), normal=lambda *shape: torch.randn(len(batch), *shape)
+            uniform=lambda *shape: torch.rand(len(batch), *shape), normal=lambda *shape: torch.randn(len(batch), *shape)
         )
 
-    def seeded(self: Any, batch: Tensor, batch_index: int) -> Any:
+    def seeded(*args: Any) -> Any:
         torch.manual_seed(next(steps))
-        return training_step(self, batch, batch_index)
+        return training_step(*args)
 
     monkeypatch.setattr(plain_loops, "per_sample_noise", noise)
+    if hasattr(script, "LitActorCritic"):  # the plain loop calls a method of the task, which draws
+        monkeypatch.setattr(runner, "per_sample_noise", noise)
     monkeypatch.setattr(kind, "training_step", seeded)
 
 
@@ -81,28 +88,95 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     }
 
 
+class Seeded(Dataset):
+    """Draws the random numbers of each sample as the runner does."""
+
+    def __init__(self, samples: Any, split: str, order: Order) -> None:
+        self.samples, self.split, self.order = samples, split, order
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        with seeded_generators(SEED, self.split, "sample", self.order.epoch, index):
+            return self.samples[index]
+
+
+class SeededStream(IterableDataset):
+    """The same for a stream."""
+
+    def __init__(self, samples: Any, split: str) -> None:
+        self.samples, self.split = samples, split
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.samples)
+        for place in itertools.count():
+            with seeded_generators(SEED, self.split, "sample", 0, place):
+                sample = next(samples, None)
+            if sample is None:
+                return
+            yield sample
+
+
+class Order:
+    """Lets the sampler of a script yield the order of the runner."""
+
+    def __init__(self) -> None:
+        self.epoch, self._next = 0, itertools.count()
+
+    def begin_epoch(self) -> int:
+        self.epoch = next(self._next)
+        return self.epoch
+
+    def replace_in(self, script: Any, task: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the order of samplers by length."""
+        order, size = order_of(task.dataset("train"), settings), settings["global_batch_size"]
+        if hasattr(script, "LengthGroupedSampler"):
+            monkeypatch.setattr(script.LengthGroupedSampler, "__iter__", lambda _: iter(order(self.begin_epoch())))
+        if hasattr(script, "Buckets"):
+
+            def batches(_: Any) -> Iterator[list[int]]:
+                indices = order(self.begin_epoch())
+                return iter([indices[start : start + size] for start in range(0, len(indices), size)])
+
+            monkeypatch.setattr(script.Buckets, "__iter__", batches)
+
+
 @pytest.fixture
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def order(monkeypatch: pytest.MonkeyPatch) -> Order:
     """Let `shuffle=True` yield the order of the runner."""
-    epochs = itertools.count()
+    order = Order()
 
     def indices(sampler: RandomSampler) -> Iterator[int]:
-        return iter(permutation(SEED, next(epochs), len(sampler.data_source)).tolist())  # type: ignore[arg-type]
+        return iter(order_of(sampler.data_source, {})(order.begin_epoch()).tolist())
 
     monkeypatch.setattr(RandomSampler, "__iter__", indices)
     accelerate = pytest.importorskip("accelerate.data_loader", reason="the package accelerate is not installed")
     monkeypatch.setattr(accelerate.SeedableRandomSampler, "__iter__", indices)
+    return order
 
 
-@pytest.mark.usefixtures("in_order")
+def seed_samples(task: Any, order: Order) -> None:
+    """Let the samples of a task have the random numbers of the runner."""
+    dataset = task.dataset
+
+    def seeded(split: str) -> Any:
+        samples = dataset(split)
+        return Seeded(samples, split, order) if hasattr(samples, "__len__") else SeededStream(samples, split)
+
+    task.dataset = seeded
+
+
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("folder", "name"), CASES)
 def test_the_same_project_of_another_trainer_equals_the_plain_loop(
-    folder: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, name: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process, one batch per update: what Lightning and the Trainer compute, too."""
     needed = "lightning" if folder == "with_lightning" else "transformers"
     for package in (needed, *PROJECTS[name]):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
+    (tmp_path / "data").mkdir()
     prepare = getattr(local_files, name, None)
     if prepare is not None:
         prepare(tmp_path)
@@ -112,10 +186,15 @@ def test_the_same_project_of_another_trainer_equals_the_plain_loop(
         script = script_of(folder, name)
         if name in NOISY:
             draw_by_update(monkeypatch, script)
-        wanted, metrics = by_hand(name, tmp_path / "data")
+        undivided = {"data.shards": 1} if "data.shards" in module_of(name).SETTINGS else {}  # as one worker reads it
+        wanted, metrics = by_hand(name, tmp_path / "data", **undivided)
         tolerance = OF_FLOAT32.get(name, TOLERANCE)
         with float64():
             task = task_of(name, tmp_path / "data")
+            if "sampler" in module_of(name).SETTINGS:
+                order.replace_in(script, task, module_of(name).SETTINGS, monkeypatch)
+            if name in DRAWN:
+                seed_samples(task, order)
             script.fit(task, str(tmp_path / "out"))
             if name in AVERAGED:
                 dataset = task.dataset("val")
@@ -124,6 +203,14 @@ def test_the_same_project_of_another_trainer_equals_the_plain_loop(
                 assert total.item() / count == pytest.approx(metrics["val/loss"], rel=tolerance)
             else:
                 assert_equal(weights_of(task.model), wanted, tolerance)
+
+
+def test_each_project_is_written_for_the_others_or_has_a_reason() -> None:
+    written = {folder: {file.stem for file in (HERE / folder).glob("*.py")} for folder in OTHERS}
+    excluded = {name for names in NOT_FOR_THE_TRAINER for name in names}
+    assert written["with_lightning"] == PROJECTS.keys()
+    assert not written["with_trainer"] & excluded
+    assert written["with_trainer"] | excluded == PROJECTS.keys()
 
 
 def test_the_table_of_lines_in_the_documentation_is_current() -> None:

@@ -27,7 +27,7 @@ from runner.base import noise
 from runner.base.batch import BatchSamples
 from runner.base.order import Sampler, permutation
 from runner.base.sample_rng import seeded_generators
-from runner.base.task import Context
+from runner.base.task import Context, Task
 from runner.durable.checkpoint import load, newest_valid
 from runner.tensors.global_rng import seed_everything
 from tests.forkserver import ForkServer
@@ -130,17 +130,20 @@ def drawn(sampler: Sampler, epoch: int) -> list[int]:
     return [index for update in range(sampler.updates_per_epoch) for index in sampler.draw(SEED, epoch, update)]
 
 
+def order_of(dataset: Any, settings: dict[str, Any]) -> Callable[[int], Any]:
+    """Return a function: epoch -> indices."""
+    if settings.get("sampler") != "length_buckets":
+        return partial(permutation, SEED, num_samples=len(dataset))
+    facts = TrainingSamples(
+        num_samples=len(dataset), global_batch_size=settings["global_batch_size"], drop_last=False,
+        weights=list, lengths=lambda: np.asarray(dataset.lengths), sizes=list,
+    )  # fmt: skip
+    return partial(drawn, length_buckets(facts, bucket=settings["sampler.bucket"]))
+
+
 def batches_of_data_set(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
     dataset, size = task.dataset("train"), settings["global_batch_size"]
-    total = len(dataset)
-    order: Callable[[int], Any] = partial(permutation, SEED, num_samples=total)
-    if settings.get("sampler") == "length_buckets":
-        facts = TrainingSamples(
-            num_samples=total, global_batch_size=size, drop_last=False,
-            weights=list, lengths=lambda: np.asarray(dataset.lengths), sizes=list,
-        )  # fmt: skip
-        sampler = length_buckets(facts, bucket=settings["sampler.bucket"])
-        order = partial(drawn, sampler)
+    total, order = len(dataset), order_of(dataset, settings)
     for update in range(settings["updates"]):
         epoch, number = divmod(update, total // size)
         indices = [int(index) for index in order(epoch)[number * size : (number + 1) * size]]
@@ -150,9 +153,9 @@ def batches_of_data_set(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
 def batches_of_stream(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
     """Take samples from the shards in turn."""
     number = settings.get("data.shards", 1)
-    is_divided = number > 1
+    has_stream = type(task).stream is not Task.stream
     shards = [
-        iter(task.stream("train", each, number) if is_divided else task.dataset("train")) for each in range(number)
+        iter(task.stream("train", each, number) if has_stream else task.dataset("train")) for each in range(number)
     ]
     size = settings["global_batch_size"]
     for update in range(settings["updates"]):
@@ -163,8 +166,8 @@ def batches_of_stream(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
         yield task.collate(samples)
 
 
-def by_hand(name: str, data: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the weights and metrics of the plain loop."""
+def by_hand(name: str, data: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the weights and metrics of the plain loop; `changes` to the settings of the project."""
     with float64():
         task = task_of(name, data)
 
@@ -174,7 +177,7 @@ def by_hand(name: str, data: Path) -> tuple[dict[str, Tensor], dict[str, float]]
 
         is_stream = name in ("streaming_text", "webdataset_images")
         batches = batches_of_stream if is_stream else batches_of_data_set
-        settings = module_of(name).SETTINGS
+        settings = {**module_of(name).SETTINGS, **changes}
         loop = plain_loops.Loop(task, task.model, settings["updates"], lambda: batches(task, settings), held)
         metrics = dict(getattr(plain_loops, name)(loop))
         return {key: tensor.detach() for key, tensor in task.model.state_dict().items()}, metrics

@@ -1,0 +1,60 @@
+"""resnet_augmented.py with the Trainer of transformers."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+
+class Classification(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(inputs["images"])
+        loss = F.cross_entropy(logits, inputs["labels"], label_smoothing=0.1 if model.training else 0.0)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def accuracy(result):
+    logits, labels = result
+    return {"accuracy": float((logits.argmax(-1) == labels).mean())}
+
+
+def collate(samples):
+    images, labels = zip(*samples, strict=True)
+    return {"images": torch.stack(images), "labels": torch.tensor(labels)}
+
+
+def factor(update, warmup=1, updates=5, low=0.1):
+    done = max(0, update - warmup) / (updates - warmup)
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def fit(task, folder):
+    arguments = TrainingArguments(
+        folder,
+        max_steps=5,
+        per_device_train_batch_size=8,
+        max_grad_norm=0.0,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        metric_for_best_model="accuracy",
+        logging_steps=1,
+        remove_unused_columns=False,
+        label_names=["labels"],
+    )
+    decayed = [weight for weight in task.model.parameters() if weight.dim() > 1]
+    others = [weight for weight in task.model.parameters() if weight.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.0005}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+    trainer = Classification(
+        task.model,
+        arguments,
+        data_collator=collate,
+        train_dataset=task.dataset("train"),
+        eval_dataset=task.dataset("val"),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)),
+        compute_metrics=accuracy,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
+    return trainer
