@@ -36,6 +36,11 @@ class Schedule:
         ramp = (update + 1) / self.warmup if update < self.warmup else 1.0
         return ramp * self.curve(update)
 
+    @property
+    def is_observing(self) -> bool:
+        """True if the curve depends on the metric."""
+        return type(self).observe is not Schedule.observe
+
     def observe(self, metric: float, update: int) -> None:
         """Record a validation metric after `update` updates; every rank must pass the same value."""
 

@@ -185,6 +185,33 @@ def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
     assert file.name in capsys.readouterr().err
 
 
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize(
+    "state",
+    [
+        '{"seen": object()}',
+        "{1: self.seen}",
+        '{"sum": self.sum[None].to_sparse()}',
+        '{"sum": self.sum.to(torch.complex128)}',
+        '{"sum": self.sum.to("meta")}',
+    ],
+)
+def test_a_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_update(
+    state: str, write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(TASK.replace('{"seen": self.seen, "sum": self.sum}', state))
+    assert main(["train", "--task", str(file), *WORDS, "run=faulty"]) == 70
+    assert file.name in capsys.readouterr().err
+    metrics = tmp_path / "outputs" / "faulty" / "metrics.jsonl"
+    assert not metrics.exists() or not metrics.read_text()
+
+
+def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str], Path], tmp_path: Path) -> None:
+    text = TASK.replace('"sum": self.sum}', '"sum": self.sum, "mean": float(self.sum) / self.seen}')
+    assert main(["train", "--task", str(write(text)), *WORDS, "run=mean"]) == 0
+    assert rows(tmp_path / "outputs" / "mean", "drift/seen") == [*range(1, 7)]
+
+
 @pytest.mark.slow
 def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -179,7 +179,7 @@ def check_loss_is_sum(
     read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """
     fault, reason, warning = None, "", ""
-    with _preserve_state(parts):
+    with preserve_state(parts):
         split = _read_halves(first, read, parts)
         elements = ElementCheck(loss, parts.source, _THIRD_VALUE)
         verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch, elements), split).compare()
@@ -226,7 +226,7 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
         }
 
     fault = None
-    with _preserve_state(parts):
+    with preserve_state(parts):
         split = _read_halves(first, read, parts, at_least=_MIN_COUPLED_SAMPLES, at_most=_MAX_COUPLED_SAMPLES)
         values = _BatchComparison(parts, compute, split).evaluate(parts.precision.forward, 0, Draws()) or {}
         if "once" in values:
@@ -265,7 +265,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
     invalid: list[TaskFault] = []
     elements = ElementCheck(task.evaluate, parts.source, EVALUATE_VALUE)
-    with _preserve_state(parts):
+    with preserve_state(parts):
         try:
             split = _read_halves(read(indices, like), read, parts)
         except Exception as error:  # reported by the first evaluation
@@ -521,7 +521,7 @@ class _BatchComparison:
 
 
 @contextmanager
-def _preserve_state(parts: Parts) -> Iterator[None]:
+def preserve_state(parts: Parts) -> Iterator[None]:
     """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
     with (
         eval_mode(parts.bare, parts.world.device),

@@ -27,7 +27,7 @@ from runner.engine.checkpoints.checkpoint_saver import Saver
 from runner.engine.checkpoints.save_policy import CHECKPOINTS
 from runner.engine.evaluation.evaluate import EvaluationResult
 from runner.engine.hooks.bad_samples import BadSamples
-from runner.engine.hooks.evaluation import warn_unknown_metric
+from runner.engine.hooks.custom import check_hook_states
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
@@ -82,6 +82,8 @@ class Checkpointing(Hook):
         return Saver(policy, writer, run.save_cost, run.host_buffers, screen, on_disk=on_disk, bests=bests)
 
     def begin(self) -> None:
+        if not self.phase.position.update:
+            check_hook_states(self.phase)  # here, because `begin` of the hooks has been called
         work = self.phase.work
         self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.trained_names else []
         buffers = [(ref.name, ref.tensor) for ref in list_buffers(self.phase.parts.bare) if ref.is_saved]
@@ -171,9 +173,7 @@ class Checkpointing(Hook):
             return
         if name not in metrics:
             self.saver.policy.best = None
-            if "checkpoint.best" in self.phase.run.plan.reasons:
-                warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
-            else:
+            if "checkpoint.best" not in self.phase.run.plan.reasons:  # otherwise Evaluation has warned
                 text = f"no best checkpoint is kept: the evaluation has no {name}"
                 example = next(iter(metrics), None)
                 fix = f"; use another metric, such as checkpoint.best={example}" if example else ""

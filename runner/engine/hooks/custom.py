@@ -14,6 +14,7 @@ from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.custom_tables import ENABLED, HOOK
 from runner.config.option_table import call_option, reference_file
+from runner.durable.safetensors_writer import unsupported_reason
 from runner.engine.contract.contract_checks import check_methods, describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
@@ -57,6 +58,20 @@ def _build_hook(phase: PhaseView, choice: Choice) -> Hook:
     return hook
 
 
+def check_hook_states(phase: PhaseView) -> None:
+    """Raise TaskFault if a hook of the plan has a state that a checkpoint cannot store. Every rank must call it.
+
+    A hook whose state_dict() raises is not refused: its state may be created by the first update.
+    """
+    for choice in phase.run.plan.hooks:
+        (hook,) = (hook for hook in phase.hooks if hook.name == f"{HOOK}.{choice.name}")
+        try:
+            state = type(hook).state_dict(hook)  # without the wrapper, which reports what it raises
+        except Exception:
+            continue
+        _check_state(state, reference_file(choice.function), choice.name)
+
+
 def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callable[..., Any]:
     """Wrap a method: report its exceptions and invalid results as faults of the file that defines the hook."""
 
@@ -76,14 +91,21 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
 
 
 def _check_state(state: Any, source: Path, name: str) -> None:
-    tensors = state.values() if isinstance(state, dict) else ()
-    json_state = {key: value for key, value in state.items() if not isinstance(value, Tensor)} if tensors else state
+    tensors = (
+        {key: value for key, value in state.items() if isinstance(value, Tensor)} if isinstance(state, dict) else {}
+    )
+    reasons = (_unsavable_reason(tensor) for tensor in tensors.values())
+    reason = next((f"; {key}: {reason}" for key, reason in zip(tensors, reasons, strict=True) if reason), "")
     try:
-        json.dumps(json_state)
+        json.dumps({key: value for key, value in state.items() if key not in tensors} if tensors else state)
         is_serializable = not isinstance(state, dict) or all(isinstance(key, str) for key in state)
     except (TypeError, ValueError, RecursionError):
         is_serializable = False
-    if not is_serializable:
-        what = f"state_dict() of the hook {name} returned a state that a checkpoint cannot store"
-        fix = "return a dict with string keys whose values are tensors, numbers, strings, lists or dicts"
+    if reason or not is_serializable:
+        what = f"state_dict() of the hook {name} returned a state that a checkpoint cannot store{reason}"
+        fix = "return a dict with string keys whose values are dense tensors, numbers, strings, lists or dicts"
         raise TaskFault(what, where=str(source), fix=fix)
+
+
+def _unsavable_reason(tensor: Tensor) -> str | None:
+    return "it has no data" if tensor.is_meta else unsupported_reason(tensor)

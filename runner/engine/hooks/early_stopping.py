@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from runner.engine.evaluation.evaluate import EvaluationResult
-from runner.engine.hooks.evaluation import Evaluation, warn_unknown_metric
+from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 
 
@@ -38,8 +38,6 @@ class EarlyStopping(Hook):
 
     def after_evaluation(self, result: EvaluationResult) -> None:
         name = self.settings.metric
-        if self.settings.patience is not None and name not in result.metrics:
-            warn_unknown_metric(self.phase, "early_stopping.metric", name, result.metrics)
         value = result.measured().get(name)
         if value is None:
             return

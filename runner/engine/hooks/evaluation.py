@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 from runner.base.order import Indices, spread_evenly
+from runner.base.task import Task
 from runner.config.schema import did_you_mean
+from runner.engine.checks.metric_names import find_metric_names
 from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
@@ -17,6 +19,8 @@ from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.process.watchdog import EVALUATION, SUMMARY
 from runner.engine.update.loop import StepInfo
 from runner.loading.loaders import Loader
+
+MAX_METRIC_SAMPLES = 32  # of a check before the first update: an evaluation may be slow
 
 
 class Evaluation(Hook):
@@ -34,6 +38,7 @@ class Evaluation(Hook):
         self.held_out, self.samples = self._open_held_out()
         self.evaluated_at = -1
         self._num_batches = 0  # of all evaluations of the phase in this process
+        self._has_metrics = False  # an evaluation of the phase is complete in this process
 
     @cached_property
     def every(self) -> int:
@@ -47,9 +52,39 @@ class Evaluation(Hook):
         """True if the evaluation of this update is complete, or not required."""
         return self.held_out is None or self.evaluated_at == self.phase.position.update
 
+    @property
+    def first_samples(self) -> list[int]:
+        """Indices of the samples for checks before the first update."""
+        return list(self.samples[: min(self.phase.planned.batch.micro_batch_size, MAX_METRIC_SAMPLES)])
+
     def begin(self) -> None:
+        self._check_settings()
         if self._is_due():  # the run was stopped during this evaluation
             self._evaluate()
+
+    def _check_settings(self) -> None:
+        """Warn before the first update if a setting names a metric that the evaluation of a batch does not have.
+
+        No error: `evaluate` may return a metric for some batches only. The first evaluation knows all names.
+        """
+        phase, task = self.phase, self.phase.parts.task
+        if phase.position.update or phase.is_over or not phase.work.has_interim_evaluation:
+            return
+        settings = _metric_settings(phase)
+        if self.held_out is None:
+            for key in settings if not phase.run.observers.profiler.only else ():
+                if key != "early_stopping.metric":  # EarlyStopping has its own warning
+                    phase.run.observers.screen.warn(f"{key} has no effect in {phase.name}: there is no validation data")
+            return
+        if type(task).evaluate is Task.evaluate and type(task).summarize is Task.summarize and not task.objectives:
+            settings = {key: name for key, name in settings.items() if name != "val/loss"}
+        if not settings or not self.first_samples:
+            return
+        names = find_metric_names(phase.parts, self.held_out, self.first_samples)
+        if names is not None:
+            for key, name in settings.items():
+                if not names.may_have(name):
+                    warn_unknown_metric(phase, key, name, names.known, of="the evaluation of a batch")
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_due():
@@ -124,9 +159,18 @@ class Evaluation(Hook):
         non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]
         if non_finite:
             run.observers.screen.warn(f"metrics are not finite at update {update}: {', '.join(non_finite)}")
+        self._warn_unknown(result)
         phase.work.observe(result.measured())
         for hook in phase.hooks:
             hook.after_evaluation(result)
+
+    def _warn_unknown(self, result: EvaluationResult) -> None:
+        """Warn once if a setting names a metric that the evaluation does not have."""
+        settings = {} if self._has_metrics else _metric_settings(self.phase)
+        self._has_metrics = True
+        for key, name in settings.items():
+            if name not in result.metrics:
+                warn_unknown_metric(self.phase, key, name, result.metrics)
 
     def _must_stop(self) -> bool:
         """Return whether a stop was requested.
@@ -143,8 +187,21 @@ class Evaluation(Hook):
         self.phase.progress_mark.advance(SUMMARY, self.phase.position.update)
 
 
-def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
-    """Warn if a setting names a metric that the evaluation does not have."""
-    text = f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}"
+def _metric_settings(phase: PhaseView) -> dict[str, str]:
+    """Return the settings in use that name a metric, without the default of checkpoint.best, which may not exist."""
+    best = phase.run.plan.choices["checkpoint"].options.get("best")
+    stopping = phase.planned.early_stopping
+    return {
+        **({"checkpoint.best": best} if best and "checkpoint.best" in phase.run.plan.reasons else {}),
+        **({"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}),
+        **phase.work.observed_metrics(),
+    }
+
+
+def warn_unknown_metric(
+    phase: PhaseView, key: str, name: str, metrics: Iterable[str], of: str = "the evaluation"
+) -> None:
+    """Warn if a setting names a metric that an evaluation does not have."""
+    text = f"{key}={name}: {of} has no such metric; it has {', '.join(metrics)}"
     suggestion = did_you_mean(name, metrics)
     phase.run.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)

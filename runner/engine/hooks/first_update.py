@@ -29,8 +29,6 @@ from runner.engine.update.loop import StepInfo
 from runner.host.gc_pause import end_pause
 from runner.tensors.module_buffers import list_buffers
 
-MAX_METRIC_SAMPLES = 32  # an evaluation may be slow
-
 
 class FirstUpdate(Hook):
     """Runs checks and start-up work around the first update of a phase or of the process."""
@@ -84,8 +82,8 @@ class FirstUpdate(Hook):
     def _check_metrics(self) -> None:
         """Raise TaskFault if `evaluate` returns means; the default returns only what `_check_loss` has checked."""
         phase, parts = self.phase, self.phase.parts
-        evaluation, size = phase.hook(Evaluation), min(phase.planned.batch.micro_batch_size, MAX_METRIC_SAMPLES)
-        indices = list(evaluation.samples[:size])
+        evaluation = phase.hook(Evaluation)
+        indices = evaluation.first_samples
         if phase.position.update or phase.is_over or evaluation.held_out is None or not indices:
             return
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:

@@ -71,6 +71,10 @@ class PhaseKind:
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation."""
 
+    def observed_metrics(self) -> Mapping[str, str]:
+        """Return the metrics on which learning rates depend, by their settings."""
+        return {}
+
     def close(self) -> Mapping[str, float]:
         """Store the result in the model after the last update; return numbers to show."""
         return {}
@@ -320,6 +324,10 @@ class LossPhase(GradientPhase):
         schedule = self.training.schedule
         if schedule.metric in metrics:
             schedule.observe(metrics[schedule.metric], self.position.update)
+
+    def observed_metrics(self) -> Mapping[str, str]:
+        schedule = self.training.schedule
+        return {"scheduler.metric": schedule.metric} if schedule.is_observing else {}
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)

@@ -1,0 +1,96 @@
+"""Settings that name a metric: a name that the evaluation does not have is reported before the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.cli import main
+from runner.config.request import Request
+from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.opening import open_phase
+
+TASK = Path(__file__).parents[1] / "task_of_metrics.py"
+COMMON = ("global_batch_size=8", "device=cpu", "monitor=off", "tracker=none", "updates=2", "run=small")
+BEST, STOPPING, PLATEAU = "checkpoint.best", "early_stopping.metric", "scheduler.metric"
+
+
+@contextmanager
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[tuple[Any, list[str]]]:
+    """Yield the phase and the warnings of the run."""
+    warned: list[str] = []
+    with open_phase(Request((*COMMON, f"output_root={folder}", "backend.threads=1", *args), TASK)) as phase:
+        monkeypatch.setattr(phase.run.observers.screen, "warn", warned.append)
+        yield phase, warned
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "similar"),
+    [
+        ([], "", ""),
+        (["checkpoint.best=val/acuracy"], BEST, "val/accuracy"),
+        (["checkpoint.best=accuracy"], BEST, "val/accuracy"),
+        (["checkpoint.best=val/accuracy"], "", ""),
+        (["checkpoint.best=val/recall.1"], "", ""),
+        (["checkpoint.best=val/recall.2"], BEST, "val/recall.1"),
+        (["early_stopping.metric=val/f1", "early_stopping.patience=3"], STOPPING, "val/accuracy"),
+        (["early_stopping.metric=val/f1"], "", ""),  # it has no effect without a patience
+        (["scheduler=plateau"], PLATEAU, "val/accuracy"),  # val/loss, which this task does not have
+        (["scheduler=plateau", "scheduler.metric=val/accuracy"], "", ""),
+        (["task.gathered=true", "checkpoint.best=val/spread.std"], "", ""),
+        (["task.gathered=true", "checkpoint.best=val/sprad.std"], BEST, "val/spread"),
+        (["task.summarized=true", "checkpoint.best=val/error"], "", ""),
+        (["task.summarized=true", "checkpoint.best=val/accuracy"], BEST, "val/error"),
+        (["task.val=false", "checkpoint.best=val/accuracy"], BEST, ""),
+        (["task.val=false", "scheduler=plateau"], PLATEAU, ""),
+        (["task.val=false"], "", ""),
+    ],
+)
+def test_a_metric_that_a_batch_does_not_have_is_reported_before_the_first_update(
+    args: list[str], key: str, similar: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, monkeypatch, *args) as (phase, warned):
+        phase.hook(Evaluation).begin()
+        assert phase.position.update == 0
+    assert [text.startswith(key) and similar in text for text in warned] == [True] * bool(key)
+
+
+@pytest.mark.parametrize("args", [[], ["task.gathered=true", "task.summarized=true"]])
+def test_the_first_evaluation_reports_the_metric_once(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first that knows the names if `summarize` needs metrics that need all samples."""
+    plateau = ["scheduler=plateau", "scheduler.metric=val/f1"]
+    with opened(tmp_path, monkeypatch, *args, *plateau) as (phase, warned):
+        phase.hook(Evaluation).begin()
+        known = [text for text in warned if text.startswith(PLATEAU)]
+        assert len(known) == (0 if args else 1)
+        for _ in phase.updates():
+            pass
+        phase.close()
+    assert len([text for text in warned if text.startswith(PLATEAU)]) == (1 if args else 3)
+
+
+def test_the_check_leaves_the_task_and_the_generators_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, monkeypatch, "checkpoint.best=val/f1") as (phase, warned):
+        state = torch.get_rng_state()
+        modes = [module.training for module in phase.model.modules()]
+        phase.hook(Evaluation).begin()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [module.training for module in phase.model.modules()] == modes
+    assert len(warned) == 1
+
+
+def test_all_ranks_check_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    two = ["parallelism=ddp", "parallelism.world_size=2"]
+    args = ["train", "--task", str(TASK), *COMMON, *two, f"output_root={tmp_path}", "checkpoint.best=val/acuracy"]
+    assert main(args) == 0
+    shown = "".join(capfd.readouterr())
+    assert shown.count("checkpoint.best=val/acuracy") == 2, "before the first update and after the first evaluation"
