@@ -105,7 +105,7 @@ def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> No
 
 needs_s3 = pytest.mark.skipif(
     importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
-    reason="needs a server of S3: pip install s3fs 'aiobotocore[boto3]' 'moto[server]'",
+    reason="needs a server of S3: pip install s3fs 'moto[server]'",
 )
 
 

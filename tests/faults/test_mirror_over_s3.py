@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
-        reason="needs an S3 server: pip install s3fs 'aiobotocore[boto3]' 'moto[server]'",
+        reason="needs an S3 server: pip install s3fs 'moto[server]'",
     ),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of boto and of connections that were cut

@@ -67,6 +67,7 @@ BASE = (
 LIMITS = " watchdog.update_s=30 watchdog.data_s=30 watchdog.checkpoint_s=60"  # for faults that hang
 HANGING = ("stop", "collective")
 HANGS, STOPS = "hangs", "stops"  # files from which on its time passes
+IN_PARTS = "fsdp parallelism.checkpoint=parts"  # each rank writes its shards
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}  # time passes only after the fault
 # fault -> exit codes, and text of the message about the rank
 FAULTS = {
@@ -130,7 +131,7 @@ def test_ranks(
 ) -> None:
     chance = random.Random(f"{seed} {fault}")
     for number in range(amount(1, 100)):
-        strategy = chance.choice(["ddp", "fsdp", "pipeline"])
+        strategy = chance.choice(["ddp", "fsdp", IN_PARTS, "pipeline"])
         size = chance.choice([2, 3])
         # The watchdog allows minutes for the first update, so hangs start later.
         rank, at = chance.randrange(size), chance.randrange(2 if fault in HANGING else 0, UPDATES)
