@@ -418,7 +418,7 @@ class _BatchComparison:
     """Call a function on a batch and its halves from the same model, with the same random numbers for all samples.
 
     compute  batch -> name -> (sum, count)
-    epoch    epoch of the draws of `per_sample_noise`; None: that of the batch
+    epoch    epoch that seeds `per_sample_noise`; None: the epoch of the batch
     """
 
     def __init__(

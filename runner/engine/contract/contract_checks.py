@@ -71,7 +71,7 @@ def validate_loss(
 
 
 def no_items_fault(update: int, location: str) -> TaskFault:
-    """Return the error for an update whose micro-batches all have a count of 0; `location` is that of the loss."""
+    """Return the error for an update whose micro-batches all have a count of 0; `location` is the place of the loss."""
     return TaskFault(
         f"loss() returned a count of 0 for all micro-batches (update {update})",
         where=location,

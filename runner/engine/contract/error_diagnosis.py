@@ -234,7 +234,7 @@ def _task_frames(info: ExceptionInfo, source: Path) -> list[SourceLine]:
 def locate_definition(function: object, source: Path) -> str:
     """Return file:line of a function or class of the task, or the task's file if it is defined elsewhere.
 
-    Inherited methods and those of torchmetrics are excluded, because the user cannot change them.
+    Definitions in accel-run or an installed package, such as torchmetrics, are excluded: the user cannot change them.
     """
     with suppress(TypeError, OSError):
         inner: Any = inspect.unwrap(function)  # type: ignore[arg-type]

@@ -179,7 +179,7 @@ _RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names of metrics that updates
 
 
 def _discard_metrics(_: Mapping[str, tuple[Number, Number]]) -> None:
-    """Discard further metrics, for callers that report none."""
+    """Discard additional metrics, for callers that report none."""
 
 
 def _import(name: str, file: Path | None) -> ModuleType:

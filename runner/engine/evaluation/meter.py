@@ -97,14 +97,14 @@ class _Window:
     until: TimeSnapshot
     num_losses: int
     num_untimed: int
-    extra: Sequence[str] = ()  # names of further metrics; their sums and counts come last in `_Pending.numbers`
+    extra: Sequence[str] = ()  # names of additional metrics; their sums and counts come last in `_Pending.numbers`
 
 
 @dataclass(frozen=True)
 class _Pending:
     """Row whose numbers are being copied from the device.
 
-    numbers  loss sums, item counts, grad norm, and sums and counts of further metrics; None: still being copied
+    numbers  loss sums, item counts, grad norm, and sums and counts of additional metrics; None: still being copied
     """
 
     row: Row
@@ -122,7 +122,7 @@ class Meter:
     """Collect the results of updates and write a row every `every` updates.
 
     write        receives each finished row
-    readings     returns further values of a row, such as the loss scale or GPU utilization
+    readings     returns additional values of a row, such as the loss scale or GPU utilization
     stopwatch    time breakdown of the phase
     is_starting  the first update of the phase is the first of its process: it is not timed, and `restart_clock` is
                  called after it

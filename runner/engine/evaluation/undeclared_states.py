@@ -125,7 +125,7 @@ def _attributes(metric: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _hash_attributes(metric: nn.Module) -> dict[str, str]:
-    """Return name -> digest; values that cannot be compared, such as functions, all have the same one."""
+    """Return name -> digest, which is empty for a value that cannot be hashed, such as one that contains itself."""
     memo: dict[int, tuple[Any, str]] = {}
     return {name: _hash_attribute(value, memo) for name, value in _attributes(metric)}
 

@@ -32,7 +32,7 @@ HOOKS: Sequence[type[Hook]] = [
     StreamPosition,  # checks a stream before anything is computed with it, and notes what an update has read
     NanSearch,  # explains an update that is not finite before other hooks interpret its error
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
-    Metrics,  # writes the row of an update before a decision about it writes into the same file
+    Metrics,  # writes the row of an update before hooks that react to the update write to the same file
     RankSync,  # agrees on what all hooks want; those below act on it
     BadSamples,  # lists bad samples before a checkpoint, because a run resumed from it does not read them again
     LoadBalance,  # compares the times that the ranks reported

@@ -262,7 +262,7 @@ class Checkpointing(Hook):
         return self.phase.run.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
 
     def _deadline_problem(self) -> str | None:
-        """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
+        """Return why a save cannot finish before the kill deadline, or None if it can; equal on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
         self.saver.poll_writer()
@@ -368,7 +368,7 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite: a finite loss may not depend on all of them.
+        """Raise NumericError if learned values are not finite, because a finite loss may not depend on all of them.
 
         Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """

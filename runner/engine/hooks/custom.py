@@ -33,7 +33,7 @@ _RETURN_TYPES: Mapping[str, tuple[type, str]] = {
 
 
 def build_hooks(phase: PhaseView, classes: Sequence[type[Hook]]) -> tuple[Hook, ...]:
-    """Create the built-in hooks, and those of the plan before ForwardState, which records what an update changed."""
+    """Create all hooks, with those of the plan before ForwardState, which records what an update has changed."""
     built_in = [hook_class(phase) for hook_class in classes]
     index = [type(hook) for hook in built_in].index(ForwardState)
     custom = [_build_hook(phase, choice) for choice in phase.run.plan.hooks]

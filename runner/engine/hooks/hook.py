@@ -219,7 +219,7 @@ class Hook:
 
         Args:
             parameters: trained parameters of the objective by their names in the model; `grad` may be None. With fsdp
-                they are DTensors, of which this rank holds a shard, and with a pipeline those of this rank's stage.
+                they are DTensors, of which this rank holds a shard; with a pipeline, those of this rank's stage.
                 If float16 overflowed, gradients are not finite, and the step will be skipped.
             objective: its name; "" for a single loss.
         """

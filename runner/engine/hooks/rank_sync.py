@@ -45,7 +45,7 @@ class Exchange:
     def __call__(
         self, wants: Wants, *, num_bad: int, seconds: Mapping[str, float] | None, samples: int
     ) -> StepStatus | None:
-        """Send the status of this rank; return that of all ranks after the previous update, None if there was none."""
+        """Send the status of this rank; return the merged status after the previous update, or None for the first."""
         row = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         zeros = [0.0] * _ROW_WIDTH
         # An all-gather as a sum to which other ranks add zeros, so that the gradients' all-reduce can carry it.

@@ -58,7 +58,7 @@ class Timekeeping(Hook):
                 self._end_clock(self.phase.stopwatch.spent)
 
     def _end_clock(self, read_seconds: Callable[[], Seconds]) -> None:
-        """Add the seconds of this phase to those of the process, once."""
+        """Add the times of this phase to the clock of the process; only the first call has an effect."""
         if not self._has_ended:
             self._has_ended = True
             parts_s = self._note_time(read_seconds)

@@ -183,7 +183,7 @@ class _KindDurations:
     """Durations of one kind of work: the first, and later ones of measurable length.
 
     update     number of the update of the last operation
-    num_later  operations as representative as the first one: those of later updates, or of an evaluation
+    num_later  number of operations in later updates or in evaluations, which are as representative as the first one
     """
 
     first_s: float

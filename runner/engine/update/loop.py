@@ -37,7 +37,7 @@ class Position:
 class StepInfo(NamedTuple):
     """Results of one update; tensors stay on the device. A phase of kind fit has no loss and no learning rate.
 
-    extra  further training metrics: name -> (sum, count)
+    extra  additional training metrics: name -> (sum, count)
     """
 
     update: int
@@ -79,7 +79,7 @@ class Training:
                     gradients in range; the true count replaces it after the last backward, so results do not depend on
                     it
     gradients       how the gradients of an update are computed
-    extra           further metrics that the loss returns
+    extra           additional metrics that the loss returns
     update_wrapper  wraps each update, as the retry after an out-of-memory error does
     location        file:line of the loss, for messages
     """

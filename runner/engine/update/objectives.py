@@ -39,7 +39,7 @@ class ObjectiveSpec:
     """An objective as the task declares it.
 
     trains  names or prefixes of its parameters
-    shares  those of them that other objectives train, too
+    shares  names or prefixes of parameters that other objectives train, too
     every   interval in updates: the objective is part of one update in `every`
     """
 
@@ -52,7 +52,7 @@ class ObjectiveSpec:
     max_grad_norm: float | None
 
     def select_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return its parameters by name; a tied parameter by the first of its names, whichever of them is listed."""
+        """Return its parameters by name; a tied parameter has the first of its names, even if another one is listed."""
         listed = {id(weight) for weight in _parameters_under(model, self.trains)}
         return {name: weight for name, weight in model.named_parameters() if id(weight) in listed}
 
@@ -122,7 +122,7 @@ def unsupported_error(parallelism: str) -> ConfigError:
 def _choose(
     group: str, content: Mapping[str, Any], default: Choice, file: Path | None, problems: list[Problem]
 ) -> Choice:
-    """Return the option of a group that the objective names, or else that of the phase, with the objective's keys.
+    """Return the option of a group that the objective names, by default the phase's, with the keys of the objective.
 
     default   option of the phase
     file      of the task, which may define options
@@ -268,9 +268,9 @@ class Objectives:
 
 
 def combine_steps(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:
-    """Combine the results of the objectives: the loss is the sum of their means, the items are those of the first.
+    """Combine the results of the objectives: the loss is the sum of their means, the item count is that of the first.
 
-    The loss, gradient norm and learning rate of each objective are further metrics under its name.
+    The loss, gradient norm and learning rate of each objective are additional metrics under its name.
     """
     first = next(iter(steps.values()))
     mean: Any = 0.0

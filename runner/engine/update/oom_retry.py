@@ -282,6 +282,6 @@ def _sample_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
     return samples
 
 
-_HOST_GENERATORS = (  # in the order of `global_generators`; the accelerator saves that of the device
+_HOST_GENERATORS = (  # in the order of `global_generators`; the accelerator saves the generator of the device
     "torch's random generator of the host", "numpy's random generator", "Python's random generator",
 )  # fmt: skip

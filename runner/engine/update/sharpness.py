@@ -73,7 +73,7 @@ def with_sharpness(
 class SharpnessSource(GradientSource):
     """Computes the gradients of an update twice, with the same samples and random numbers.
 
-    All inputs of the update are kept in memory. Buffers, loss and additional metrics are those of the first
+    All inputs of the update are kept in memory. Buffers, loss and additional metrics come from the first
     computation, at the current weights.
     """
 
