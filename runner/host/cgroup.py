@@ -1,4 +1,4 @@
-"""CPU, memory and process limits that control groups (cgroups) set for this process, and their current use.
+"""CPU and memory limits that control groups (cgroups) set for this process, and their current use.
 
 Reads cgroup v1 and v2. The limits of all ancestors apply, so the smallest one is used. In a container, the directory
 of the process's own cgroup is often not visible; its limits are then in the mount point itself.

@@ -71,7 +71,7 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
             except KeyboardInterrupt:
                 num_interrupts += 1
                 process.send_signal(signal.SIGTERM)  # handled as SIGINT, which a background job of a script ignores
-    except BaseException:  # sys.stdout cannot be written, as a closed notebook's
+    except BaseException:  # for example, because sys.stdout is that of a closed notebook
         process.send_signal(signal.SIGTERM)
         raise
     finally:

@@ -127,7 +127,7 @@ def kill_on_partial_start() -> Iterator[None]:
 
 @contextmanager
 def stop_signals_blocked(start_method: str) -> Iterator[None]:
-    """Block stop signals, so that processes start with them blocked; this process receives them on exit."""
+    """Block stop signals, so that processes start with them blocked; this process handles pending ones on exit."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     if start_method == "spawn":
         # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.

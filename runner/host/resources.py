@@ -22,7 +22,7 @@ def affinity(pid: int = 0) -> Set[int]:
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Return the memory limit in bytes that this process and its siblings share."""
+    """Return the memory in bytes that this process and its siblings share: of the machine, or the cgroup's limit."""
     limit, total = cgroup_memory_limit(root), int(psutil.virtual_memory().total)
     return total if limit is None else min(total, int(limit.amount))
 

@@ -98,13 +98,13 @@ def run_ranks(
     `main` returns an exit code and a JSON-serializable result; an AccelRunError ends the rank with its exit code.
 
     After the first failure, the other ranks have `grace_s` seconds to exit (twice that, until a rank is known to be
-    the cause); then they are killed. SIGINT, SIGTERM and SIGUSR1 make every rank save and stop, by SIGUSR1; a second
-    SIGINT or SIGTERM kills them, or a third one if training is already over on rank 0. If the ranks hang, the stacks
-    of all are collected, the blocking rank is reported, and all are killed (exit code 83).
+    the cause); then they are killed. After SIGINT, SIGTERM, SIGHUP or SIGUSR1, this process sends SIGUSR1 to the ranks,
+    which save and stop; a second SIGINT or SIGTERM kills them, or a third one if training is already over on rank 0. If
+    the ranks hang, the stacks of all are collected, the blocking rank is reported, and all are killed (exit code 83).
 
     This process must have one thread, must not have initialized CUDA, and must not have computed on several threads:
-    locks and thread pools do not survive a fork. Raises SystemLimit otherwise, as in a debugger, and
-    SystemLimit or CannotCreate if the ranks cannot be started.
+    locks and thread pools do not survive a fork. Raises SystemLimit if it has other threads, as in a debugger, or has
+    initialized CUDA, and SystemLimit or CannotCreate if the ranks cannot be started.
 
     on_notice  called immediately when a rank fails, or a process does not exit after SIGKILL; default: a warning
     """

@@ -135,7 +135,7 @@ class Slurm:
             for file in folder.glob(".submission_file_*.sh"):
                 if not file.is_symlink():
                     file.unlink()
-            with suppress(OSError):  # not empty: the run exists
+            with suppress(OSError):  # the folder is not empty if the run exists
                 folder.rmdir()
                 folder.parent.rmdir()
             raise _sbatch_error(error) from error

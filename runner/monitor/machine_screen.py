@@ -18,7 +18,7 @@ from runner.monitor.machine_sample import GpuUser
 from runner.monitor.nvml import NORMAL_THROTTLING, decode_throttle_reasons
 from runner.monitor.samples import Readings, SampledGpu
 
-MAX_SAMPLES = 1000  # of a sparkline: more columns than terminals have
+MAX_SAMPLES = 1000  # length of a sparkline: more columns than terminals have
 BLOCKS = "▁▂▃▄▅▆▇█"
 WAITING = "the driver has not responded yet; it may hang"
 

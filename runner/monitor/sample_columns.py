@@ -196,7 +196,7 @@ class SampleReader:
         self.devices = dict(in_order)
 
     def _fill_spans(self, times: Floats, spans: Floats) -> Floats:
-        """Fill spans that an older version did not write: the time since the previous sample, unless there is a gap."""
+        """Fill missing spans (older versions): the time since the previous sample, at most three usual intervals."""
         intervals = np.diff(times, prepend=times[:1] if self._last_s is None else self._last_s)
         known = intervals[1:] if self._last_s is None else intervals
         self._intervals = np.append(self._intervals, known)[-PIECE_SAMPLES:]

@@ -243,7 +243,7 @@ class RankPart:
     shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
     gathered_size     bytes of a parameter that fsdp gathers, relative to its shards on all ranks; 0.5 in 16-bit formats
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
-    in_flight   micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
+    in_flight   micro-batches whose activations a stage of a pipeline keeps at once, divided by the number of stages
     passes      micro-batches of an update, which a pipeline reads at once
     stages      ranks of each pipeline; 0: all
     rank        number of the rank

@@ -1,8 +1,8 @@
 """Glyphs as pose estimation data: the fonts of matplotlib, written in the COCO-keypoint format.
 
 A letter is a category, and each font draws it in a different shape. If the outlines of a letter in two fonts have equal
-path codes, their points correspond: these are the keypoints. Every image shows one letter with a random pose, color
-and background.
+path codes, their points correspond, and the keypoints are selected from them. Every image shows one letter with a
+random pose, color and background.
 """
 
 from __future__ import annotations

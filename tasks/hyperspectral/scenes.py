@@ -42,7 +42,7 @@ VERSION = 1  # of the planes in the cache
 
 
 class Scenes:
-    """Sample i of a split: cube (H, W, C) float32, mask (H, W) uint8 of 0 and 1, index; always the same for that i."""
+    """Sample i of a split: cube (H, W, C) float32, mask (H, W) uint8 of 0 and 1, index; the same in every run."""
 
     def __init__(self, split: str, num_cubes: int, height: int, width: int, channels: int) -> None:
         self.split, self.num_cubes, self.shape = split, num_cubes, (height, width, channels)

@@ -113,7 +113,7 @@ class Join(nn.Module):
 
 
 class GRUDenoiser(nn.Module):
-    """A GRU of 16 cells, one per point: the initial state is the condition, the input all noisy points.
+    """A GRU of 16 cells, one per point: the condition is the initial state, and the input is all noisy points.
 
     A cell predicts the step to its point. A line is the cumulative sum of the steps, and therefore always smooth.
     """

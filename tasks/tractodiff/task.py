@@ -67,7 +67,7 @@ def build(
     size             tiny: for two CPU cores; full: the published sizes
     denoiser         gru: a GRU of 16 cells; unet: a 1-D U-Net along the points
     data             volume: dipy's small_64D, tracked on its tensors, with held-out streamlines; bundles: dipy's
-                     minimal bundles of five subjects, one held out; ignored with data.path
+                     minimal bundles of five subjects, one for val and one for test; ignored with data.path
     step_mm          distance between two points in mm; null: 4 for bundles, 1 otherwise
     diffusion_steps  number of diffusion steps T; null: depends on size (tiny 50, full 200)
     """
