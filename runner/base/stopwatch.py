@@ -28,7 +28,7 @@ OUTSIDE = ("starting", "first_update", "closing")
 """Parts of a run before and after its timed updates."""
 
 THROUGHPUT = "perf/throughput"
-"""Key in metrics.jsonl: items per second from the end of a process's first update until the row."""
+"""Key in metrics.jsonl: items per second of the updates of a phase until the row, except a process's first update."""
 
 Seconds = Mapping[str, float]
 TimeSnapshot = Callable[[], Seconds]

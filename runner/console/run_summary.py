@@ -179,9 +179,14 @@ def format_end(end: EndOfRun) -> str:
         "" if times.num_updates in (None, end.update) else f"; this process: {times.num_updates} updates{scope}"
     )
     last_phase = "last phase: " if end.phases else ""
-    progress = f"{last_phase}{end.update} of {end.total_updates} updates{process_note}"
+    progress = f"{last_phase}{end.update} of {end.total_updates} updates"
+    duration = f"in {format_duration(times.total_s)}"
+    if end.phases:  # the throughput is that of the last phase, and the time that of all phases
+        progress += f"{throughput}{process_note} {duration}"
+    else:
+        progress += f"{process_note} {duration}{throughput}"
     rows = [
-        (end.outcome, f"{progress} in {format_duration(times.total_s)}{throughput}"),
+        (end.outcome, progress),
         *_label_rows("phase", end.phases),
         *_label_rows("train loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
         *_label_rows("validation", learned.lines()),

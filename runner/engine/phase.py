@@ -210,15 +210,17 @@ class Phase(PhaseView):
         since: float | None = None  # the first update is not representative
         for step in () if self.is_over else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
-            self._run_hooks(step)
+            self._run_hooks(step, is_first=since is None)
             yield step.update
             since = time.perf_counter()
 
-    def _run_hooks(self, step: StepInfo) -> None:
+    def _run_hooks(self, step: StepInfo, *, is_first: bool) -> None:
         self.progress_mark.num_updates.value = self.number
         self._report_progress()
-        for hook in self._after_update:
-            hook.after_update(step)
+        # After the first update, hooks run checks and start components: no later update repeats this work.
+        with self.stopwatch.during("starting") if is_first else nullcontext():
+            for hook in self._after_update:
+                hook.after_update(step)
         self.progress_mark.completed_kinds.add(UPDATE)
 
     def _report_progress(self) -> None:

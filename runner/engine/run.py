@@ -160,8 +160,9 @@ class Tally:
     """Measurements of this process, which end up in the evidence of the run.
 
     load           CPU use of other processes since the start
-    timed          items and seconds of the updates after the first one
-    step_times_ms  step times in the newest rows
+    timed          items and seconds of the last phase, without the first update of this process
+    step_times_ms  step times in the newest rows of the last phase
+    peaks_gib      peak memory: "host", of the rank with the highest peak; "device" and "reserved" for a GPU
     num_workers    data workers that were started; None before the first update
     batch_shapes   shapes of the first tensor of each batch
     ranks_s        for each rank, part of an update -> total seconds
@@ -177,6 +178,7 @@ class Tally:
     num_rows: int = 0
     items_per_update: float | None = None
     step_times_ms: list[float] = field(default_factory=list)
+    peaks_gib: dict[str, float] = field(default_factory=dict)
     num_workers: int | None = None
     batch_shapes: set[object] = field(default_factory=set)
     ranks_s: list[dict[str, float]] = field(default_factory=list)

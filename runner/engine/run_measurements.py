@@ -67,9 +67,9 @@ def collect_evidence(run: TrainingRun, inventory: Inventory) -> Evidence:
 
 
 def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
-    records, total = run.progress.records.values(), inventory.cpu.memory_bytes
+    peaks_gib, total = run.tally.peaks_gib, inventory.cpu.memory_bytes
     host = MemoryEvidence(
-        host_peak_gib=max((record.peak_host_gib for record in records), default=None),
+        host_peak_gib=peaks_gib.get("host"),
         host_total_gib=total / GIB if total else None,
     )
     accelerator = get_accelerator(run.parts.world.device)
@@ -77,15 +77,13 @@ def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
     if in_use is None or device_bytes is None:  # a CPU
         return host
     inactive_bytes = counts.get("inactive_split_bytes.all.current", 0)
-    peaks = [record.peak_device_gib for record in records if record.peak_device_gib is not None]
-    reserved_peaks = [record.peak_reserved_gib for record in records if record.peak_reserved_gib is not None]
     return replace(
         host,
         device_total_gib=device_bytes / GIB,
         device_allocated_gib=in_use.allocated / GIB,
         device_reserved_gib=in_use.reserved / GIB,
-        device_peak_gib=max(peaks, default=None),
-        device_peak_reserved_gib=max(reserved_peaks, default=None),
+        device_peak_gib=peaks_gib.get("device"),
+        device_peak_reserved_gib=peaks_gib.get("reserved"),
         num_alloc_retries=int(counts.get("num_alloc_retries", 0)),
         fragmentation=inactive_bytes / in_use.reserved if in_use.reserved else None,
     )

@@ -36,9 +36,9 @@ class TimeEvidence:
                    first_update; in the other updates: data, transfer, forward, backward, optimizer, wait (for other
                    ranks); between updates: hooks, logging, drawing, evaluation, saving
     ranks_s        part -> seconds for each rank, only for parts in updates; empty for one process
-    step_time_ms   median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
-    items_per_s    throughput: items of the updates after the first one over the time from its end to the end of the
-                   last, evaluations and checkpoints between them included
+    step_time_ms   median of the rows of the last phase; low and high are the 10th and the 90th percentile
+    items_per_s    throughput of the last phase: items of its updates over their time, evaluations and checkpoints
+                   between them included, and the first update of the process excluded
     data_wait      share of the time of updates that was spent waiting for data; `transfer` for copies to the device
     """
 

@@ -33,7 +33,7 @@ class PhaseRecord:
     finished         whether the phase is complete
     seconds          from its start to its last checkpoint, evaluations included
     parts_s          part -> seconds: starting, first_update, parts of updates, and parts between updates
-    peak_host_gib    peak resident memory of this process; at the end of the phase, of the rank with the highest peak
+    peak_host_gib    peak resident memory; at the end of the phase, of the rank with the highest peak
     peak_device_gib  the most that torch allocated on the GPU, and peak_reserved_gib the most that it reserved there
     metrics          of the last evaluation, and results of a phase of kind fit; None: without items, or not finite
     """

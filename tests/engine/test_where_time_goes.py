@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from runner.base.stopwatch import PARTS
+from runner.base.text import format_rate
 from runner.durable.record_files import read_record
 from runner.engine.run_report import state_note
 from runner.records.evidence import Evidence
@@ -44,7 +46,8 @@ class Samples(torch.utils.data.Dataset):
         return [self[index] for index in indices]
 
 class Slow(Task):
-    def __init__(self, ms, ragged, rank, fails_at):
+    def __init__(self, ms, ragged, rank, fails_at, counts):
+        self.counts, self.calls = counts, 0
         self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))  # of the environment: no setting is another
         self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
         self.model = nn.Linear(4, 3)
@@ -67,6 +70,7 @@ class Slow(Task):
             CALLS["training"] += 1
             if CALLS["training"] == self.fails_at: raise ValueError("as planned")
             if CALLS["training"] == 1: self.sleep("first")
+        self.calls += self.counts
         self.sleep("forward")
         x, y = batch
         return F.cross_entropy(SlowBackward.apply(model(x[:, :4]), self.s["backward"]), y, reduction="sum"), len(y)
@@ -77,9 +81,9 @@ class Slow(Task):
 
 def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer: float = 0, hooks: float = 0,
           evaluation: float = 0, saving: float = 0, first: float = 0, ragged: bool = False, rank: int = -1,
-          fails_at: int = 0) -> Task:
+          fails_at: int = 0, counts: bool = False) -> Task:
     return Slow(dict(data=data, forward=forward, backward=backward, optimizer=optimizer, hooks=hooks,
-                     evaluation=evaluation, saving=saving, first=first), ragged, rank, fails_at)
+                     evaluation=evaluation, saving=saving, first=first), ragged, rank, fails_at, counts)
 """
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
@@ -138,6 +142,47 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
         assert sum(parts) == pytest.approx(row["perf/step_time_ms"], abs=1e-3)
         assert row["perf/data_wait"] == pytest.approx(row["perf/data_ms"] / row["perf/step_time_ms"], abs=1e-3)
         assert row["perf/forward_ms"] == pytest.approx(9, abs=0.1)
+
+
+def test_checks_after_the_first_update_of_a_phase_are_start_up(server: ForkServer, folder: Path) -> None:
+    """The attribute that `loss` changes is checked with further passes, which no later update repeats."""
+    (folder / "task.py").write_text(TASK + 'PHASES = {"one": {}, "two": {}}\n')
+    result = evidence_of(server, folder, "task.forward=50 task.counts=true checkpoint=off log_every=1")
+    assert result.parts_s.get("hooks", 0.0) < TICKS_S
+    assert all(row.get("perf/hooks_ms", 0.0) < 1 for row in rows_of(folder))
+    assert result.items_per_s == pytest.approx(8 / 0.05, rel=0.01)
+
+
+def test_each_phase_has_its_own_throughput(server: ForkServer, folder: Path) -> None:
+    """The phases of a task may have different losses: a mean over them would describe none."""
+    (folder / "task.py").write_text(
+        TASK
+        + """
+PHASES = {"short": {}, "long": {}}
+def slow(self, model, batch):
+    sleep(0.1)
+    return Slow.loss(self, model, batch)
+Slow.losses = property(lambda self: {"short": self.loss, "long": lambda *args: slow(self, *args)})
+"""
+    )
+    result = server.run(f"{BASE} task.forward=50", folder, VIRTUAL)
+    assert result.code == 0, result.err
+    ends = {row["phase"]: row["perf/throughput"] for row in rows_of(folder)}
+    assert ends == pytest.approx({"short": 8 / 0.05, "long": 8 / 0.15}, rel=0.01)
+    evidence = read_record(folder / "outputs/r").evidence
+    assert evidence is not None
+    assert evidence.items_per_s == ends["long"]
+    (line,) = (line for line in result.out.splitlines() if line.startswith("finished "))
+    assert re.findall(r"([\d.,]+) \w+s/s", line) == [format_rate(ends["long"])]
+
+
+def test_a_stopped_run_has_the_items_of_its_updates(server: ForkServer, folder: Path) -> None:
+    result = server.run(f"{BASE} task.forward=50 updates=100", folder, {**VIRTUAL, "STOP_AT": "6"})
+    assert result.code == 75, result.err
+    evidence = read_record(folder / "outputs/r").evidence
+    assert evidence is not None
+    assert evidence.phases[0].updates in range(6, 8), "between two rows"
+    assert evidence.items_per_update == 8
 
 
 def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) -> None:
@@ -298,3 +343,22 @@ def test_the_peak_of_host_memory_is_that_of_the_rank_with_the_most(server: ForkS
     evidence = read_record(folder / "outputs/r").evidence
     assert evidence is not None
     assert evidence.host_peak_gib == 2.5
+
+
+PEAK = """
+import os
+from runner.engine.hooks import timekeeping
+timekeeping.host_peak_gib = lambda: float(os.environ["PEAK_GIB"])
+"""
+
+
+def test_peak_memory_is_that_of_the_newest_process(server: ForkServer, folder: Path) -> None:
+    """A resumed run may have another device or smaller micro-batches; the record of the phase has the highest peak."""
+    more = "updates=16 resume_allow=[updates]"
+    for peak, args in (("8", ""), ("3", more)):
+        result = server.run(f"{BASE} {args}", folder, {**VIRTUAL, "PEAK_GIB": peak}, PEAK)
+        assert result.code == 0, result.err
+    evidence = read_record(folder / "outputs/r").evidence
+    assert evidence is not None
+    assert evidence.host_peak_gib == 3.0
+    assert evidence.phases[0].peak_host_gib == 8.0

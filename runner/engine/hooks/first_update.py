@@ -147,13 +147,12 @@ class FirstUpdate(Hook):
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()
-        with phase.stopwatch.during("starting"):
-            gc.freeze()  # existing objects live as long as the run
-            end_pause()
-            run.observers.tracker.start()
-            if run.provenance.tracker_id is not None:
-                run.observers.tracker.replay(run.directory.metrics)
-            phase.hook(Checkpointing).prepare()
+        gc.freeze()  # existing objects live as long as the run
+        end_pause()
+        run.observers.tracker.start()
+        if run.provenance.tracker_id is not None:
+            run.observers.tracker.replay(run.directory.metrics)
+        phase.hook(Checkpointing).prepare()
 
 
 def _list_saved_buffers(model: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:

@@ -50,7 +50,8 @@ class Metrics(Hook):
             self.meter.close_window()
 
     def close(self, error: BaseException | None) -> None:
-        tally, meter, update = self.phase.run.tally, self.meter, self.phase.position.update
-        tally.step_times_ms += meter.step_times_ms
-        tally.timed += meter.timed
-        tally.items_per_update = meter.items_seen / update if update else None
+        tally, meter = self.phase.run.tally, self.meter
+        if meter.timed.updates:
+            tally.timed, tally.step_times_ms = meter.timed, [*meter.step_times_ms]
+        # Without the updates after the last row, as after a stop.
+        tally.items_per_update = meter.items_seen / meter.last_row["update"] if meter.last_row else None

@@ -40,16 +40,25 @@ class Timekeeping(Hook):
         record.reached(phase.position.update)
         record.finished = phase.is_over and phase.closed and phase.hook(Evaluation).is_done
         self._note_time(phase.stopwatch.spent)
-        record.peak_host_gib = max(record.peak_host_gib, host_peak_gib())
+        self._note_host_peak(host_peak_gib())
         if peak := get_accelerator(phase.parts.world.device).peak_memory():
             record.peak_device_gib = max(record.peak_device_gib or 0.0, peak.allocated / 2**30)
             record.peak_reserved_gib = max(record.peak_reserved_gib or 0.0, peak.reserved / 2**30)
+            self._note_peaks(device=peak.allocated / 2**30, reserved=peak.reserved / 2**30)
+
+    def _note_host_peak(self, gib: float) -> None:
+        self.phase.record.peak_host_gib = max(self.phase.record.peak_host_gib, gib)
+        self._note_peaks(host=gib)
+
+    def _note_peaks(self, **peaks_gib: float) -> None:
+        """Record peaks of this process; the record of the phase may have higher ones of earlier processes."""
+        known = self.phase.run.tally.peaks_gib
+        known |= {name: max(gib, known.get(name, 0.0)) for name, gib in peaks_gib.items()}
 
     def end(self) -> None:
         self._end_clock(self.phase.stopwatch.finish)
-        phase = self.phase
-        peak = torch.tensor([max(phase.record.peak_host_gib, host_peak_gib())], dtype=torch.float64)
-        phase.record.peak_host_gib = float(phase.parts.world.max(peak))
+        peak = torch.tensor([host_peak_gib()], dtype=torch.float64)
+        self._note_host_peak(float(self.phase.parts.world.max(peak)))
 
     def close(self, error: BaseException | None) -> None:
         if error is not None:
