@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from runner.axes.optimizer import check_library
 from runner.base.errors import AccelRunError, TaskFault
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
@@ -17,6 +18,7 @@ from runner.engine.parts.phase_kinds import check_parameters
 from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.sources.training_identity import changed_files, fingerprint_code
+from runner.engine.update.objectives import parse_objectives
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 
@@ -33,6 +35,7 @@ def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[Pha
     phases = phases_to_run(run.plan, start, run.directory)
     check_parameters(phases, run.parts.bare)
     _check_names(run)
+    _check_libraries(run, phases)
     if run.parts.world.is_first:  # before training: edits made later do not affect the run
         origin.code = fingerprint_code(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
@@ -96,6 +99,15 @@ def _check_names(run: TrainingRun) -> None:
                     where=str(run.parts.source),
                     fix=did_you_mean(name, phases) or "add it to PHASES",
                 )
+
+
+def _check_libraries(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
+    """Raise ConfigError before any phase starts if the optimizer of a phase needs a library that is missing."""
+    for phase in phases:
+        if phase.kind == "train":
+            objectives = parse_objectives(run.parts.task, phase)
+            for optimizer in [objective.optimizer for objective in objectives] or [phase.optimizer]:
+                check_library(optimizer.function, optimizer.options, run.parts.world.device)
 
 
 def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.errors import ConfigError, Problem
+from runner.base.packages import require
 
 SEPARATOR = b"\0"  # ends every document, because text contains no NUL; every tokenizer counts it as one byte
 END_OF_TEXT = "<|endoftext|>"  # the byte-pair token for SEPARATOR
@@ -52,7 +53,7 @@ class BytePairs:
     """
 
     def __init__(self, path: Path) -> None:
-        self._encoding = _tokenizers().Tokenizer.from_file(str(path))
+        self._encoding = require("tokenizers", "bpe").Tokenizer.from_file(str(path))
         # END_OF_TEXT that occurs in a text is ordinary text.
         self._encoding.encode_special_tokens = True
         self.num_tokens = int(self._encoding.get_vocab_size())
@@ -96,9 +97,9 @@ class Numbers:
 def train_byte_pairs(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Write a byte-pair encoding of at most `vocab_size` tokens, learned from `texts`, to `path` as JSON.
 
-    Raises AccelRunError if the package `tokenizers` is not installed.
+    Raises MissingPackage if the package `tokenizers` is not installed.
     """
-    library = _tokenizers()
+    library = require("tokenizers", "bpe")
     encoding = library.Tokenizer(library.models.BPE())
     encoding.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoding.decoder = library.decoders.ByteLevel()
@@ -110,13 +111,3 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     encoding.train_from_iterator(texts, trainer)
     encoding.save(str(path))
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        what = "a byte-pair encoding needs the package tokenizers, which is not installed"
-        fix = "pip install tokenizers, or use task.tokenizer=byte"
-        raise AccelRunError(what, where="task.tokenizer", fix=fix) from None
-    return tokenizers

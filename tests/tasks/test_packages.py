@@ -32,7 +32,7 @@ few.__enter__()
 """
 )
 # Packages that are imported while the task is built, and only if the prepared data is not in the cache.
-WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage")}
+WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage"), ("gpt", "tokenizers")}
 CORE = {"matplotlib", "mpl_toolkits", "PIL"}  # matplotlib needs PIL
 OWN = """
 import torch
@@ -48,7 +48,7 @@ class Mine(Task):
         self.model = nn.Linear(2, 1)
     def dataset(self, split):
         return [torch.ones(2)] * 20
-    def loss(self, model, batch):
+    def loss(self, model, batch, objective=""):
         return model(batch).square().sum(), len(batch)
     def predict(self, model, generator):
         import some_package.inner
@@ -96,9 +96,10 @@ def test_a_missing_package_stops_a_command_before_its_first_update(
 def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
     server: ForkServer, tmp_path: Path, task: str, package: str
 ) -> None:
-    result = hidden(server, f"both run=mine task={task} device=cpu", tmp_path, package)
+    extra, args = ("bpe", "task.tokenizer=bpe") if task == "gpt" else (task, "")
+    result = hidden(server, f"both run=mine task={task} device=cpu {args}", tmp_path, package)
     assert result.code == 78, result.err
-    assert f"accel-run[{task}]" in result.err
+    assert f"accel-run[{extra}]" in result.err
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
@@ -110,6 +111,26 @@ def test_a_users_task_declares_its_late_imports(server: ForkServer, tmp_path: Pa
     assert "some_package" in stopped.err
     trained = hidden(server, f"train {args}", tmp_path, "none")
     assert trained.code == 0, trained.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        ("phase.late.optimizer=schedulefree", ""),
+        ("", 'OBJECTIVES = {"all": {"trains": ["weight", "bias"], "optimizer": "schedulefree"}}'),
+    ],
+    ids=["phase", "objective"],
+)
+def test_the_library_of_a_later_optimizer_is_checked_before_the_first_update(
+    args: str, code: str, server: ForkServer, tmp_path: Path
+) -> None:
+    losses = 'PHASES = {"early": {}, "late": {}}\nMine.losses = property(lambda self: {"early": self.loss})\n'
+    (tmp_path / "mine.py").write_text(f"{OWN}\n{losses if code else losses.splitlines()[0]}\n{code}\n")
+    command = f"train --task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10 {args}"
+    result = hidden(server, command, tmp_path, "schedulefree")
+    assert result.code == 78, result.err
+    assert "accel-run[schedulefree]" in result.err
+    assert not (tmp_path / "outputs" / "mine").exists(), "there is nothing to resume"
 
 
 def test_every_package_beyond_the_dependencies_is_declared_by_its_task() -> None:
