@@ -161,16 +161,18 @@ class PipelineParallel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the unsplit model.
 
-        Raises ConfigError if the batch has fewer samples than parts, or a tensor of the output has no dimension.
+        Raises ConfigError if the batch has fewer samples than parts, if the inputs have different numbers of samples, or if
+        a tensor of the output has no dimension.
         """
         sizes: list[int] = []
         map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
         size = sizes[0] if sizes else 0
         if size < self.num_microbatches or len(set(sizes)) > 1:
             what = f"needs at least num_microbatches ({self.num_microbatches}) samples, but got {size}"
+            fix = f"use num_microbatches={size}" if size else "pass a batch"
             if len(set(sizes)) > 1:
                 what = f"needs tensors with the same number of samples, but got {', '.join(map(str, sizes))}"
-            fix = f"use num_microbatches={size}" if size else "pass a batch"
+                fix = "pass tensors with the same first dimension"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
         calls = [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]

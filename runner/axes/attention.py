@@ -173,7 +173,7 @@ def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -
     reason = refusal_reason(name, torch.float16, device)
     if reason and strict:
         raise ConfigError(
-            Problem(f"is not available: {reason}", f"attention={name}", "use attention=auto, or attention.strict=false")
+            Problem(f"not available: {reason}", f"attention={name}", "use attention=auto, or attention.strict=false")
         )
     if reason:
         warnings.warn(f"attention={name} is not available ({reason}); the next best kernel is used", stacklevel=3)

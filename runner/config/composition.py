@@ -219,7 +219,7 @@ def resolve_references(
         file = file_of_key(key)
         fix = "write the value, or use ${KEY} with a key of the configuration files"
         problems.append(Problem(first_line(str(error)), f"{file}: {key}" if file else key, fix))
-    if secrets := secret_problems(values, "the configuration, with each ${...} replaced"):
+    if secrets := secret_problems(values, "the configuration after substitution of ${...}"):
         raise ConfigError(secrets)
     return values
 

@@ -122,7 +122,7 @@ class BufferSync:
         if names:
             raise TaskFault(
                 f"buffers differ between ranks, although torch recorded no change: {abbreviate(names)}",
-                fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
+                fix="change a buffer in place with buffer.copy_(new), not through buffer.data or NumPy",
             )
 
     def _is_averaged(self, ref: BufferRef) -> bool:

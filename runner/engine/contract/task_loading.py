@@ -209,18 +209,18 @@ def build_task(plan: Plan, parallel: Parallel, world: World, loaded: Collection[
         recording.replace_leaked(task.model)
     except Exception as error:  # an error that is not caused by deferred tensors is raised again below
         why_not = error.problems[0].what if isinstance(error, AccelRunError) else (str(error) or type(error).__name__)
-        why_not = f"building it without its large tensors failed: {why_not.splitlines()[0]}"
+        why_not = f"building the model without its large tensors failed: {why_not.splitlines()[0]}"
     results = world.gather([why_not, recording.digest()])
     why_not = next((reason for reason, _ in results if reason), "")
     if not why_not and any(result != results[0] for result in results):
-        why_not = "its construction differs between ranks"
+        why_not = "the construction of the model differs between ranks"
     if task is not None and not why_not:
         from runner.distributed.shard_init import DeferredModel  # imports DTensors, which are slow to import
 
         parallel.deferred = DeferredModel(recording, loaded)
         return task, []
     if parallel.init == "meta":
-        what = f"the model cannot be built without its large tensors: {why_not}"
+        what = f"not possible: {why_not}"
         raise ConfigError(Problem(what, "parallelism.init=meta", "use parallelism.init=auto or full"))
     del recording, task
     seed_everything(plan.settings.seed)
