@@ -161,8 +161,8 @@ class PipelineParallel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the unsplit model.
 
-        Raises ConfigError if the batch has fewer samples than parts, if the inputs have different numbers of samples, or if
-        a tensor of the output has no dimension.
+        Raises ConfigError if the batch has fewer samples than parts, if the inputs have different numbers of samples,
+        or if a tensor of the output has no dimension.
         """
         sizes: list[int] = []
         map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])

@@ -51,9 +51,9 @@ def run(argv: list[str]) -> int:
     checkpoint, rest = pop_checkpoint_choice(argv)
     request = parse_run_request(rest)
     if resume_arguments := [arg for arg in request.overrides if arg.partition("=")[0] == "resume"]:
-        fix = "to start over, use accel-run train run=NAME resume=fresh with the settings of the run"
+        fix = "to start over, use accel-run train run=NAME resume=fresh with the same settings"
         raise ConfigError(
-            Problem("not allowed: accel-run resume continues from the checkpoints of the run", resume_arguments[-1], fix)
+            Problem("not allowed: accel-run resume continues from a checkpoint", resume_arguments[-1], fix)
         )
     from runner.durable.run_request import find_run, load_run_request
 

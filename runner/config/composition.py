@@ -73,25 +73,22 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
     choices |= without_file
     missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
     if missing:  # possible only for a config.yaml in the user's folder
-        raise ConfigError(
-            Problem(
-                f"must choose an option of every group, but has none for {', '.join(missing)}",
-                f"{request.config_dir}/config.yaml",
-                f"start from a copy of {shipped_path('conf')}/config.yaml, or rename the file",
-            )
+        problem = Problem(
+            f"must choose an option of every group, but has none for {', '.join(missing)}",
+            f"{request.config_dir}/config.yaml",
+            f"start from a copy of {shipped_path('conf')}/config.yaml, or rename the file",
         )
+        raise ConfigError([*problems, problem])
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
     container = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert isinstance(container, dict)
-    problems = [
-        *(
-            Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
-            for group in GROUPS
-            if not isinstance(container.get(group, {}), (dict, NoneType))
-        ),
+    not_mappings = [
+        Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
+        for group in GROUPS
+        if not isinstance(container.get(group, {}), (dict, NoneType))
     ]
-    if problems:
-        raise ConfigError(problems)
+    if not_mappings:
+        raise ConfigError([*problems, *not_mappings])
     selected = {str(group): str(option) for group, option in choices.items() if option is not None}
     return {**container, "hydra_choices": {"task": "", **selected}}
 

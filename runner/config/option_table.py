@@ -29,11 +29,7 @@ def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *arg
         return table[option](*args, **keys)
     location, table_name, name = option.rsplit(":", 2)
     try:
-        entries = getattr(_import_module(location), table_name)
-        if table_name == HOOK_TABLE:  # a list of classes
-            entries = {hook_name(kind.__name__): kind for kind in entries}
-        entry = entries[name]
-        function: Callable[..., Result] = entry[1] if isinstance(entry, tuple) else entry  # ("bf16", function)
+        function: Callable[..., Result] = find_entry(option)
         return function(*args, **keys)
     except AccelRunError:
         raise
@@ -42,6 +38,16 @@ def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *arg
         raise TaskFault(
             f"{type(error).__name__}: {error}", where=f"{location}: {table_name}[{name!r}]", fix=fix
         ) from error
+
+
+def find_entry(reference: str) -> Any:
+    """Return the function or class that `PLACE:TABLE:NAME` names; its module is imported if it is not loaded."""
+    location, table_name, name = reference.rsplit(":", 2)
+    entries = getattr(_import_module(location), table_name)
+    if table_name == HOOK_TABLE:  # a list of classes
+        entries = {hook_name(kind.__name__): kind for kind in entries}
+    entry = entries[name]
+    return entry[1] if isinstance(entry, tuple) else entry  # ("bf16", function)
 
 
 def reference_file(reference: str) -> Path:

@@ -159,15 +159,17 @@ def _create_file(path: Path) -> Iterator[int]:
 
 def make_directory(path: Path) -> None:
     """Create the folder `path` and missing parents with mode 0700, and sync their names."""
-    if not _is_directory(path):
-        make_directory(path.parent)
-        with storage_errors("create the folder", path):
-            try:
-                _system.mkdir(path)
-            except FileExistsError:
-                if not _is_directory(path):  # else another process created it concurrently
-                    raise
-    fsync_directory(path.parent)  # also if the folder exists: its creator may not have synced it yet
+    if _is_directory(path):
+        _sync_if_readable(path.parent)  # the creator of `path` may not have synced its name yet
+        return
+    make_directory(path.parent)
+    with storage_errors("create the folder", path):
+        try:
+            _system.mkdir(path)
+        except FileExistsError:
+            if not _is_directory(path):  # else another process created it concurrently
+                raise
+    fsync_directory(path.parent)
 
 
 def new_directory(path: Path) -> None:
@@ -177,21 +179,22 @@ def new_directory(path: Path) -> None:
 
 
 def sync_ancestors(path: Path) -> None:
-    """Sync the name of `path`, and those of its parents on the same file system.
-
-    For a folder whose creator may have been killed before syncing these names. From the first parent that cannot be
-    opened upwards, folders belong to other users and are assumed to be durable.
-    """
+    """Sync the name of `path`, whose creator may have been killed, and those of its parents on the same file system."""
     device = _get_device(path)
     for folder in path.absolute().parents:
-        if _get_device(folder) != device:
+        if _get_device(folder) != device or not _sync_if_readable(folder):
             return
-        try:
-            fsync_directory(folder)
-        except StorageError as error:
-            if isinstance(error.__cause__, PermissionError):
-                return
+
+
+def _sync_if_readable(folder: Path) -> bool:
+    """Sync the names in a folder. A folder that cannot be opened belongs to another user and is assumed durable."""
+    try:
+        fsync_directory(folder)
+    except StorageError as error:
+        if not isinstance(error.__cause__, PermissionError):
             raise
+        return False
+    return True
 
 
 def _get_device(path: Path) -> int:

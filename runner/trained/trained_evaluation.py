@@ -110,7 +110,7 @@ def _declared_splits(task: Task) -> tuple[str, ...]:
 
 def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> BatchSizes:
     """Return the batch size of the run, with its recorded reductions after an out-of-memory error."""
-    plan, world, requested = trained.plan, trained.parts.world, phase.batch.micro_batch_size
+    plan, world, batch = trained.plan, trained.parts.world, phase.batch
 
     def reduce(error: Exception, size: int) -> int:
         less = halve(size)
@@ -119,8 +119,9 @@ def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], N
         warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
         return less
 
-    sizes = BatchSizes(requested, reduce if plan.settings.on_oom == "retry" else None)
-    current = ("evaluation", phase.name, world.world_size, requested)
+    failed = reduce if plan.settings.on_oom == "retry" else None
+    sizes = BatchSizes(batch.micro_batch_size, batch.global_batch_size, failed)
+    current = ("evaluation", phase.name, world.world_size, batch.micro_batch_size)
     for row in oom_history.read_reductions(trained.directory.path):
         is_same = (row.use, row.phase, row.world_size, row.asked) == current
         if is_same and (trained.parts.parallel.is_lockstep or row.applies_to(world.rank)):

@@ -21,7 +21,7 @@ from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, load_run_request
 from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.contract.lora import make_adapter
-from runner.engine.hooks import HOOKS
+from runner.engine.hooks import HOOKS, custom
 from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.weights import load_initial_weights
@@ -102,6 +102,7 @@ def open_source(
     load_weights(parts, checkpoint)
     for hook in HOOKS:
         hook.load_for_inference(parts, checkpoint)
+    custom.load_for_inference(parts, checkpoint)
     state = checkpoint.state
     parts.task.begin_phase(state["phase"])
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))

@@ -185,6 +185,15 @@ def test_a_parent_that_cannot_be_synced_is_an_error_unless_others_own_it(
     assert faults.trace == [("open", str(tmp_path))], "no further parents"
 
 
+@pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
+def test_a_run_may_be_created_below_folders_that_cannot_be_read(kind: str, is_refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with Faults({0: kind}).active() as faults, pytest.raises(StorageError) if is_refused else nullcontext():
+        files.make_directory(tmp_path / "home" / "outputs")
+    assert (tmp_path / "home" / "outputs").is_dir() != is_refused
+    assert faults.trace[0] == ("open", str(tmp_path))
+
+
 def test_a_run_whose_folder_cannot_be_synced_is_not_opened(tmp_path: Path) -> None:
     for counted in (Faults(), Faults()):  # the first one creates it
         with counted.active(), RunDirectory.create_or_open(tmp_path, "run"):

@@ -66,6 +66,16 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
     assert 0 < metrics["val/loss"] < 4.158  # ln 64, the loss of an untrained model
 
 
+def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+    """The loss is computed over global batches, which are not divisible by the number of samples."""
+    settings = f"{SETTINGS} updates=4 evaluate.every=4 evaluate.samples=200 micro_batch_size=16"
+    _, directory = train(server, tmp_path, "own_clip", settings, (None,))
+    inside = json.loads((directory / "run.json").read_text())["metrics"]["val/loss"]
+    result = server.run(["evaluate", "mine", "checkpoint=last", "--json"], tmp_path)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["metrics"]["val/loss"] == inside
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
     results, args = [], f"{TWO} micro_batch_size=8 averaging=ema"

@@ -15,6 +15,8 @@ import torch
 
 from runner.cli import main
 from runner.config import custom_options
+from runner.durable.checkpoint import Snapshot
+from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.engine.evaluation.media import encode_png, histogram
 from runner.trackers import tracker_process
 from tests.rounding import PROMISED, assert_close
@@ -174,6 +176,8 @@ def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable
         ("def after_update(self, step)", "def after_update(self)"),
         ("def state_dict", "def wants(self):\n        return None\n    def state_dict"),
         ("def state_dict", "def readings(self):\n        return 1\n    def state_dict"),
+        ("def state_dict", "def readings(self):\n        return {'mine': object()}\n    def state_dict"),
+        ("def state_dict", "def readings(self):\n        return {'phase': 1.0}\n    def state_dict"),
     ],
 )
 def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
@@ -210,6 +214,64 @@ def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str]
     text = TASK.replace('"sum": self.sum}', '"sum": self.sum, "mean": float(self.sum) / self.seen}')
     assert main(["train", "--task", str(write(text)), *WORDS, "run=mean"]) == 0
     assert rows(tmp_path / "outputs" / "mean", "drift/seen") == [*range(1, 7)]
+
+
+def test_readings_may_be_numbers_of_any_library(write: Callable[[str], Path], tmp_path: Path) -> None:
+    readings = "{'one': 1, 'two': torch.tensor([2.0]), 'three': numpy.float32(3.0)}"
+    text = TASK.replace("def state_dict", f"def readings(self):\n        return {readings}\n    def state_dict")
+    assert main(["train", "--task", str(write(f"import numpy\n{text}")), *WORDS, "run=own", "updates=2"]) == 0
+    for name, number in (("one", 1.0), ("two", 2.0), ("three", 3.0)):
+        assert rows(tmp_path / "outputs" / "own", name) == [number, number]
+
+
+@pytest.mark.parametrize("name", ["train/loss", "perf/items_per_s"])
+def test_readings_cannot_replace_built_in_columns(name: str, write: Callable[[str], Path], tmp_path: Path) -> None:
+    text = TASK.replace("def state_dict", f"def readings(self):\n        return {{{name!r}: 1.0}}\n    def state_dict")
+    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=2"]) == 70
+    (problem,) = json.loads((tmp_path / "outputs" / "own" / "error.json").read_text())["problems"]
+    assert name in problem["what"]
+
+
+def test_a_checkpoint_has_the_state_of_its_update(
+    write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is written by a thread while training goes on and changes it."""
+    snapshots, submit = [], CheckpointWriter.submit
+
+    def submit_and_keep(self: CheckpointWriter, snapshot: Snapshot, **keys: Any) -> None:
+        snapshots.append(snapshot)
+        submit(self, snapshot, **keys)
+
+    monkeypatch.setattr(CheckpointWriter, "submit", submit_and_keep)
+    text = TASK.replace("self.seen, self.sum = size, 0,", "self.numbers, self.seen, self.sum = size, [], 0,")
+    text = text.replace("self.seen += 1", "self.seen += 1\n        self.numbers.append(self.seen)")
+    text = text.replace('return {"seen": self.seen,', 'return {"numbers": {"all": self.numbers}, "seen": self.seen,')
+    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=4", "checkpoint.every=1"]) == 0
+    states = {snapshot.state["phase_update"]: snapshot.state["hook.drift"] for snapshot in snapshots}
+    assert {update: state["numbers"]["all"] for update, state in states.items()} == {
+        update: [*range(1, update + 1)] for update in range(1, 5)
+    }
+
+
+def test_a_hook_may_change_the_model_that_is_evaluated(
+    write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = """@staticmethod
+    def load_for_inference(parts, checkpoint):
+        assert checkpoint.state["hook.drift"]["seen"] == 2
+        with torch.no_grad():
+            for weight in parts.bare.parameters():
+                weight.copy_(checkpoint.tensors("hook.drift")["sum"])
+
+    def state_dict"""
+    file = write(TASK.replace("def state_dict", load))
+    assert main(["train", "--task", str(file), *WORDS, "run=own", "updates=2", "hook.drift.size=0.25"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "own", "--json"]) == 0
+    x = torch.arange(128.0, dtype=torch.float64).view(64, 2) / 128
+    wanted = (x.sum(1) * 0.75 + 0.75).square().mean()  # the weights and the bias are 0.25 + 2 * 0.25
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert_close(torch.tensor(metrics["val/loss"]), wanted.float(), terms=64)
 
 
 @pytest.mark.slow

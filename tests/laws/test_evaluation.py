@@ -48,7 +48,7 @@ def measured(
         return batches
 
     parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is, **options)
-    result = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size))
+    result = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size, 0))
     assert result is not None
     return result.metrics
 

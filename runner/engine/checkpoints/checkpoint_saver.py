@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -113,7 +112,6 @@ class Saver:
             snapshot = take_snapshot()
         finally:
             self.bests = bests
-        snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training continues to change the originals
         copy_s = time.perf_counter() - start
         self.held = HeldBest(number, value, snapshot, self.buffer, kept, copy_s, time.monotonic())
         self.save_cost.record_copy(copy_s)

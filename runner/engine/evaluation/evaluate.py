@@ -56,17 +56,17 @@ class BatchSizes:
     """Maximum batch sizes of an evaluation.
 
     requested  size of the batches that are distributed to the ranks
+    coupled    number of samples whose coupled loss is computed together; 0: all samples
     on_error   (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
     current    size on this rank, smaller than `requested` after an out-of-memory error
     by_rank    (size before the last evaluation, size after it) of each rank
-    coupled    number of samples whose coupled loss is computed together; 0: all samples
     """
 
     requested: int
+    coupled: int
     on_error: Callable[[Exception, int], int] | None = None
     current: int = 0
     by_rank: list[tuple[int, int]] = field(default_factory=list)
-    coupled: int = 0
 
     def __post_init__(self) -> None:
         self.current = self.current or self.requested

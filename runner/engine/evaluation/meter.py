@@ -272,7 +272,11 @@ class Meter:
         for name, total, count in zip(window.extra, extra, extra, strict=True):
             row[f"train/{name}"] = total / count if count and math.isfinite(total) else None
         row |= self._timing(window, items[window.num_untimed :])
-        row |= self.readings()
+        readings = self.readings()
+        if taken := row.keys() & readings.keys():
+            what = f"readings() of a hook returned {', '.join(sorted(taken))}, which every row has"
+            raise TaskFault(what, fix="use other names")
+        row |= readings
         self.last_row = row
         self.write(row)
 

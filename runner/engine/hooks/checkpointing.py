@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import secrets
@@ -300,10 +301,10 @@ class Checkpointing(Hook):
         Rank 0 gets all of the state; if checkpoints have parts, each rank gets its own part.
         """
         phase, run, parts = self.phase, self.phase.run, self.phase.parts
-        copy = self.saver.buffer.copy
+        to_host = self.saver.buffer.copy
         parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
         hook_states, hook_tensors = self._collect_hook_states()
-        work_tensors, numbers = phase.work.state(copy)
+        work_tensors, numbers = phase.work.state(to_host)
         phase.hook(Timekeeping).update_record()
         random, host_random = random_state(parts.world.device)
         own_state = [{name: tensor.tolist() for name, tensor in random.items()}, host_random]  # 30 KB as JSON
@@ -329,6 +330,7 @@ class Checkpointing(Hook):
             "changes": run.provenance.changes,
             DIGEST: self._frozen_digest,
         }
+        state = copy.deepcopy(state)  # training continues to change the originals while they are written
         manifest = {
             "epoch": update // phase.order.updates_per_epoch,
             "samples": phase.order.samples_before(update),
@@ -342,8 +344,8 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint gets its name
         }
-        tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), copy), **work_tensors}
-        tensors |= {name: parts.parallel.checkpoint_tensors(values, copy) for name, values in hook_tensors.items()}
+        tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), to_host), **work_tensors}
+        tensors |= {name: parts.parallel.checkpoint_tensors(values, to_host) for name, values in hook_tensors.items()}
         part = None
         if parts.parallel.num_parts > 1:
             token = parts.world.broadcast(secrets.token_hex(4))

@@ -13,13 +13,16 @@ from torch import Tensor
 from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.custom_tables import ENABLED, HOOK
-from runner.config.option_table import call_option, reference_file
+from runner.config.option_table import call_option, find_entry, reference_file
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.durable.safetensors_writer import unsupported_reason
 from runner.engine.contract.contract_checks import check_methods, describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
+from runner.engine.evaluation.media import parse_number
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
+from runner.engine.parts.assemble import Parts
 
 _WRAPPED_METHODS = (
     "begin", "before_step", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict",
@@ -72,6 +75,14 @@ def check_hook_states(phase: PhaseView) -> None:
         _check_state(state, reference_file(choice.function), choice.name)
 
 
+def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
+    """Call `load_for_inference` of the hooks of the plan. Raises TaskFault if one of them raises."""
+    for choice in parts.plan.hooks:
+        hook_class = find_entry(choice.function)
+        with task_errors(reference_file(choice.function), f"load_for_inference() of the hook {choice.name}"):
+            hook_class.load_for_inference(parts, checkpoint)
+
+
 def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callable[..., Any]:
     """Wrap a method: report its exceptions and invalid results as faults of the file that defines the hook."""
 
@@ -85,7 +96,13 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
         if not isinstance(result, expected):
             what = f"{name}.{method.__name__}() must return a {expected.__name__}, but returned"
             raise TaskFault(f"{what} {describe_value(result)}", where=locate_definition(method, source), fix=fix)
-        return result
+        if method.__name__ != "readings" or not isinstance(result, Mapping):
+            return result
+        try:
+            return {key: parse_number(key, value) for key, value in result.items()}
+        except (TypeError, ValueError) as error:
+            where = locate_definition(method, source)
+            raise TaskFault(f"{name}.readings(): {error}", where=where, fix=fix) from error
 
     return call
 

@@ -261,4 +261,10 @@ class Hook:
 
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
-        """Prepare the model for inference and export, after the weights of the checkpoint are loaded."""
+        """Prepare the model for evaluation, inference and export, after the weights of the checkpoint are loaded.
+
+        Args:
+            parts: `parts.bare` is the model, `parts.task` the task.
+            checkpoint: the state of this hook is `checkpoint.state[name]`, and its tensors `checkpoint.tensors(name)`.
+                The name of a hook of a task file is its key in the configuration: `hook.log_fit` for LogFit.
+        """

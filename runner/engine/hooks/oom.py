@@ -31,7 +31,7 @@ class OutOfMemory(Hook):
         self.last_problem: Problem | None = None
         batch = phase.planned.batch
         failed = self._reduce_evaluation_batch if self.is_on else None
-        self.sizes = BatchSizes(batch.micro_batch_size, failed, coupled=batch.global_batch_size)
+        self.sizes = BatchSizes(batch.micro_batch_size, batch.global_batch_size, failed)
         for row in self._rows_for("evaluation"):
             self.sizes.current = min(self.sizes.current, row.size)
 

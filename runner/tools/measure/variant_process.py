@@ -455,10 +455,11 @@ class TrainingVariant:
         evaluation = phase.hook(Evaluation)
         if evaluation.held_out is None:
             return {"more_s": 0.0}
-        size, samples = phase.hook(OutOfMemory).sizes.requested, evaluation.samples
+        sizes, samples = phase.hook(OutOfMemory).sizes, evaluation.samples
         for _ in range(2):
             began = time.perf_counter()
-            evaluate(parts, evaluation.held_out, samples[: size + len(samples) % size], BatchSizes(size))
+            one_of_each = samples[: sizes.requested + len(samples) % sizes.requested]
+            evaluate(parts, evaluation.held_out, one_of_each, BatchSizes(sizes.requested, sizes.coupled))
             parts.world.synchronize()
             seconds.append(time.perf_counter() - began)
         return {"more_s": max(0.0, seconds[0] - seconds[1])}

@@ -63,7 +63,7 @@ def loss_of(task: Task) -> Any:
 def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
     samples = [torch.tensor(float(number)) for number in range(num_samples)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
-    result = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), BatchSizes(batch_size))
+    result = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), BatchSizes(batch_size, 0))
     assert result is not None
     return result
 
