@@ -189,7 +189,7 @@ class PipelineParallel(nn.Module):
     def train(self, mode: bool = True) -> PipelineParallel:
         super().train(mode)
         for helper in self._helpers:
-            helper.training = mode
+            helper.train(mode)
         return self
 
     def table(self) -> str:

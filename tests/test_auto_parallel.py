@@ -143,6 +143,15 @@ def test_layers_may_be_named_share_weights_and_return_anything() -> None:
     assert not torch.equal(piped.train()(tokens).logits, expected.logits)
 
 
+def test_modes_reach_modules_inside_layers_that_the_model_does_not_have() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers = [model[0], nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), model[1]]
+    piped = PipelineParallel(model, 2, ["cpu"] * 2, layers=layers).eval()
+    x = torch.ones(4, 4)
+    torch.testing.assert_close(piped(x), model[1](model[0](x).tanh()))
+    assert not torch.equal(piped.train()(x), piped.eval()(x))
+
+
 def test_weights_of_another_device_are_borrowed() -> None:
     """On the `meta` device, which computes shapes only; mixing in a CPU tensor would fail."""
     model = Tied()
