@@ -89,17 +89,17 @@ class LightningTask(Task):
         self.trainer = TrainerStub()
         self.model = LightningSteps(module, self.trainer)
         self._loaders: dict[str, Any] = {}
+        self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
         _modules.add(module)
         self._call("prepare_data")
         self._call("setup", "fit")
-        collate = getattr(self._loader("train"), "collate_fn", None)
-        if collate is not None and collate is not torch.utils.data.default_collate:
-            self.collate = collate  # type: ignore[method-assign]
+        self._use_collate(self._loader("train"))
 
     def dataset(self, split: str) -> Dataset:
         loader = self._loader(split)
         if loader is None:
             raise NotImplementedError(f"the module has no {split}_dataloader")
+        self._use_collate(loader)
         dataset: Dataset = loader.dataset
         return dataset
 
@@ -116,7 +116,8 @@ class LightningTask(Task):
         mean, logged = model(step, batch)
         count = self.items(batch)
         sums = {} if mean is None else {"loss": (mean * count, count)}
-        return {**sums, **self._sums(logged, batch, "val")}
+        # A test_step may call validation_step, which logs with the prefix val.
+        return {**sums, **self._sums(logged, batch, *(("test", "val") if step == "test_step" else ("val",)))}
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
@@ -134,24 +135,42 @@ class LightningTask(Task):
         """The split whose dataset was requested last."""
         return next(reversed(self._loaders), "train")
 
-    def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, prefix: str) -> dict[str, Sum]:
+    def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, *prefixes: str) -> dict[str, Sum]:
         """Return logged means as sums and counts, without the prefix of their split."""
+        starts = tuple(f"{prefix}{separator}" for prefix in prefixes for separator in "_/")
         sums: dict[str, Sum] = {}
         for name, (value, size) in logged.items():
             count = self.items(batch) if size is None else size
-            sums[name.removeprefix(f"{prefix}_").removeprefix(f"{prefix}/")] = value * count, count
+            start = next((start for start in starts if name.startswith(start)), "")
+            sums[name.removeprefix(start)] = value * count, count
         return sums
 
     def _loader(self, split: str) -> Any:
         loader = self._loaders.pop(split, None)
         if loader is None:
             name = f"{split}_dataloader"
+            if split == "test":
+                self._call("setup", "test")
             loader = getattr(self.module, name)() if _has(self.module, name) else None
             if isinstance(loader, (list, tuple)):
                 what = f"{split}_dataloader must return one loader, but returned {len(loader)}"
                 raise TaskFault(what, fix="return one loader of a torch.utils.data.ConcatDataset")
         self._loaders[split] = loader
         return loader
+
+    def _use_collate(self, loader: Any) -> None:
+        """Let `collate` be that of the loader, unless a subclass has set its own.
+
+        The runner reads the attribute for each split, directly after it has called `dataset(split)`.
+        """
+        current = vars(self).get("collate")
+        if current is not self._loader_collate:
+            return
+        vars(self).pop("collate", None)
+        collate = getattr(loader, "collate_fn", None)
+        self._loader_collate = None if collate is torch.utils.data.default_collate else collate
+        if self._loader_collate is not None:
+            self.collate = self._loader_collate  # type: ignore[method-assign]
 
     def _call(self, name: str, *args: Any) -> None:
         if _has(self.module, name):
@@ -178,10 +197,13 @@ class LightningSteps(nn.Module):
         args = (batch, 0)[: len(inspect.signature(method).parameters)]
         loss = method(*args)
         if isinstance(loss, Mapping):
-            loss = loss["loss"]
+            loss = loss["loss"] if step == "training_step" else loss.get("loss")  # Lightning ignores other outputs
         return loss, dict(self._logged)
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+        if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
+            what = f"self.log({name!r}) has reduce_fx={options['reduce_fx']}, but accel-run reports the mean"
+            raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
@@ -189,7 +211,7 @@ class LightningSteps(nn.Module):
 
     def _log_dict(self, values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():
-            self._log(name, value, **{key: value for key, value in options.items() if key == "batch_size"})
+            self._log(name, value, **options)
 
 
 class TrainerStub:

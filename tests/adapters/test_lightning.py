@@ -157,3 +157,35 @@ def test_logging_other_than_a_number_is_refused(value: Any) -> None:
     task = LightningTask(with_methods(training_step=training_step))
     with pytest.raises(TaskFault, match="score"):
         task.loss(task.model, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("log", ["log", "log_dict"])
+def test_a_reduction_other_than_the_mean_is_refused(log: str) -> None:
+    def training_step(self: Any, batch: Any, batch_index: int) -> Any:
+        values: Any = {"score": 1.0}
+        getattr(self, log)(*(["score", 1.0] if log == "log" else [values]), reduce_fx="max")
+        return self.net(batch).mean()
+
+    task = LightningTask(with_methods(training_step=training_step))
+    with pytest.raises(TaskFault, match="score"):
+        task.loss(task.model, torch.ones(4, 2))
+
+
+def test_the_test_split_is_set_up_and_its_metrics_have_no_prefix() -> None:
+    def setup(self: Any, stage: str) -> None:
+        setattr(self, f"{stage}_set", list(torch.ones(8, 2)))
+
+    def test_step(self: Any, batch: Any, batch_index: int) -> Any:
+        self.log("test_mean", batch.mean())
+        return self.validation_step(batch, batch_index)
+
+    def validation_step(self: Any, batch: Any, batch_index: int) -> Any:
+        self.log("val_sum", batch.sum())
+        return {"predictions": self.net(batch)}
+
+    methods = {"setup": setup, "test_step": test_step, "validation_step": validation_step}
+    loader = {"test_dataloader": lambda self: DataLoader(self.test_set, batch_size=4)}
+    task = LightningTask(with_methods(**methods, **loader))
+    dataset = task.dataset("test")
+    evaluated = task.evaluate(task.model, torch.stack([dataset[0], dataset[1]]))
+    assert {name: float(total / count) for name, (total, count) in evaluated.items()} == {"mean": 1.0, "sum": 4.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -96,3 +97,69 @@ def test_a_module_of_lightning_itself_trains_identically(server: ForkServer, tmp
     text = EXAMPLE.read_text(encoding="utf-8").replace("(nn.Module)", "(L.LightningModule)")
     text = text.replace("import torch\n", "import lightning as L\nimport torch\n", 1)
     assert_equal(trained(server, tmp_path, text=text), by_hand())
+
+
+@pytest.mark.parametrize(
+    ("train_collate", "val_collate", "own", "means"),
+    [
+        ("None", "doubled", "", (1, 2)),
+        ("doubled", "None", "", (2, 1)),
+        ("doubled", "doubled", "", (2, 2)),
+        ("None", "doubled", "task.collate = tripled", (3, 3)),
+    ],
+)
+def test_each_split_has_the_collate_function_of_its_loader(
+    train_collate: str, val_collate: str, own: str, means: tuple[int, int], server: ForkServer, tmp_path: Path
+) -> None:
+    text = COLLATED.replace("TRAIN", train_collate).replace("VAL", val_collate).replace("OWN", own or "pass")
+    (tmp_path / "lit_task.py").write_text(text)
+    result = server.run(f"train --task lit_task.py updates=1 log_every=1 global_batch_size=4 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    found = {name: value for row in rows for name, value in row.items()}
+    assert (found["train/mean"], found["val/mean"]) == means
+
+
+COLLATED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from runner.adapters.lightning import LightningTask
+
+
+def doubled(samples):
+    return 2 * torch.stack(samples)
+
+
+def tripled(samples):
+    return 3 * torch.stack(samples)
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_index):
+        self.log("train_mean", batch.mean())
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        self.log("val_mean", batch.mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(list(torch.ones(8, 2)), batch_size=4, collate_fn=TRAIN)
+
+    def val_dataloader(self):
+        return DataLoader(list(torch.ones(8, 2)), batch_size=4, collate_fn=VAL)
+
+
+def build():
+    task = LightningTask(Module())
+    OWN
+    return task
+"""
