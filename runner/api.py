@@ -17,6 +17,7 @@ from runner.base.picture import COLORS, notebook_figure
 from runner.base.secret import sanitize
 from runner.commands.arguments import parse_arguments, parse_run_request
 from runner.config.configuration import compose
+from runner.config.custom_options import forget_parsed_files
 from runner.config.request import format_override, merge_overrides
 from runner.durable.checkpoint_choice import is_choice
 from runner.durable.directory import generate_run_name, has_update
@@ -52,6 +53,7 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     if {"-m", "--multirun"} & set(argv):
         fix = "call train() once per combination of values"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
+    forget_parsed_files()
     configuration = compose(parse_arguments(argv).request)
     name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
     result = run_command(["train", *argv, *([] if configuration.settings.run else [format_override("run", name)])])
@@ -86,6 +88,7 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     Raises:
         InputMissing: if there is no such run.
     """
+    forget_parsed_files()
     messages: list[str] = []
     run = Run(build_argv(arguments, settings), messages.append)
     if run.state in ("preempted", "interrupted", "failed", "killed") and not has_update(run.path):

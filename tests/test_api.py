@@ -288,6 +288,18 @@ def test_a_task_is_given_by_the_path_of_its_file(kind: type, tmp_path: Path, mon
     assert open_run(str(elsewhere), task=kind("mine.py")).model() is not None
 
 
+def test_a_task_file_may_be_edited_between_two_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "edited.py"
+    shutil.copy(TASK, file)
+    train(*WORDS[3:], "updates=1", task=file, run="a")
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("def build()", "def build(*, added: int = 1)"), encoding="utf-8")
+    assert train(*WORDS[3:], "updates=1", task=file, run="b", task__added=2).state == "finished"
+    file.write_text(text, encoding="utf-8")
+    assert open_run("a").model() is not None
+
+
 def test_the_package_exports_the_functions() -> None:
     assert {"train", "evaluate", "open_run"} <= set(runner.__all__)
 
