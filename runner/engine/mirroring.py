@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.distributed.world import World
 from runner.durable.checkpoint import newest_name
 from runner.durable.directory import RunDirectory
@@ -22,7 +22,7 @@ from runner.plan.run_plan import Plan
 def checkpoint_policy(plan: Plan) -> SavePolicy:
     """Return the settings of the group `checkpoint`."""
     choice = plan.choices["checkpoint"]
-    return call_option(CHECKPOINTS, choice.function, **choice.options)
+    return make_chosen(CHECKPOINTS, choice)
 
 
 def download_checkpoints(

@@ -14,8 +14,8 @@ import torch
 
 from runner.base.errors import AccelRunError
 from runner.base.json_values import to_json
+from runner.config.chosen_option import make_chosen
 from runner.config.configuration import compose
-from runner.config.option_table import call_option
 from runner.config.request import Request, override_key
 from runner.distributed.world import World
 from runner.durable.checkpoint import LoadedCheckpoint, load
@@ -55,7 +55,7 @@ def open_first_rank(
 
     def make_option(table: Mapping[str, Any], group: str, *args: Any) -> Any:
         choice = plan.choices[group]
-        return call_option(table, choice.function, *args, **choice.options)
+        return make_chosen(table, choice, *args)
 
     clock = UpdateClock()
     metrics = stack.enter_context(AppendLog(directory.metrics))
@@ -65,7 +65,7 @@ def open_first_rank(
     if not resumes:  # earlier measurements and records belong to another run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     tracker_id = attempt.record.tracker_id
-    tracker = make_option(TRACKERS, "tracker", directory.path, directory.name, plan.values(), tracker_id)
+    tracker = make_chosen(TRACKERS, plan.choices["tracker"], directory.path, directory.name, plan.values(), tracker_id)
     process = replace(attempt.record.process, metrics_bytes=metrics.length)
     attempt.record = replace(attempt.record, tracker_id=tracker.id, process=process)
     attempt.begin(job)
@@ -73,7 +73,9 @@ def open_first_rank(
     monitor = _make_monitor(plan, world, directory.gpu_csv)
     stack.callback(_close_monitor, monitor, directory, screen)
     parts = assemble(plan, stack, world, loaded=start.names("model") if start else frozenset())
-    profiler = make_option(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
+    profiler = make_chosen(
+        PROFILERS, plan.choices["profiler"], lambda name, data: directory.write(f"profile/{name}", data)
+    )
     observers = Observers(metrics, tracker, monitor, profiler, screen)
     if start is None and plan.settings.weights.source:
         screen.info(
@@ -104,8 +106,7 @@ def open_other_rank(
     parts = assemble(job.plan, stack, world, loaded=start.names("model") if start else frozenset())
     if start is None and job.plan.settings.weights.source:
         load_initial_weights(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
-    choice = job.plan.choices["profiler"]
-    observers = silent_observers(screen, call_option(PROFILERS, choice.function, None, **choice.options))
+    observers = silent_observers(screen, make_chosen(PROFILERS, job.plan.choices["profiler"], None))
     if world.machine_name:
         observers.monitor = _make_monitor(job.plan, world, directory.path / f"gpu-{world.machine_name}.csv")
         stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{world.machine_name}.json")
@@ -165,7 +166,7 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = _local_root(world)
     gpus = monitored_gpus(uuids, world.device.type)
-    monitor: NoMonitor = call_option(MONITORS, choice.function, path, gpus, root, **choice.options)
+    monitor: NoMonitor = make_chosen(MONITORS, choice, path, gpus, root)
     return monitor
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from runner.base.values import Annotated, Auto, Count, Matches, PositiveInt
+from runner.config.chosen_option import make_chosen
 from runner.config.configuration import Configuration
-from runner.config.option_table import call_option
 from runner.launch.ray_cluster import RayCluster
 from runner.launch.slurm import Slurm
 
@@ -30,7 +30,7 @@ def submit(configuration: Configuration) -> int | None:
 
 def _make_launcher(configuration: Configuration) -> Launcher:
     choice = configuration.choices["launcher"]
-    return call_option(LAUNCHERS, choice.function, **choice.options)
+    return make_chosen(LAUNCHERS, choice)
 
 
 def local() -> None:

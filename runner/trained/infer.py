@@ -26,7 +26,7 @@ from runner.base.sample_rng import seeded_generators
 from runner.base.stopwatch import Lap, new_stopwatch
 from runner.base.task import Content, Prediction
 from runner.base.text import format_rate
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.config.phases import INFERENCE
 from runner.distributed.world import World
 from runner.durable.directory import INFERENCE_FILES, RunDirectory
@@ -102,7 +102,7 @@ def _make_monitor(plan: Plan, parts: Parts, file: Path) -> NoMonitor:
     """Return the monitor of the plan's device, in the phase of inference."""
     choice = plan.choices["monitor"]
     gpus = monitored_gpus([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
-    monitor: NoMonitor = call_option(MONITORS, choice.function, file, gpus, **choice.options)
+    monitor: NoMonitor = make_chosen(MONITORS, choice, file, gpus)
     monitor.enter_phase(INFERENCE)
     return monitor
 

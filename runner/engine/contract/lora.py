@@ -16,8 +16,8 @@ from runner.base.packages import require
 from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.base.values import Factor, Positive, PositiveInt
+from runner.config.chosen_option import make_chosen
 from runner.config.configuration import Choice
-from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
 _BASE_LAYER = ".base_layer."  # peft's name for the adapted layer inside its adapter
@@ -88,7 +88,7 @@ ADAPTERS: Mapping[str, Callable[..., Adapter]] = {"none": none, "lora": lora}
 
 def make_adapter(choice: Choice) -> Adapter:
     """Return the adapter that the option selects."""
-    return call_option(ADAPTERS, choice.function, **choice.options)
+    return make_chosen(ADAPTERS, choice)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from runner.base.values import Factor
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.assemble import Parts
@@ -35,7 +35,7 @@ class Averaging(Hook):
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._choice = phase.run.plan.choices[self.name]
-        self._rule: Rule | None = call_option(AVERAGINGS, self._choice.function, **self._choice.options)
+        self._rule: Rule | None = make_chosen(AVERAGINGS, self._choice)
         self._num_averaged = 0
         self._averages: dict[str, Tensor] = {}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runner.base.errors import StorageError, TaskFault
 from runner.base.text import abbreviate
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
 from runner.durable.checkpoint_choice import find_best_checkpoints
@@ -64,7 +64,7 @@ class Checkpointing(Hook):
 
     def _make_saver(self, start: LoadedCheckpoint | None) -> Saver:
         run, choice = self.phase.run, self.phase.run.plan.choices["checkpoint"]
-        policy, screen = call_option(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
+        policy, screen = make_chosen(CHECKPOINTS, choice), run.observers.screen
         writer: CheckpointWriter | NoWriter = NoWriter()
         if 0 < run.parts.world.rank < run.parts.parallel.num_parts:
             writer = PartWriter(run.directory.checkpoints, check=self._check_finite)

@@ -25,6 +25,7 @@ from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import rank_seed
 from runner.base.task import Task
 from runner.base.text import abbreviate
+from runner.config.chosen_option import make_chosen, own_function
 from runner.config.configuration import Choice
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
@@ -33,7 +34,6 @@ from runner.distributed.reducer import CustomSum
 from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
 from runner.durable.safetensors_writer import unsupported_reason
-from runner.engine.contract.chosen_option import make_chosen, own_function
 from runner.engine.contract.contract_checks import validate_modules
 from runner.engine.contract.task_loading import build_task, task_errors
 from runner.engine.sources.splits import Splits

@@ -13,7 +13,7 @@ from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.order import KEYED, Order, Sampler
 from runner.base.task import Task
 from runner.base.text import error_line
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
@@ -51,11 +51,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
         fetcher.is_lockstep = parts.parallel.is_lockstep
         sampler = _make_stream_sampler(fetcher.dataset, plan, phase, drop_last=samples_info.drop_last)
     else:
-        sampler = (
-            call_option(SAMPLERS, choice.function, samples_info, **choice.options)
-            if is_trained
-            else shuffle(samples_info)
-        )
+        sampler = make_chosen(SAMPLERS, choice, samples_info) if is_trained else shuffle(samples_info)
     if not isinstance(sampler, Sampler):
         raise TaskFault(
             f"sampler={choice.name} must return a sampler, but returned {type(sampler).__name__}",

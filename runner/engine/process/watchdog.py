@@ -26,7 +26,7 @@ from pathlib import Path
 from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_note
 from runner.base.secret import sanitize
 from runner.base.values import Auto, Positive
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen
 from runner.distributed.timeouts import call_with_timeout
 from runner.distributed.world import World
 from runner.durable.checkpoint import newest_name
@@ -145,7 +145,7 @@ class HangTraces:
 def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[ProgressMark]:
     """Yield a progress mark, which a thread checks inside the context if the plan enables the watchdog."""
     progress_mark, choice = ProgressMark(), plan.choices["watchdog"]
-    limits = call_option(WATCHDOGS, choice.function, **choice.options)
+    limits = make_chosen(WATCHDOGS, choice)
     table = HeartbeatTable(world.heartbeat_folder, world.rank) if world.heartbeat_folder is not None else None
     if table is not None:
         # Also without a watchdog: the launcher needs both to handle signals and to report a lost rank.

@@ -16,9 +16,8 @@ from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.rank_env import patched_environment
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
-from runner.config.option_table import call_option
+from runner.config.chosen_option import make_chosen, own_function
 from runner.distributed.world import World
-from runner.engine.contract.chosen_option import own_function
 from runner.engine.contract.contract_checks import check_length
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
@@ -151,4 +150,4 @@ class Splits:
         if choice.location:
             pins = bool(choice.options["pin_memory"])
             return CustomLoader(fetcher, own_function(choice), choice.name, choice.location, pins=pins)
-        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+        return make_chosen(DATALOADERS, choice, fetcher, self.world.device)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch
 from runner.base.sample_rng import global_generators
 from runner.base.values import Positive
+from runner.config.chosen_option import make_chosen
 from runner.config.configuration import Choice
-from runner.config.option_table import call_option
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.update.extra_metrics import ExtraMetrics
 from runner.engine.update.gradients import ForwardWrapper, GradientSource, SharedSamples, clear
@@ -65,7 +65,7 @@ def with_sharpness(
     weights  parameters that the update changes
     extra    additional metrics that the loss returns; only those at the current weights are kept
     """
-    ascent = call_option(SHARPNESS, choice.function, **choice.options)
+    ascent = make_chosen(SHARPNESS, choice)
     return inner if ascent is None else SharpnessSource(inner, ascent, tuple(weights), extra)
 
 

@@ -1,4 +1,4 @@
-"""Call the function of an option that the plan selects: from a shipped table, a task file or a package."""
+"""Call the function of a chosen option: from a shipped table, a task file or a package."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from runner.config.configuration import Choice
 from runner.config.custom_options import own_keys
-from runner.config.option_table import call_option
+from runner.config.option_table import Result, call_option
 
 
-def make_chosen(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
+def make_chosen(table: Mapping[str, Callable[..., Result]], choice: Choice, *args: Any) -> Result:
     """Return the result of the chosen function of the table, called with the settings of the choice."""
     extended = own_keys(choice.extension)
     options = {key: value for key, value in choice.options.items() if key not in extended}
