@@ -23,6 +23,7 @@ from runner.axes.optimizer import (
     adam,
     adamw,
     adamw8bit,
+    build_optimizer,
     check_library,
     set_learning_rate,
     sgd,
@@ -169,6 +170,19 @@ def test_the_longest_matching_name_gives_the_factor_and_only_complete_components
     scales = {name: group["lr_scale"] for group in optimizer.param_groups for name in group["names"]}
     assert scales == {"b1.weight": 0.5, "b1.bias": 0.0, "b10.weight": 1.0, "b10.bias": 1.0}
     assert all(group["lr"] == group["base_lr"] * group["lr_scale"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("function", ["adamw", "sgd", "lion"])
+def test_a_factor_of_0_keeps_the_parameters_unchanged(function: str) -> None:
+    model = network()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = build_optimizer(function, [*model.named_parameters()], {"lr": 0.1, "lr_scales": {"0": 0.0}})
+    set_learning_rate(optimizer, 1.0)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    unchanged = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
+    assert unchanged == {name for name in before if name.startswith("0.")}
 
 
 def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
