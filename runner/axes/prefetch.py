@@ -104,14 +104,20 @@ class CopyAhead(Prefetch):
 
         next_batch = start()
         lap("data")
+        failure: Exception | None = None
         while next_batch is not None:
             self.streams.join()
             lap("transfer")  # time that the computation waits for the copy, which started an update earlier
             map_tensors(self.streams.hold, next_batch.batch)
             ready, previous_source = next_batch, source
-            next_batch = start()
+            try:
+                next_batch = start()
+            except Exception as error:  # belongs to the next batch: this one is complete, and its update can run
+                next_batch, failure = None, error
             yield ready
             del previous_source
+        if failure is not None:
+            raise failure
 
 
 def none(device: torch.device) -> Prefetch:

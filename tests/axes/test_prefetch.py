@@ -73,6 +73,18 @@ def test_prefetched_batches_equal_those_without_prefetch(count: int) -> None:
     assert next(ahead, None) is None
 
 
+def test_an_error_of_the_next_batch_is_raised_after_the_current_one() -> None:
+    def read() -> Iterator[MicroBatch]:
+        yield from batches(2)
+        raise OSError("cannot read batch 2")
+
+    received = []
+    with pytest.raises(OSError, match="batch 2"):
+        for item in CopyAhead(CPU, Recorded())(read()):
+            received.append(int(item.batch))
+    assert received == [0, 1]
+
+
 def test_every_tensor_of_a_batch_is_copied_and_recorded_on_the_stream() -> None:
     streams = Recorded()
     whole = {"pair": Pair(torch.tensor(1), torch.tensor(2)), "list": [torch.tensor(3), "text"], "none": None}
