@@ -22,6 +22,7 @@ from runner.base.task import Fit, State
 from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import LoadedCheckpoint
+from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import CheckedLoss
 from runner.engine.parts.assemble import Parts
@@ -382,7 +383,8 @@ class StatisticsPhase(PhaseKind):
                 fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
             )
         self.fit = fit
-        self.gathered: State = {name: value.to(parts.world.device) for name, value in fit.start().items()}
+        start = _check_state(fit.start(), fit.start, parts.source)
+        self.gathered: State = {name: value.to(parts.world.device) for name, value in start.items()}
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
@@ -438,7 +440,10 @@ class StatisticsPhase(PhaseKind):
         self.gathered = {}
 
     def _merge_ranks(self) -> State:
-        return self.parts.parallel.merge_state(self.fit.merge, self.gathered)
+        return self.parts.parallel.merge_state(self._merge, self.gathered)
+
+    def _merge(self, one: State, other: State) -> State:
+        return _check_state(self.fit.merge(one, other), self.fit.merge, self.parts.source)
 
 
 def weight_per_item(phase: PhasePlan, parts: Parts, order: Order) -> float:
@@ -461,16 +466,31 @@ def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
             _select_parameters(model, phase)
 
 
+def _check_state(state: Any, method: Callable[..., Any], source: Path) -> State:
+    """Return a state that a method of a Fit returned. Raises TaskFault unless it is a dict of names to tensors."""
+    entries = state.items() if isinstance(state, dict) else [("", state)]
+    for name, value in entries:
+        if not isinstance(name, str) or not name or not isinstance(value, Tensor):
+            entry = f"entry {name!r} is {describe_value(value)}" if isinstance(state, dict) else describe_value(state)
+            raise TaskFault(
+                f"{method.__name__}() must return a state that is a dict of names to tensors, but returned"
+                f" {'a dict whose ' if isinstance(state, dict) else ''}{entry}",
+                where=locate_definition(method, source),
+                fix='return tensors of the same shapes and types in each state, such as {"sum": torch.zeros(3)}',
+            )
+    return dict(state)
+
+
 def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
     if (
         isinstance(added, tuple)
         and len(added) == 2
         and isinstance(added[0], dict)
-        and isinstance(added[1], (int, Tensor))
+        and (isinstance(added[1], int) or (isinstance(added[1], Tensor) and added[1].numel() == 1))
     ):
-        return added
+        return _check_state(added[0], fit.add, source), added[1]
     raise TaskFault(
-        f"add() must return (the state with this batch, the number of items), but returned {type(added).__name__}",
+        f"add() must return (the state with this batch, the number of items), but returned {describe_value(added)}",
         where=locate_definition(fit.add, source),
         fix="return {**state, ...}, len(x)",
     )

@@ -437,6 +437,42 @@ def test_an_invalid_answer_of_add_is_refused(answer: Any) -> None:
         next(fit_phase(Wrong()).updates(batches_of()))
 
 
+@pytest.mark.parametrize("state", [None, [torch.zeros(3)], {"total": 1.0}, {0: torch.zeros(3)}], ids=str)
+def test_a_state_that_is_no_dict_of_tensors_is_refused_with_its_method(state: Any) -> None:
+    class Start(Mean):
+        def start(self) -> Any:
+            return state
+
+    class Add(Mean):
+        def add(self, model: nn.Module, state_before: State, batch: Tensor) -> Any:
+            return state, len(batch)
+
+    class Merge(Mean):
+        def merge(self, one: State, other: State) -> Any:
+            return state
+
+    class TwoStates(Parallel):
+        def merge_state(self, merge: Callable[[State, State], State], mine: State) -> State:
+            return merge(mine, mine)
+
+    with pytest.raises(TaskFault):
+        fit_phase(Start())
+    with pytest.raises(TaskFault):
+        next(fit_phase(Add()).updates(batches_of()))
+    merged = fit_phase(Merge(), parallel=TwoStates(ALONE))
+    with pytest.raises(TaskFault):
+        merged.close()
+
+
+def test_a_number_of_items_per_sample_is_refused() -> None:
+    class PerSample(Mean):
+        def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
+            return state, torch.ones(len(batch))
+
+    with pytest.raises(TaskFault):
+        next(fit_phase(PerSample()).updates(batches_of()))
+
+
 def test_the_number_of_items_may_be_a_tensor() -> None:
     class Counted(Mean):
         def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
