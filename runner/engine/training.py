@@ -11,7 +11,8 @@ from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
 from runner.engine.checkpoints.resumption import is_resumed, phases_to_run
 from runner.engine.contract.error_diagnosis import explain
-from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.checkpointing import Checkpointing, hook_state
+from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.phase_kinds import check_parameters
@@ -127,6 +128,7 @@ def _load_finished_phase(run: TrainingRun, start: LoadedCheckpoint) -> None:
     """Load the model of a finished phase that is not rerun; the next phase starts from it."""
     load_weights(run.parts, start)
     with convert_state_errors(start):
+        ForwardState.load_finished_phase(run, hook_state(ForwardState.name, start))
         run.parts.precision.load(start.state["precision"])
         restore_rank_random_state(run.parts.world, start, run.plan.settings.seed)
     run.progress.updates_before += int(start.state["phase_update"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from runner.engine.parts.assemble import Parts
 from runner.engine.update.loop import StepInfo
 from runner.tensors.bitwise import bitwise_equal, is_dense
 from runner.tensors.module_buffers import TensorVersion, is_writable, list_buffers
+
+if TYPE_CHECKING:  # `run` imports hooks
+    from runner.engine.run import TrainingRun
 
 FROZEN = "frozen"
 _BUFFER_PREFIX = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry
@@ -124,6 +127,22 @@ class ForwardState(Hook):
             )
 
     @staticmethod
+    def load_finished_phase(run: TrainingRun, state: Any) -> None:
+        """Restore the state of a finished phase, from whose model the next phase starts.
+
+        In an uninterrupted run, the next phase has this state too, and its checkpoints contain it.
+        """
+        if state is None:
+            return
+        for name in state[FROZEN]:
+            _register_as_buffer(run.parts.bare, run.parts.bare.get_parameter(name))
+        run.forward_state.frozen.update(state[FROZEN])
+        run.forward_state.buffers |= {
+            name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)
+        }
+        _load(run.parts.bare, state)
+
+    @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
@@ -188,11 +207,13 @@ class ForwardState(Hook):
         for name in names:
             tracked = self._frozen.pop(name, None)
             if tracked is not None:
-                for module in self.phase.parts.bare.modules():  # several modules may share it
-                    module._buffers.update(
-                        {key: weight for key, weight in module._parameters.items() if weight is tracked.tensor}
-                    )
+                _register_as_buffer(self.phase.parts.bare, tracked.tensor)
         self._names.frozen.update(names)
+
+
+def _register_as_buffer(model: nn.Module, parameter: Tensor) -> None:
+    for module in model.modules():  # several modules may share it
+        module._buffers.update({key: weight for key, weight in module._parameters.items() if weight is parameter})
 
 
 def _buffer_fix(key: str) -> str:

@@ -98,6 +98,23 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
     assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
 
 
+@pytest.mark.sampled(2)
+def test_a_phase_in_a_later_command_starts_with_the_state_that_the_previous_phase_changed(
+    words: str, server: ForkServer, tmp_path: Path
+) -> None:
+    task = next(word for word in words.split() if word.endswith(".py"))
+    text = Path(task).read_text() + '\n\nPHASES = {"one": {"updates": 4}, "two": {"updates": 4}}\n'
+    (tmp_path / "phases.py").write_text(text)
+    words = words.replace(task, str(tmp_path / "phases.py"))
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    expected = trained(server, together, words)
+    trained(server, apart, f"{words} phases=[one]")
+    assert trained(server, apart, f"{words} phases=[two]") == expected
+    saved, states = forward_state(apart), forward_state(together)
+    assert saved.keys() == states.keys()
+    assert all(torch.equal(saved[name], state) for name, state in states.items())
+
+
 def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_changed(
     straight: tuple[Path, Any], server: ForkServer
 ) -> None:
