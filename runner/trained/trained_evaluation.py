@@ -18,6 +18,7 @@ from runner.config.schema import did_you_mean
 from runner.distributed.world import World
 from runner.durable.signals import StopRequest
 from runner.engine.checkpoints import oom_history
+from runner.engine.contract.task_loading import task_errors
 from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.parts.assemble import Parts
 from runner.engine.process.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
@@ -68,9 +69,12 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             progress_mark.advance(SUMMARY, trained.update)
 
         began = time.perf_counter()
-        result = evaluate(
-            parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
-        )
+        with task_errors(
+            parts.source, f"the evaluation of split {split}", micro_batch_size=phase.batch.micro_batch_size
+        ):
+            result = evaluate(
+                parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
+            )
         seconds = time.perf_counter() - began
         if result is None:
             return Exit.INTERRUPTED, None

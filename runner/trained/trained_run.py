@@ -21,6 +21,7 @@ from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, load_run_request
 from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.contract.lora import make_adapter
+from runner.engine.contract.task_loading import task_errors
 from runner.engine.hooks import HOOKS, custom
 from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.parts.frozen_base import load_weights
@@ -104,8 +105,7 @@ def open_source(
         hook.load_for_inference(parts, checkpoint)
     custom.load_for_inference(parts, checkpoint)
     state = checkpoint.state
-    parts.task.begin_phase(state["phase"])
-    parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
+    _begin(parts, Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
     device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
     ranks = f" and {plan.world_size - 1} more" if plan.world_size > 1 else ""
     labels = f" ({', '.join(source.labels)})" if source.labels else ""
@@ -150,9 +150,18 @@ def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Consol
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
     else:
         directory = RunDirectory.join(path)
-    parts.task.begin_phase(plan.selected[-1].name)
+    phase = plan.selected[-1]
+    _begin(parts, Progress(phase.name, 0, phase.updates or 1, 0.0))  # the length in updates may depend on the data
     console.info(f"{source.name}: {message}")
-    return TrainedModel(directory, plan, parts, plan.selected[-1].name, 0)
+    return TrainedModel(directory, plan, parts, phase.name, 0)
+
+
+def _begin(parts: Parts, progress: Progress) -> None:
+    """Call the methods of the task that training calls before an evaluation with this progress."""
+    with task_errors(parts.source, "begin_phase()"):
+        parts.task.begin_phase(progress.phase)
+    with task_errors(parts.source, "begin_update()"):
+        parts.task.begin_update(progress)
 
 
 # A model for other code needs no wrappers; these options change neither the weights nor their names.

@@ -163,6 +163,33 @@ def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path
     assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
+def test_given_weights_are_used_as_before_the_first_update(server: ForkServer, tmp_path: Path) -> None:
+    save_file(build().model.state_dict(), tmp_path / "w.safetensors")
+    begun = (
+        "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update, progress.epoch\n"
+    )
+    text = TASK.read_text().replace("    def loss(", f"{begun}\n    def loss(")
+    shown = '"begun": (float(self.begun == ("train", 0, 0.0)) * len(batch[0]), len(batch[0]))'
+    (tmp_path / TASK.name).write_text(text.replace('        return {"loss"', f'        return {{{shown}, "loss"'))
+    given = ("--task", TASK.name, "weights=w.safetensors", *ON_CPU)
+    assert evaluated(server, tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1
+
+
+@pytest.mark.parametrize(
+    "method", ["evaluate(self, model, batch)", "begin_update(self, progress)", "begin_phase(self, phase)"]
+)
+def test_an_error_in_the_task_is_reported_with_its_line(method: str, server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path)
+    text, place = TASK.read_text(), f"    def {method}:\n"
+    if place not in text:
+        text = text.replace("    def loss(", f"{place}        pass\n\n    def loss(")
+    (tmp_path / TASK.name).write_text(text.replace(place, f"{place}        self.undefined.clear()\n"))
+    result = refused(server, tmp_path, "mine", "--task", TASK.name)
+    assert result.code == 70
+    assert f"{TASK.name}:" in result.err
+    assert "self.undefined.clear()" in result.err
+
+
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
 def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
@@ -264,6 +291,7 @@ def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(
     train(server, tmp_path, "--task", TASK.name, "micro_batch_size=8")
     record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
     assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    assert refused(server, tmp_path, "split=test", "on_oom=stop").code == 80
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise ValueError("of the task")'))
     assert server.run(["evaluate", "split=test"], tmp_path).code == 70, "other errors are not retried"
 

@@ -77,7 +77,10 @@ def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(fo
 
 def test_given_weights_are_opened_in_the_last_phase(folder: Path) -> None:
     weights = f"weights={folder / 'w.safetensors'}"
-    assert calls_of(request_of(folder, weights, "run=given", "device=cpu", "monitor=off")) == ["two"]
+    assert calls_of(request_of(folder, weights, "run=given", "device=cpu", "monitor=off")) == [
+        "two",
+        Progress("two", 0, 3, 0.0),
+    ]
 
 
 def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:

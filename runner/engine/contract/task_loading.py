@@ -99,11 +99,19 @@ def _context_argument(build: Callable[..., Any], context: Context, source: Path)
 class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "loss"):
     """Convert an exception from the task's code into a TaskFault that names the line in the task's file.
 
-    allow  exceptions that are part of the contract, and are not converted
+    allow             exceptions that are part of the contract, and are not converted
+    micro_batch_size  for the advice after an out-of-memory error
     """
 
-    def __init__(self, source: Path, what: str, allow: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
-        self.source, self.what, self.allow = source, what, allow
+    def __init__(
+        self,
+        source: Path,
+        what: str,
+        allow: type[Exception] | tuple[type[Exception], ...] = (),
+        *,
+        micro_batch_size: int = 1,
+    ) -> None:
+        self.source, self.what, self.allow, self.micro_batch_size = source, what, allow, micro_batch_size
 
     def __enter__(self) -> None:
         pass
@@ -111,7 +119,7 @@ class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, (AccelRunError, self.allow)):
             return
-        fault = explain(error, self.source, self.what, micro_batch_size=1)
+        fault = explain(error, self.source, self.what, self.micro_batch_size)
         if fault is not None:
             raise fault from error
 
