@@ -35,7 +35,7 @@ class Metrics(Hook):
 
     def readings(self) -> dict[str, Any]:
         parts = self.phase.parts
-        columns = {**parts.precision.values(), **self.phase.run.observers.monitor.row()}
+        columns = {**self.phase.work.precision_values(), **self.phase.run.observers.monitor.row()}
         statistics = get_accelerator(parts.world.device).memory_stats()
         return columns | (allocator_metrics(statistics) if statistics else {})
 

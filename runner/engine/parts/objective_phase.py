@@ -70,6 +70,10 @@ class ObjectivesPhase(GradientPhase):
         return self.objectives.current_training
 
     @property
+    def trainings(self) -> Mapping[str, Training]:
+        return {spec.name: training for spec, training in self.objectives.parts}
+
+    @property
     def inputs(self) -> Objectives:
         return self.objectives
 

@@ -94,6 +94,10 @@ class PhaseKind:
         Other objects may keep a finished phase alive, but the next phase needs its memory.
         """
 
+    def precision_values(self) -> dict[str, float]:
+        """Return values of the precision to log, see `Precision.values`; each objective has its own loss scale."""
+        return {}
+
     def start_lines(self) -> list[str]:
         """Return the lines to print at the start of the phase."""
         return []
@@ -169,6 +173,11 @@ class GradientPhase(PhaseKind):
         raise NotImplementedError
 
     @property
+    def trainings(self) -> Mapping[str, Training]:
+        """The training of each objective by name; that of a single loss has the name ""."""
+        raise NotImplementedError
+
+    @property
     def inputs(self) -> UpdateInputs:
         """The inputs of the training loop."""
         raise NotImplementedError
@@ -239,15 +248,26 @@ class GradientPhase(PhaseKind):
         return train_updates(self.inputs, batches, self.total)
 
     def close(self) -> Mapping[str, float]:
-        """Raise NumericError if every update was skipped."""
-        if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
-            raise NumericError(
-                f"every update of phase {self.position.phase} was skipped, because gradients overflowed"
-                " float16; nothing was learned",
-                where="precision=fp16",
-                fix="use precision.init_scale=1024, or precision=bf16 or fp32",
-            )
+        """Raise NumericError if every update was skipped, of the phase or of an objective."""
+        for name, training in self.trainings.items():
+            position = training.position
+            if training.precision.num_skipped() - position.skipped_before >= position.update > 0:
+                of_objective = f" of objective {name}" if name else ""
+                raise NumericError(
+                    f"every update{of_objective} of phase {position.phase} was skipped, because gradients overflowed"
+                    " float16; nothing was learned",
+                    where="precision=fp16",
+                    fix="use precision.init_scale=1024, or precision=bf16 or fp32",
+                )
         return {}
+
+    def precision_values(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, training in self.trainings.items():
+            is_shared = training.precision is self.parts.precision
+            lead = "precision/" if is_shared else f"precision/{name}/"
+            values |= {lead + key.removeprefix("precision/"): item for key, item in training.precision.values().items()}
+        return values
 
     def release(self) -> None:
         for optimizer in self.inputs.optimizers:
@@ -316,6 +336,10 @@ class LossPhase(GradientPhase):
     @property
     def training(self) -> Training:
         return self._training
+
+    @property
+    def trainings(self) -> Mapping[str, Training]:
+        return {"": self._training}
 
     @property
     def inputs(self) -> UpdateInputs:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from runner.base.errors import NumericError
 from runner.config.request import Request
+from runner.engine.hooks.metrics import Metrics
 from runner.engine.opening import open_phase
 
 TASK = """
@@ -49,3 +52,43 @@ def test_a_finished_phase_frees_its_state_and_every_weight_can_be_trained_again(
         trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
         assert trained == {"one.weight", "one.bias", "two.weight", "two.bias"}
         assert all(weight.grad is None for weight in model.parameters())
+
+
+OVERFLOWS = {
+    "second": {"(x - 1).square())": "(x - 1).square() * 1e30)"},
+    "first": {"x.square() if": "1e30 * x.square() if", '"trains": ["one"]': '"trains": ["one"], "every": 2'},
+}
+
+
+@pytest.mark.parametrize("objective", OVERFLOWS)
+def test_an_objective_of_which_every_update_is_skipped_is_an_error(objective: str, tmp_path: Path) -> None:
+    text = TASK
+    for old, new in OVERFLOWS[objective].items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "mine.py").write_text(text)
+    settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
+    half = ("precision=fp16", "precision.init_scale=16")
+    request = Request((*settings, *half, "backend.threads=1", "checkpoint=off"), tmp_path / "mine.py")
+    with open_phase(request) as phase:
+        for _ in phase.updates():
+            pass
+        columns = phase.hook(Metrics).readings()
+        skipped = {"first": 2.0 * (objective == "first"), "second": 4.0 * (objective == "second")}
+        assert columns["precision/skipped_updates"] == skipped["first"]
+        assert columns["precision/second/skipped_updates"] == skipped["second"]
+        with pytest.raises(NumericError, match=objective):
+            phase.work.close()
+
+
+def test_the_smallest_loss_scale_applies_to_each_objective(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("(x - 1).square())", "(x - 1).square() * 1e30)"))
+    settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
+    half = ("precision=fp16", "precision.init_scale=1024", "precision.min_scale=512")
+    request = Request((*settings, *half, "backend.threads=1", "checkpoint=off"), tmp_path / "mine.py")
+    with open_phase(request) as phase:
+        updates = phase.updates()
+        for _ in range(3):
+            next(updates)
+        with pytest.raises(NumericError, match="min_scale"):
+            phase.hook(Metrics).readings()
