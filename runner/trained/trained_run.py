@@ -128,12 +128,27 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
     cpu = torch.device("cpu")
     tensors, rest = random_state(cpu)
     run = format_override("run", str(directory.path.absolute()))
-    overrides = merge_overrides(request.overrides, (*_PORTABLE_OVERRIDES, run))
+    overrides = merge_overrides(request.overrides, (run,))
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        trained = open_trained(replace(request, overrides=overrides), Console(level="warning"), stack, checkpoint)
+        console = Console(level="warning")
+        source = find_source(replace(request, overrides=overrides), console, checkpoint)
+        source = replace(source, configuration=_make_portable(source.configuration))
+        trained = open_source(source, plan_this_process(source.configuration)[0], console, stack)
     return trained.parts.bare.eval()
+
+
+def _make_portable(configuration: Configuration) -> Configuration:
+    """Return the configuration without wrappers of the model, which is for other code.
+
+    A precision of the user stays, because its function may have changed the modules of the model.
+    """
+    portable = ["device=cpu", "parallelism=single", "compile=off", "memory=none", "prefetch=none"]
+    if not configuration.choices["precision"].location:
+        portable.append("precision=fp32")
+    request = configuration.request
+    return compose(replace(request, overrides=merge_overrides(request.overrides, portable)), has_updates=False)
 
 
 def broadcast_name(source: ModelSource, world: World) -> ModelSource:
@@ -162,14 +177,3 @@ def _begin(parts: Parts, progress: Progress) -> None:
         parts.task.begin_phase(progress.phase)
     with task_errors(parts.source, "begin_update()"):
         parts.task.begin_update(progress)
-
-
-# A model for other code needs no wrappers; these options change neither the weights nor their names.
-_PORTABLE_OVERRIDES = (
-    "device=cpu",
-    "parallelism=single",
-    "precision=fp32",
-    "compile=off",
-    "memory=none",
-    "prefetch=none",
-)

@@ -116,3 +116,32 @@ def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder
     assert (worse.code, better.code) == (0, 0), worse.err
     assert "update-0000000002" in worse.out
     assert "update-00000000" not in better.out
+
+
+def test_a_model_keeps_the_modules_of_a_precision_of_the_user(server: ForkServer, tmp_path: Path) -> None:
+    table = """
+from torch import nn
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def doubled(model):
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+
+
+PRECISIONS = {"doubled": ("fp32", doubled)}
+"""
+    (tmp_path / "noted.py").write_text(TASK + table)
+    overrides = ("run=mine", f"output_root={tmp_path}", "device=cpu", "monitor=off", "precision=doubled")
+    result = server.run(["train", "--task", "noted.py", *overrides], tmp_path)
+    assert result.code == 0, result.err
+    weights = checkpoint.load(checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 5)).tensors("model")
+    model = load_trained_model(RunDirectory.find(tmp_path, "mine"), request_of(tmp_path, "run=mine"), "last")
+    assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
