@@ -112,6 +112,7 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
     )
     cached = Fetcher(kept, identity, bad_samples="stop")
     cached.streams = NoSeeding()
+    cached.is_cached = True
     return cached
 
 
@@ -132,7 +133,7 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
     loader = Fetcher(FixedPart(dataset), identity, bad_samples="stop")
     parts = _read_twice(loader, len(dataset), where)
     kept = CachedDataset(_rows([part.batch for part in parts], len(dataset), where), len(dataset))
-    return Fetcher(
+    cached = Fetcher(
         ComposedDataset(dataset, kept),
         fetcher.collate,
         bad_samples="stop",  # all fixed parts have been read
@@ -140,6 +141,8 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
         model=fetcher.model,
         split=fetcher.streams.split,
     )
+    cached.is_cached = True
+    return cached
 
 
 def _read_twice(fetcher: Fetcher, num_samples: int, where: str) -> list[MicroBatch]:

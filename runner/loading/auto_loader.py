@@ -69,6 +69,14 @@ class AutoLoader(Loader):
     def new_like(self, fetcher: Fetcher) -> Loader:
         return (self._chosen or self._workers).new_like(fetcher)
 
+    def for_evaluation(self, fetcher: Fetcher) -> Loader:
+        """Return a loader that reads as training does: `fetcher` is not measured.
+
+        If training reads in this process, workers forked now would share the files that its dataset has opened, and
+        the validation data may be a part of this dataset.
+        """
+        return (self._chosen or self._workers).for_evaluation(fetcher)
+
     def close(self) -> None:
         if self._measuring is not None:
             self._measuring.close()

@@ -32,6 +32,7 @@ class Fetcher:
     """
 
     is_sequential = False
+    is_cached = False  # this process has read the samples, and keeps them
     # The id of the fetcher that set an epoch last: training and evaluation may read the same dataset.
     _set_last_by: ClassVar[int] = 0
 

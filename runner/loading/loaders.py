@@ -59,12 +59,19 @@ class Loader:
         """Return a loader for a few batches that reads like this one: in this process, or in one worker."""
         return Loader(fetcher)
 
+    def for_evaluation(self, fetcher: Fetcher) -> Loader:
+        """Return a loader with the same settings for samples that are not cached; close it after each evaluation."""
+        return Loader(fetcher)
+
     def close(self) -> None:
         """Stop prefetching."""
 
 
 class PinnedLoader(Loader):
     """Load in this process into page-locked memory, so that copies to the device can overlap."""
+
+    def for_evaluation(self, fetcher: Fetcher) -> Loader:
+        return PinnedLoader(fetcher)
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         return map(MicroBatch.pin_memory, super().batches(keys))
@@ -99,9 +106,23 @@ class WorkerLoader(Loader):
     def new_like(self, fetcher: Fetcher) -> Loader:
         return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method=self.start_method)
 
+    def for_evaluation(self, fetcher: Fetcher) -> Loader:
+        if self.fetcher.is_cached:  # this process has read the dataset: forked workers would share its open files
+            return Loader(fetcher)
+        return WorkerLoader(
+            fetcher,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            prefetch_factor=self.prefetch_factor,
+            start_method=self.start_method,
+            timeout_s=self.timeout_s,
+        )
+
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         keys = iter(keys)
-        first = list(islice(keys, 1))
+        first = list(islice(keys, self.num_workers))  # an evaluation may have fewer batches than there are workers
+        if not first:
+            return iter(())
         with warnings.catch_warnings():  # the plan warns about more workers than cores
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
@@ -109,7 +130,7 @@ class WorkerLoader(Loader):
                 batch_size=None,
                 collate_fn=identity,  # torch's default would convert tuples to lists
                 sampler=chain(first, keys),
-                num_workers=self.num_workers,
+                num_workers=len(first),
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
@@ -118,7 +139,7 @@ class WorkerLoader(Loader):
                 # torch draws the seed of the workers from a generator when it creates an iterator. A separate generator
                 # leaves the model's unchanged, and gives different seeds to the workers of different ranks, for
                 # datasets that create their own generators from the worker's seed.
-                generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
+                generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", first[0])),
             )
             # Workers start with stop signals blocked, so that none arrives before `init_worker` ignores them.
             with stop_signals_blocked(self.start_method), kill_on_partial_start():

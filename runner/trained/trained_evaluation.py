@@ -23,7 +23,6 @@ from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, eval
 from runner.engine.parts.assemble import Parts
 from runner.engine.process.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
 from runner.loading.fetcher import Fetcher
-from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.events import Console, Level, terminal_log_level
 from runner.trained.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
@@ -69,11 +68,12 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             progress_mark.advance(SUMMARY, trained.update)
 
         began = time.perf_counter()
+        loader = parts.splits.evaluation_loader(fetcher)
         with task_errors(
             parts.source, f"the evaluation of split {split}", micro_batch_size=phase.batch.micro_batch_size
         ):
             result = evaluate(
-                parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
+                parts, loader, samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
             )
         seconds = time.perf_counter() - began
         if result is None:

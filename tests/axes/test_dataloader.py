@@ -666,3 +666,21 @@ def test_views_of_one_dataset_share_its_epoch() -> None:
         for reader, epoch in [(training, 3), (validation, 0), (training, 3), (validation, 0)]
     ]
     assert epochs == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
+def test_an_evaluation_is_read_as_the_training_without_another_measurement(
+    numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
+    training, held_out = Waiting(numbers), Waiting(numbers)
+    with closing(auto(training, limit_ms)) as loader:
+        assert [item.batch.tolist() for item in loader.batches(iter(KEYS))] == [key.indices for key in KEYS]
+        evaluation = loader.for_evaluation(Fetcher(held_out, default_collate, bad_samples="stop"))
+        with closing(evaluation):
+            assert [item.batch.tolist() for item in evaluation.batches(KEYS)] == [key.indices for key in KEYS]
+        assert evaluation.num_workers == num_workers
+        assert (held_out.file is None) == bool(num_workers)
+    for dataset in (training, held_out):
+        if dataset.file is not None:
+            os.close(dataset.file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.axes.dataloader import default
 from runner.axes.precision import bf16
 from runner.base.batch import MicroBatch
 from runner.base.task import Gather, Sum, Task
@@ -152,3 +154,28 @@ def test_a_coupled_loss_uses_modules_with_autocast() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "value", lambda rows: nn.Linear(2, 1)(rows).sum())
         assert math.isfinite(measured(task, 4, precision=precision)["loss"])
+
+
+def test_workers_of_an_evaluation_end_before_it_is_retried_in_smaller_batches() -> None:
+    class Scarce(Sampling):
+        def evaluate(self, model: nn.Module, batch: Tensor) -> Mapping[str, Sum]:
+            if len(batch) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().evaluate(model, batch)
+
+    left: list[int] = []
+
+    def halved(error: Exception, size: int) -> int:
+        left.append(len(multiprocessing.active_children()))
+        return size // 2
+
+    task, before = Scarce(), len(multiprocessing.active_children())
+    samples: Any = [torch.tensor(float(number)) for number in range(11)]
+    fetcher = Fetcher(samples, task.collate, bad_samples="stop")
+    loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
+    parts = parts_of(task, Path(__file__), WORLD)
+    result = evaluate(parts, loader, range(11), BatchSizes(8, 0, halved))
+    assert result is not None
+    assert result.metrics["mean"] == pytest.approx(sum(range(4, 11)) / 7, rel=ROUNDED)
+    assert left == [before, before]
+    assert len(multiprocessing.active_children()) == before

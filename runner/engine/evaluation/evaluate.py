@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +84,7 @@ def evaluate(
 ) -> EvaluationResult | None:
     """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
 
+    loader         reads the samples; it is closed after the last batch, and before a retry
     should_stop    called before each batch; ignored in lockstep
     on_last_batch  called after the last batch, before `summarize`
     split          of the samples, for `Task.metrics`
@@ -108,7 +109,11 @@ def evaluate(
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         sizes_by_name: dict[str, set[tuple[int, int]]] = {}  # (number of elements, number of samples) of each batch
         states.begin()
-        with _evaluation_mode(parts, rank_seed(seed, world.rank)), parallel.gather_parameters(parts.model):
+        with (
+            _evaluation_mode(parts, rank_seed(seed, world.rank)),
+            parallel.gather_parameters(parts.model),
+            closing(loader),
+        ):
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
                 if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
                     return True, pairs

@@ -42,7 +42,7 @@ class DataChanges(Hook):
         if phase.start is not None and phase.is_over:  # no update is left, and the data may no longer exist
             return
         held_out = phase.hook(Evaluation).held_out
-        fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
+        fetchers = {"train": phase.loader.fetcher} | ({"val": held_out} if held_out else {})
         self._data = {}
         check_lengths(old, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
         content = phase.order.update_sampler.content

@@ -18,7 +18,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.process.watchdog import EVALUATION, SUMMARY
 from runner.engine.update.loop import StepInfo
-from runner.loading.loaders import Loader
+from runner.loading.fetcher import Fetcher
 
 MAX_METRIC_SAMPLES = 32  # of a check before the first update: an evaluation may be slow
 
@@ -26,7 +26,7 @@ MAX_METRIC_SAMPLES = 32  # of a check before the first update: an evaluation may
 class Evaluation(Hook):
     """Evaluates the task's metrics; the other hooks receive them in `after_evaluation`.
 
-    held_out      reader of the validation data; None for a task without validation data
+    held_out      the validation data; None for a task without validation data
     samples       indices of the samples that are evaluated
     evaluated_at  update of the last evaluation; -1: none yet
     """
@@ -80,7 +80,7 @@ class Evaluation(Hook):
             settings = {key: name for key, name in settings.items() if name != "val/loss"}
         if not settings or not self.first_samples:
             return
-        names = find_metric_names(phase.parts, self.held_out, self.first_samples)
+        names = find_metric_names(phase.parts, phase.loader.for_evaluation(self.held_out), self.first_samples)
         if names is not None:
             for key, name in settings.items():
                 if not names.may_have(name):
@@ -101,7 +101,7 @@ class Evaluation(Hook):
     def load_state_dict(self, state: Any) -> None:
         self.evaluated_at = int(state)
 
-    def _open_held_out(self) -> tuple[Loader | None, Indices]:
+    def _open_held_out(self) -> tuple[Fetcher | None, Indices]:
         run = self.phase.run
         if run.observers.profiler.only:
             return None, spread_evenly(0, None)
@@ -109,7 +109,7 @@ class Evaluation(Hook):
             fetcher = run.parts.splits.fetcher("val")
         except NotImplementedError:
             return None, []
-        return Loader(fetcher), spread_evenly(len(fetcher), self.phase.planned.evaluate.samples)
+        return fetcher, spread_evenly(len(fetcher), self.phase.planned.evaluate.samples)
 
     def _is_due(self) -> bool:
         """Return whether to evaluate after this update; `end` evaluates the last one."""
@@ -122,7 +122,7 @@ class Evaluation(Hook):
             with self.phase.stopwatch.during("evaluation"), self.phase.run.observers.profiler.exclude():
                 self._run_evaluation(self.held_out)
 
-    def _run_evaluation(self, held_out: Loader) -> None:
+    def _run_evaluation(self, held_out: Fetcher) -> None:
         phase, run, parts = self.phase, self.phase.run, self.phase.parts
         update, oom = phase.position.update, phase.hook(OutOfMemory)
         phase.is_evaluating = True
@@ -134,7 +134,7 @@ class Evaluation(Hook):
                 stack.enter_context(hook.during_evaluation())
             measured = evaluate(
                 parts,
-                held_out,
+                phase.loader.for_evaluation(held_out),
                 self.samples,
                 oom.sizes,
                 should_stop=self._must_stop,

@@ -88,7 +88,8 @@ class FirstUpdate(Hook):
             return
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
             return
-        for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
+        loader = phase.loader.for_evaluation(evaluation.held_out)
+        for reason, names in check_metrics_are_sums(parts, loader, indices).items():
             phase.run.observers.screen.info(
                 f"{phase.name}: the check that metrics are sums was skipped for {', '.join(names)} ({reason})"
             )

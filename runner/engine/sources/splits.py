@@ -151,3 +151,11 @@ class Splits:
             pins = bool(choice.options["pin_memory"])
             return CustomLoader(fetcher, own_function(choice), choice.name, choice.location, pins=pins)
         return make_chosen(DATALOADERS, choice, fetcher, self.world.device)
+
+    def evaluation_loader(self, fetcher: Fetcher) -> Loader:
+        """Return the loader for an evaluation without training: without a cache, because each sample is read once."""
+        choice = self.plan.choices["dataloader"]
+        if choice.location:  # custom loaders read training data only
+            return Loader(fetcher)
+        uncached = replace(choice, options={**choice.options, "cache": "none"})
+        return make_chosen(DATALOADERS, uncached, fetcher, self.world.device)

@@ -456,10 +456,11 @@ class TrainingVariant:
         if evaluation.held_out is None:
             return {"more_s": 0.0}
         sizes, samples = phase.hook(OutOfMemory).sizes, evaluation.samples
+        loader = phase.loader.for_evaluation(evaluation.held_out)
         for _ in range(2):
             began = time.perf_counter()
             one_of_each = samples[: sizes.requested + len(samples) % sizes.requested]
-            evaluate(parts, evaluation.held_out, one_of_each, BatchSizes(sizes.requested, sizes.coupled))
+            evaluate(parts, loader, one_of_each, BatchSizes(sizes.requested, sizes.coupled))
             parts.world.synchronize()
             seconds.append(time.perf_counter() - began)
         return {"more_s": max(0.0, seconds[0] - seconds[1])}

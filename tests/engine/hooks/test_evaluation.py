@@ -128,8 +128,8 @@ def test_metrics_are_written_and_passed_to_the_other_hooks(phase: Evaluated) -> 
     tally = phase.phase.run.tally
     before = tally.num_evaluations
     assert phase.run() == [10]
-    ((_, held_out, samples, _),) = phase.calls
-    assert (held_out, samples) == (phase.hook.held_out, [0, 1])
+    ((_, loader, samples, _),) = phase.calls
+    assert (loader.fetcher, samples) == (phase.hook.held_out, [0, 1])
     (result,) = phase.receiver.received
     assert list(result.metrics) == ["val/loss", "val/none", "val/bad", "val/inf"]
     assert result.empty == ("val/none",)
