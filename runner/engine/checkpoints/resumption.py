@@ -301,7 +301,7 @@ def find_resume_point(
     expected_bytes = int(start.manifest["metrics_bytes"])
     if metrics.length < expected_bytes:  # the weights are valid: rows lost in a power failure do not prevent resuming
         screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {expected_bytes} bytes remain")
-    repeated = _last_update(directory.metrics) - int(start.state["phase_update"])
+    repeated = count_repeated(directory.metrics, start.state["phase"], int(start.state["phase_update"]))
     metrics.cut(expected_bytes)
     note = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
     screen.info(f"resumes at update {start.state['phase_update']} from {start.path.name}{note}")
@@ -320,9 +320,10 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
     return recovered
 
 
-def _last_update(metrics: Path) -> int:
-    updates = (row.get("update") for row in read_rows(metrics))
-    return max((update for update in updates if isinstance(update, int)), default=0)
+def count_repeated(metrics: Path, phase: str, update: int) -> int:
+    """Return how many updates of a phase after this one have rows; each phase counts its updates from 1."""
+    updates = (row.get("update") for row in read_rows(metrics) if row.get("phase") == phase)
+    return max((each - update for each in updates if isinstance(each, int)), default=0)
 
 
 _UNREPORTED = ("run", "resume", "resume_allow", "output_root", "device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
-from runner.engine.checkpoints.resumption import compare
+from runner.engine.checkpoints.resumption import compare, count_repeated
 from runner.engine.parts.frozen_base import load_model
 from runner.engine.phase import restore_rank_random_state
 from runner.tensors.global_rng import random_state, seed_everything
@@ -46,6 +47,15 @@ def changed(**new: Any) -> dict[str, Tensor]:
 
 def without(name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in changed().items() if other != name}
+
+
+def test_repeated_updates_are_those_of_the_resumed_phase(tmp_path: Path) -> None:
+    rows = [{"phase": "one", "update": update} for update in (3, 7)]
+    rows += [{"phase": "two", "update": update} for update in (2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    cases = [("two", 1), ("two", 4), ("two", 5), ("one", 3), ("three", 1)]
+    counts = [count_repeated(tmp_path / "metrics.jsonl", phase, update) for phase, update in cases]
+    assert [max(0, count) for count in counts] == [3, 0, 0, 4, 0]
 
 
 def test_another_task_is_the_only_problem() -> None:
