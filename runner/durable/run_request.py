@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.base.errors import DataError, SecurityRefusal
+from runner.base.paths import parse_path
 from runner.base.text import abbreviate
 from runner.config.configuration import compose
-from runner.config.request import Request, merge_overrides
+from runner.config.request import Request, format_override, merge_overrides
 from runner.durable.directory import LAST, RunDirectory, is_sweep
 from runner.durable.record_files import read_record
+
+PATH_KEYS = ("data.path", "weights", "weights.source")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,17 @@ class RunRequest:
         task_file, config_dir = given.task_file or self.task_file, given.config_dir or self.config_dir
         overrides = merge_overrides(kept, given.overrides)
         return replace(given, overrides=overrides, task_file=task_file, config_dir=config_dir)
+
+    def with_absolute_paths(self) -> RunRequest:
+        """Return the request for use in another folder: paths that exist in `folder` are absolute."""
+        return replace(self, overrides=tuple(map(self._make_absolute, self.overrides)))
+
+    def _make_absolute(self, override: str) -> str:
+        key, _, value = override.partition("=")
+        if self.folder is None or key not in PATH_KEYS:
+            return override
+        path = self.folder / parse_path(value.strip("'\""))
+        return format_override(key, str(path)) if path.exists() else override
 
 
 def find_run(request: Request, report: Callable[[str], object]) -> tuple[RunDirectory, Path]:

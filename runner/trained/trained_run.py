@@ -68,7 +68,8 @@ class TrainedModel:
 def find_source(request: Request, console: Console, checkpoint: str | None = None) -> ModelSource:
     """Return what the request names: a run, by default the last one, or the weights of `weights=`.
 
-    A run is opened with its recorded settings; those of the request override them.
+    A run is opened with its recorded settings; those of the request override them. Recorded paths refer to the working
+    directory of the run, and paths of the request to the current one.
 
     checkpoint  best, last or an update; None: the best one if there is one, else the last one
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for `weights=`
@@ -83,7 +84,8 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
             raise ConfigError(Problem(what, f"run={name}", fix))
         return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)
-    configuration = compose(load_run_request(directory, root, request).request(request), has_updates=False)
+    origin = load_run_request(directory, root, request).with_absolute_paths()
+    configuration = compose(origin.request(request), has_updates=False)
     chosen = choose_checkpoint(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
     return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.labels)
 

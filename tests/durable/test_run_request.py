@@ -51,6 +51,20 @@ def test_given_overrides_replace_those_of_the_run() -> None:
     assert asked == Request(("seed=1", "optimizer=adamw"), Path("/a.py"), Path("/conf"), ("budget_s",))
 
 
+def test_paths_of_a_run_refer_to_its_working_directory(tmp_path: Path) -> None:
+    for name in ("data", "base.safetensors", "one two"):
+        (tmp_path / name).touch()
+    overrides = ("data.path=data", "weights=base.safetensors", "data.path='one two'", "data.path=gone", "seed=1")
+    assert RunRequest(overrides, None, None, tmp_path).with_absolute_paths().overrides == (
+        f"data.path={tmp_path}/data",
+        f"weights={tmp_path}/base.safetensors",
+        f'data.path="{tmp_path}/one two"',
+        "data.path=gone",
+        "seed=1",
+    )
+    assert RunRequest(overrides, None, None, None).with_absolute_paths().overrides == overrides
+
+
 def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'

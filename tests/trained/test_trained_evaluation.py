@@ -75,6 +75,30 @@ def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
     assert record["update"] == 6
 
 
+def test_a_run_is_evaluated_from_another_folder_with_its_data(server: ForkServer, tmp_path: Path) -> None:
+    task = """import torch, runner
+class Mine(runner.Task):
+    def __init__(self, context):
+        self.model, self.numbers = torch.nn.Linear(1, 1), torch.load(context.data_path)
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(self.numbers)
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+def build(context):
+    return Mine(context)
+"""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "reads_numbers.py").write_text(task)
+    torch.save(torch.ones(32, 1), here / "numbers.pt")
+    args = ["train", "--task", "reads_numbers.py", "run=mine", "data.path=numbers.pt", "updates=2", *ON_CPU]
+    result = server.run(args, here)
+    assert result.code == 0, result.err
+    arguments = [f"output_root={here / 'outputs'}", "run=mine", "checkpoint=last"]
+    assert evaluated(server, there, *arguments)["metrics"] == evaluated(server, here, *arguments)["metrics"]
+
+
 def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
     uninterrupted = train(server, tmp_path, "scheduler=constant")
