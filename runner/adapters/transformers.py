@@ -46,8 +46,9 @@ class TransformersTask(Task):
         data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to datasets.
         collator: samples -> batch, such as DataCollatorWithPadding(tokenizer); default: default_data_collator.
         loss: (outputs, batch) -> (sum over the items, number of items), for heads that have no loss here.
-        compute_metrics: (predictions, labels) -> {name: number} of all samples, as for Trainer; reported as
-            val/metrics.NAME. Predictions of all batches must have the same shape.
+        compute_metrics: function of a transformers.EvalPrediction of all samples, which can be unpacked into
+            predictions and labels, as for Trainer; returns {name: number}, reported as val/metrics.NAME. Predictions
+            of all batches must have the same shape.
 
     Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here, and for other arguments
     of Trainer.
@@ -60,7 +61,7 @@ class TransformersTask(Task):
         *,
         collator: Callable[[Sequence[Any]], Mapping[str, Tensor]] | None = None,
         loss: Callable[[Any, Mapping[str, Tensor]], Sum] | None = None,
-        compute_metrics: Callable[[tuple[Any, Any]], Mapping[str, float]] | None = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         **unsupported: Any,
     ) -> None:
         for name in unsupported:
@@ -102,7 +103,10 @@ class TransformersTask(Task):
         compute = self.compute_metrics
         if compute is None:
             return {}
-        return {"metrics": Gather(lambda logits, labels: compute((logits.cpu().numpy(), labels.cpu().numpy())))}
+        prediction = require("transformers", "transformers").EvalPrediction
+        return {
+            "metrics": Gather(lambda logits, labels: compute(prediction(logits.cpu().numpy(), labels.cpu().numpy())))
+        }
 
     def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """Call the model; with labels only if they are also the inputs of a decoder."""

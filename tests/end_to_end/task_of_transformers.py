@@ -24,8 +24,7 @@ SMALL = {
 
 
 def accuracy(result):
-    predictions, labels = result
-    return {"accuracy": float((predictions.argmax(-1) == labels).mean())}
+    return {"accuracy": float((result.predictions.argmax(-1) == result.label_ids).mean())}
 
 
 def build(context, *, kind: str = "gpt2"):
