@@ -148,6 +148,7 @@ class Run:
         if choice is not None and not is_choice(choice):
             what = f"must be best, last or the number of an update, but is {choice}"
             raise ConfigError(Problem(what, "checkpoint", 'use run.model("best")'))
+        forget_parsed_files()
         return load_trained_model(self._directory, self._request, choice)
 
     def plot(self, *names: str) -> Any:

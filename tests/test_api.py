@@ -292,11 +292,12 @@ def test_a_task_file_may_be_edited_between_two_calls(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "edited.py"
     shutil.copy(TASK, file)
-    train(*WORDS[3:], "updates=1", task=file, run="a")
+    run = train(*WORDS[3:], "updates=1", task=file, run="a")
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("def build()", "def build(*, added: int = 1)"), encoding="utf-8")
     assert train(*WORDS[3:], "updates=1", task=file, run="b", task__added=2).state == "finished"
     file.write_text(text, encoding="utf-8")
+    assert run.model() is not None
     assert open_run("a").model() is not None
 
 

@@ -136,13 +136,15 @@ class LightningTask(Task):
         return next(reversed(self._loaders), "train")
 
     def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, *prefixes: str) -> dict[str, Sum]:
-        """Return logged means as sums and counts, without the prefix of their split."""
-        starts = tuple(f"{prefix}{separator}" for prefix in prefixes for separator in "_/")
+        """Return logged means as sums and counts, without the prefix of their split where names remain unique."""
+        starts = ("", *(f"{prefix}{separator}" for prefix in prefixes for separator in "_/"))
+        found = {name: next((start for start in starts[1:] if name.startswith(start)), "") for name in logged}
         sums: dict[str, Sum] = {}
-        for name, (value, size) in logged.items():
+        for name in sorted(logged, key=lambda name: starts.index(found[name])):
+            value, size = logged[name]
             count = self.items(batch) if size is None else size
-            start = next((start for start in starts if name.startswith(start)), "")
-            sums[name.removeprefix(start)] = value * count, count
+            short = name.removeprefix(found[name])
+            sums[name if short in sums else short] = value * count, count
         return sums
 
     def _loader(self, split: str) -> Any:
@@ -159,12 +161,12 @@ class LightningTask(Task):
         return loader
 
     def _use_collate(self, loader: Any) -> None:
-        """Let `collate` be that of the loader, unless a subclass has set its own.
+        """Let `collate` be that of the loader, unless a subclass defines or has set its own.
 
         The runner reads the attribute for each split, directly after it has called `dataset(split)`.
         """
         current = vars(self).get("collate")
-        if current is not self._loader_collate:
+        if current is not self._loader_collate or type(self).collate is not Task.collate:
             return
         vars(self).pop("collate", None)
         collate = getattr(loader, "collate_fn", None)

@@ -392,8 +392,8 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         # Checkpoints store optimizer state by parameter name (tensors/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
-        if "base_lr" not in group:  # not `setdefault`, which would also divide by an lr_scale of 0 in our own groups
-            group["base_lr"] = float(group["lr"]) / group["lr_scale"]
+        if "base_lr" not in group:  # with an lr_scale of 0, any finite rate gives the same result
+            group["base_lr"] = float(group["lr"]) / (group["lr_scale"] or 1.0)
     if function not in OPTIMIZERS:
         remember_numbers(optimizer)
     return optimizer

@@ -169,7 +169,7 @@ def make_directory(path: Path) -> None:
         except FileExistsError:
             if not _is_directory(path):  # else another process created it concurrently
                 raise
-    fsync_directory(path.parent)
+    _sync_if_readable(path.parent)
 
 
 def new_directory(path: Path) -> None:

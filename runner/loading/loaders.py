@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError  # noqa: TID251 - only the exception
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.errors import AccelRunError, Exit
+from runner.base.errors import AccelRunError, Exit, TaskFault
 from runner.base.oom_errors import find_oom_cause
 from runner.base.order import MicroBatchKey
 from runner.base.text import RemoteError, describe_exception
@@ -269,7 +270,12 @@ class WorkerFetcher:
     def __reduce__(self) -> tuple[Callable[..., WorkerFetcher], tuple[bytes]]:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
         content = io.BytesIO()
-        PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
+        try:
+            PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
+        except (PicklingError, AttributeError, TypeError) as error:
+            what = f"dataset({self.fetcher.streams.split!r}) cannot be sent to a spawned worker: {error}"
+            fix = "define its classes and functions at module level, or use dataloader.start_method=fork"
+            raise TaskFault(what, fix=fix) from error
         return _unpickle, (content.getvalue(),)
 
 

@@ -189,3 +189,15 @@ def test_the_test_split_is_set_up_and_its_metrics_have_no_prefix() -> None:
     dataset = task.dataset("test")
     evaluated = task.evaluate(task.model, torch.stack([dataset[0], dataset[1]]))
     assert {name: float(total / count) for name, (total, count) in evaluated.items()} == {"mean": 1.0, "sum": 4.0}
+
+
+def test_metrics_that_differ_only_in_their_prefix_are_all_reported() -> None:
+    def test_step(self: Any, batch: Any, batch_index: int) -> Any:
+        for name, value in (("val_x", 1.0), ("test_x", 2.0), ("val_y", 3.0), ("y", 4.0)):
+            self.log(name, value)
+
+    task = LightningTask(with_methods(test_step=test_step, test_dataloader=lambda self: DataLoader([torch.ones(2)])))
+    task.dataset("test")
+    evaluated = task.evaluate(task.model, torch.ones(2, 2))
+    values = {name: float(total / count) for name, (total, count) in evaluated.items()}
+    assert values == {"x": 2.0, "val_x": 1.0, "y": 4.0, "val_y": 3.0}

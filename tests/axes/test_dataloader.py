@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes.dataloader import DATALOADERS, cache_samples, default, thread
-from runner.base.errors import ConfigError, DataError, Exit
+from runner.base.errors import ConfigError, DataError, Exit, TaskFault
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
@@ -32,7 +33,7 @@ from runner.config.request import Request
 from runner.host.loader_processes import worker_context
 from runner.loading import auto_loader
 from runner.loading.fetcher import Fetcher
-from runner.loading.loaders import Loader
+from runner.loading.loaders import Loader, WorkerFetcher
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
@@ -210,6 +211,15 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
             next(batches)
     finally:
         loader.close()
+
+
+def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_is_a_fault_of_the_task() -> None:
+    class Local(Squares):  # a class inside of a function cannot be pickled
+        pass
+
+    fetcher = Fetcher(Local(size=2), torch.tensor, bad_samples="stop", split="val")
+    with pytest.raises(TaskFault, match="val"):
+        ForkingPickler.dumps(WorkerFetcher(fetcher))
 
 
 class Squares:

@@ -194,6 +194,17 @@ def test_a_run_may_be_created_below_folders_that_cannot_be_read(kind: str, is_re
     assert faults.trace[0] == ("open", str(tmp_path))
 
 
+def test_folders_may_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    with Faults().active() as counted:
+        files.make_directory(tmp_path / "one" / "outputs")
+    opened = [number for number, (operation, path) in enumerate(counted.trace) if operation == "open"]
+    for number in opened:  # of each parent in turn
+        with Faults({number: "EACCES"}).active():
+            files.make_directory(tmp_path / f"two-{number}" / "outputs")
+        assert (tmp_path / f"two-{number}" / "outputs").is_dir()
+    assert len(opened) > 2
+
+
 def test_a_run_whose_folder_cannot_be_synced_is_not_opened(tmp_path: Path) -> None:
     for counted in (Faults(), Faults()):  # the first one creates it
         with counted.active(), RunDirectory.create_or_open(tmp_path, "run"):

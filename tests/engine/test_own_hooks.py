@@ -217,10 +217,10 @@ def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str]
 
 
 def test_readings_may_be_numbers_of_any_library(write: Callable[[str], Path], tmp_path: Path) -> None:
-    readings = "{'one': 1, 'two': torch.tensor([2.0]), 'three': numpy.float32(3.0)}"
+    readings = "{'one': 1, 'two': torch.tensor([2.0]), 'three': numpy.float32(3.0), 'four': None}"
     text = TASK.replace("def state_dict", f"def readings(self):\n        return {readings}\n    def state_dict")
     assert main(["train", "--task", str(write(f"import numpy\n{text}")), *WORDS, "run=own", "updates=2"]) == 0
-    for name, number in (("one", 1.0), ("two", 2.0), ("three", 3.0)):
+    for name, number in (("one", 1.0), ("two", 2.0), ("three", 3.0), ("four", None)):
         assert rows(tmp_path / "outputs" / "own", name) == [number, number]
 
 

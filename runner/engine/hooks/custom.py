@@ -99,12 +99,17 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
         if method.__name__ != "readings" or not isinstance(result, Mapping):
             return result
         try:
-            return {key: parse_number(key, value) for key, value in result.items()}
+            return {key: _parse_reading(key, value) for key, value in result.items()}
         except (TypeError, ValueError) as error:
             where = locate_definition(method, source)
             raise TaskFault(f"{name}.readings(): {error}", where=where, fix=fix) from error
 
     return call
+
+
+def _parse_reading(name: str, value: Any) -> float | None:
+    number = parse_number(name, 0.0 if value is None else value)
+    return None if value is None else number
 
 
 def _check_state(state: Any, source: Path, name: str) -> None:

@@ -232,7 +232,7 @@ class Hook:
         return Wants()
 
     def readings(self) -> Mapping[str, Any]:
-        """Return columns for the current row of metrics.jsonl."""
+        """Return columns for the current row of metrics.jsonl: numbers, tensors with one element, or None."""
         return {}
 
     def during_evaluation(self) -> AbstractContextManager[object]:
