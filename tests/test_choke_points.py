@@ -22,7 +22,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/contract/task_loading.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there",
     ("runner/config/option_table.py", "load_file", "exec_module"): "the one place where a file of the user's is run: --task on the command line",
     ("runner/config/option_table.py", "import_packaged", "import_module"): "a module that an installed package names as its entry point",
-    ("runner/config/option_table.py", "call_option", "getattr"): "a table of custom_tables.py, in the task's file or an installed package",
+    ("runner/config/option_table.py", "find_entry", "getattr"): "a table of custom_tables.py, in the task's file or an installed package",
     ("runner/engine/hooks/custom.py", "_build_hook", "getattr"): "methods of Hook that the file spells out",
     ("runner/engine/hooks/custom.py", "_build_hook", "setattr"): "methods of Hook that the file spells out",
     ("runner/tools/doctor/findings.py", "check", "import_module"): "modules that the tables of checks spell out",

@@ -204,7 +204,7 @@ class LightningSteps(nn.Module):
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-            what = f"self.log({name!r}) has reduce_fx={options['reduce_fx']}, but accel-run reports the mean"
+            what = f"self.log({name!r}) is reduced by {options['reduce_fx']}, but accel-run reports the mean"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"

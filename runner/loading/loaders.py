@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
-from pickle import PicklingError  # noqa: TID251 - only the exception
 from typing import Any
 
 import torch
@@ -272,7 +271,7 @@ class WorkerFetcher:
         content = io.BytesIO()
         try:
             PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
-        except (PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:  # PicklingError, TypeError, AttributeError, and what __getstate__ raises
             what = f"dataset({self.fetcher.streams.split!r}) cannot be sent to a spawned worker: {error}"
             fix = "define its classes and functions at module level, or use dataloader.start_method=fork"
             raise TaskFault(what, fix=fix) from error

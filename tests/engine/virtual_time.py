@@ -19,7 +19,7 @@ from runner.base.stopwatch import Stopwatch
 from runner.loading.loaders import ThreadLoader, WorkerLoader
 
 TICK_S = 1e-6
-READ_S = float(os.environ.get("READ_MS", "0")) / 1e3  # per batch, if another process or thread reads it
+READ_S = float(os.environ.get("READ_MS", "0")) / 1e3  # per training batch, if another process or thread reads it
 
 
 class VirtualTime:
@@ -45,9 +45,9 @@ def late(kind: Any) -> None:
     real = kind.batches
 
     def batches(self: Any, keys: Any) -> Iterator[Any]:
-        began = CLOCK.now
+        read_s, began = READ_S if self.fetcher.streams.split == "train" else 0.0, CLOCK.now
         for number, batch in enumerate(real(self, keys), 1):
-            CLOCK.now = max(CLOCK.now, began + number * READ_S)
+            CLOCK.now = max(CLOCK.now, began + number * read_s)
             yield batch
 
     kind.batches = batches

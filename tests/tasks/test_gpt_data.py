@@ -30,7 +30,7 @@ from runner.tasks.gpt.data import (
 )
 from runner.tasks.gpt.task import build
 
-from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing
+from runner.base.errors import ConfigError, DataError, InputMissing, MissingPackage
 from runner.base.task import Context
 
 needs_tokenizers = pytest.mark.skipif(
@@ -368,7 +368,7 @@ def test_baselines_are_counted_once(corpus: Corpus) -> None:
 
 def test_a_missing_package_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(AccelRunError, match="pip install tokenizers"):
+    with pytest.raises(MissingPackage, match="tokenizers"):
         open_bytes(folder, tmp_path / "cache", tokenizer="bpe")
 
 
