@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,10 +51,6 @@ def open_first_rank(
     stack  closes what was opened
     """
     plan, directory = job.plan, attempt.directory
-
-    def make_option(table: Mapping[str, Any], group: str, *args: Any) -> Any:
-        choice = plan.choices[group]
-        return make_chosen(table, choice, *args)
 
     clock = UpdateClock()
     metrics = stack.enter_context(AppendLog(directory.metrics))
