@@ -114,7 +114,9 @@ class Checkpointing(Hook):
         is_late = sync.agreed.save and sync.agreed_at > self.saved_at
         is_due = is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
         if is_due and self._has_next_update():  # `end` saves the last update
-            self.save()
+            too_late = self.save()
+            if too_late:  # a stop was requested after this update's decision: another update would be lost, too
+                phase.stop()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
         self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
