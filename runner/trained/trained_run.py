@@ -142,7 +142,7 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
 
 
 def _make_portable(configuration: Configuration) -> Configuration:
-    """Return the configuration without wrappers of the model, which is for other code.
+    """Return the configuration for a plain model on the CPU, without the wrappers of the runner.
 
     A precision of the user stays, because its function may have changed the modules of the model.
     """

@@ -253,6 +253,18 @@ def test_a_checkpoint_has_the_state_of_its_update(
     }
 
 
+def test_a_stop_just_before_a_save_without_time_ends_with_this_update(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Hooks of the task run between the decision of an update to stop and its save."""
+    text = TASK.replace(
+        "self.seen += 1", "self.seen += 1\n        if self.seen == 3: signal.raise_signal(signal.SIGTERM)"
+    )
+    words = ["updates=9", "evaluate.every=0", "checkpoint.every=1", "checkpoint.grace_s=0.0001"]
+    assert main(["train", "--task", str(write(f"import signal\n{text}")), *WORDS, "run=own", *words]) == 75
+    assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1, 2, 3]
+
+
 def test_a_hook_may_change_the_model_that_is_evaluated(
     write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
