@@ -17,41 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import TaskFault
+from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 from runner.base.task import Dataset, Progress, Sum, Task
 
-# method of the module -> what to use instead
-UNSUPPORTED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("backward", "manual_backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-        "remove it, or write a task with OBJECTIVES",
-    ),
-    **dict.fromkeys(("configure_gradient_clipping", "clip_gradients"), "use max_grad_norm=X"),
-    **dict.fromkeys(("configure_model", "configure_sharded_model"), "use parallelism=fsdp"),
-    **dict.fromkeys(
-        ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
-         "on_validation_start", "on_validation_end", "on_validation_batch_start", "on_validation_batch_end",
-         "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad", "on_test_start",
-         "on_test_end", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_model_eval",
-         "on_test_model_train", "on_fit_end", "teardown", "configure_callbacks"),
-        "write a hook: HOOKS = [MyHook]",
-    ),
-    **dict.fromkeys(
-        ("on_after_backward", "on_before_optimizer_step"),
-        "write a hook with before_step(parameters, objective): HOOKS = [MyHook]",
-    ),
-    "on_before_backward": "move its code to the end of training_step",
-    "on_before_zero_grad": "write a hook, whose before_step can read the gradients, and after_update the new weights",
-    "on_train_batch_start": "define begin_update(progress) in a subclass of LightningTask",
-    **dict.fromkeys(
-        ("on_validation_epoch_end", "on_test_epoch_end", "validation_epoch_end", "training_epoch_end"),
-        "define metrics(split) in a subclass of LightningTask",
-    ),
-    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "store the state in a buffer (register_buffer)"),
-    **dict.fromkeys(
-        ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
-        "move its code to the dataset or to training_step",
-    ),
-}  # fmt: skip
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
 _configured: list[nn.Module] = []  # the module whose optimizer was configured last
@@ -82,7 +50,7 @@ class LightningTask(Task):
         if not getattr(module, "automatic_optimization", True):
             what = f"{type(module).__name__}.automatic_optimization is False, but accel-run steps the optimizer itself"
             raise TaskFault(what, fix="write a task with OBJECTIVES")
-        for name, fix in UNSUPPORTED.items():
+        for name, fix in LIGHTNING_UNSUPPORTED.items():
             if _has(module, name):
                 raise TaskFault(f"accel-run never calls {type(module).__name__}.{name}", fix=fix)
         self.module, self.items = module, items or count_samples

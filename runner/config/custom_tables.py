@@ -119,7 +119,7 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         return {}, (unparsed,) if package else ()  # a task file is reported by read_task
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
-    family = _HookFamily(_find_base_names(tree), classes, find_used_names(tree))
+    family = _HookFamily(find_local_names(tree, ("runner.Hook",)), classes, find_used_names(tree))
     for table, value in find_tables(tree):
         group = table_group(table)
         if table == HOOK_TABLE:
@@ -377,16 +377,19 @@ class _HookFamily(NamedTuple):
         )
 
 
-def _find_base_names(tree: ast.Module) -> set[str]:
-    """Return the names of runner.Hook in a file, according to its imports."""
-    imported = [
-        (node, alias) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
-    ]
-    return {
-        f"{alias.asname or alias.name}.Hook" if isinstance(node, ast.Import) else alias.asname or alias.name
-        for node, alias in imported
-        if (alias.name == "runner" if isinstance(node, ast.Import) else (node.module, alias.name) == ("runner", "Hook"))
-    }
+def find_local_names(tree: ast.Module, qualified: Collection[str]) -> set[str]:
+    """Return the names in a file of classes of other modules, according to its imports.
+
+    qualified  names of the classes with their module, such as runner.Hook
+    """
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                imported = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+                rests = [full.removeprefix(imported) for full in qualified if f"{full}.".startswith(f"{imported}.")]
+                found |= {f"{alias.asname or alias.name}{rest}" for rest in rests}
+    return found
 
 
 def find_used_names(tree: ast.Module) -> set[str]:

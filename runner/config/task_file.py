@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
+from runner.base.foreign_methods import FOREIGN_METHODS
 from runner.base.paths import PACKAGE
 from runner.base.secret_refusal import secret_problems
 from runner.config.custom_tables import (
     HOOK_TABLE,
     TABLES,
     find_changed_tables,
+    find_local_names,
     find_tables,
     find_used_names,
     hook_methods,
@@ -34,6 +36,10 @@ from runner.config.schema import (
 )
 
 _TASK_CONTRACT = PACKAGE / "base" / "task.py"
+_TASK_CLASSES = (
+    "runner.Task", "runner.base.task.Task",
+    "runner.adapters.lightning.LightningTask", "runner.adapters.transformers.TransformersTask",
+)  # fmt: skip
 _LITERALS = ("SETTINGS", "SIZES", "PHASES")
 
 
@@ -210,32 +216,23 @@ def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
             yield f"{source.name}:{line}: {name} is not read by accel-run: did you mean {nearest}?"
 
 
-# Methods of Lightning and transformers, which accel-run never calls.
-FOREIGN_METHODS = {
-    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "optimizer_step",
-    "lr_scheduler_step", "configure_callbacks", "train_dataloader", "val_dataloader", "test_dataloader",
-    "predict_dataloader", "get_train_dataloader", "get_eval_dataloader", "create_optimizer", "create_scheduler",
-    "on_fit_start", "on_train_start", "on_train_end", "on_train_batch_start", "on_train_batch_end",
-    "on_train_epoch_start", "on_train_epoch_end", "training_epoch_end", "on_validation_epoch_end",
-    "validation_epoch_end", "on_before_optimizer_step", "on_after_backward", "on_save_checkpoint",
-    "on_load_checkpoint", "on_validation_end", "configure_model", "compute_loss", "compute_metrics",
-    "prediction_step", "create_optimizer_and_scheduler", "get_test_dataloader", "train_step", "val_step",
-}  # fmt: skip
-
-
 def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     """Yield a problem for each of FOREIGN_METHODS in a class that derives from Task, unless the file itself uses it."""
     found = [(node, member) for node, member in _task_methods(tree) if member.name in FOREIGN_METHODS]
-    used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if found else set()
+    used = find_used_names(tree) if found else set()
     for node, member in found:
-        if member.name not in used_names:
+        if member.name not in used:
             what = f"accel-run never calls {node.name}.{member.name}, a method of another framework"
-            fix = "define loss, evaluate and predict, or use runner.adapters.lightning (docs/adapters.md)"
-            yield Problem(what, f"{source}:{member.lineno}", fix)
+            yield Problem(what, f"{source}:{member.lineno}", FOREIGN_METHODS[member.name])
 
 
 def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
-    """Yield the methods of the classes that derive from Task, with their class."""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("Task", "runner.Task") for base in node.bases):
+    """Yield the methods of the classes that derive from Task, also through classes of the file, with their class."""
+    nodes = [*ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | {one.name for one in classes}
+    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # without: from runner import *
+    for node in sorted(classes, key=lambda node: node.lineno):
+        if any(ast.unparse(base) in tasks for base in node.bases):
+            tasks.add(node.name)
             yield from ((node, member) for member in node.body if isinstance(member, ast.FunctionDef))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from runner.adapters.lightning import UNSUPPORTED, LightningTask, configure, configured_schedule
+from runner.adapters.lightning import LightningTask, configure, configured_schedule
 from runner.base.errors import TaskFault
+from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 
 # The adapter calls them.
 CALLED = {
@@ -51,13 +52,13 @@ def with_methods(**methods: Any) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", LIGHTNING_UNSUPPORTED)
 def test_a_method_that_is_never_called_is_refused_by_name(name: str) -> None:
     with pytest.raises(TaskFault) as caught:
         LightningTask(with_methods(**{name: lambda self, *args: None}))
     (problem,) = caught.value.problems
     assert f"Lit.{name}" in problem.what
-    assert problem.fix == UNSUPPORTED[name]
+    assert problem.fix == LIGHTNING_UNSUPPORTED[name]
 
 
 def test_every_method_of_lightning_is_called_or_refused() -> None:
@@ -67,7 +68,7 @@ def test_every_method_of_lightning_is_called_or_refused() -> None:
     names = {
         name for kind in kinds for name, value in vars(kind).items() if callable(value) and not name.startswith("_")
     }
-    assert names - CALLED - PREDICTION - TOOLS == {name for name in UNSUPPORTED if name in names}
+    assert names - CALLED - PREDICTION - TOOLS == {name for name in LIGHTNING_UNSUPPORTED if name in names}
 
 
 def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
