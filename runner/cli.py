@@ -134,7 +134,7 @@ def _dispatch(argv: list[str]) -> int:
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
     if {"--help", "-h"} & set(arguments):
-        print(wrap_help(module.HELP + _task_help(argv)), end="")
+        print(wrap_help(module.HELP + _custom_settings(argv, module.HELP)), end="")
         return int(Exit.DONE)
     _warn_of_old_variables()
     run: Callable[[list[str]], int] = module.run
@@ -166,14 +166,14 @@ def _path_argument(argv: Sequence[str], flag: str) -> Path | None:
     return path
 
 
-def _task_help(argv: Sequence[str]) -> str:
-    """Return the settings that the task file of the arguments adds; empty without one."""
+def _custom_settings(argv: Sequence[str], text: str) -> str:
+    """Return the settings that the task file of the arguments and installed packages add, if the command has any."""
     task_file = _path_argument(argv, "--task")
-    if task_file is None:
+    if task_file is None and "--task" not in text:
         return ""
-    from runner.config.task_help import describe_task_settings
+    from runner.config.task_help import describe_settings
 
-    return describe_task_settings(task_file)
+    return describe_settings(task_file)
 
 
 def _unknown_command(argv: Sequence[str]) -> AccelRunError:

@@ -1,4 +1,4 @@
-"""List the settings that a task file adds for the task, its options and its hooks, for `--help`."""
+"""List the settings that a task file and installed packages add, for `--help`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from runner.config.custom_options import TASK
-from runner.config.custom_tables import HOOK, TECHNIQUE, hook_keys, read_tables
+from runner.config.custom_options import TASK, find_custom_options
+from runner.config.custom_tables import HOOK, TECHNIQUE, CustomOption, hook_keys
 from runner.config.request import format_value
 from runner.config.schema import REQUIRED, Expression, Key, read_functions
 
 
-def describe_task_settings(task_file: Path) -> str:
-    """Return the rows of a help text, each a setting with its default and meaning; empty if there are none."""
-    rows: list[tuple[str, str]] = []
+def describe_settings(task_file: Path | None) -> str:
+    """Return a table of settings with their defaults and meanings, for the task file and each installed package.
+
+    Empty if there are none.
+    """
+    rows: dict[str, list[tuple[str, str]]] = {}
     with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):  # the command itself reports it
-        rows = [*_task_rows(task_file), *_option_rows(task_file)]
-    if not rows:
-        return ""
-    lines = (f"  {setting:<27}  {meaning}".rstrip() for setting, meaning in rows)
-    return "\n".join(["", f"settings of {task_file}", *lines, ""])
+        if task_file is not None:
+            rows[str(task_file)] = [*_task_rows(task_file)]
+        for option in find_custom_options(task_file).values():
+            owner = f"the package {option.package}" if option.package else option.location
+            rows.setdefault(owner, []).extend(_option_rows(option))
+    lines: list[str] = []
+    for owner, settings in rows.items():
+        if settings:
+            lines += ["", f"settings of {owner}"]
+            lines += (f"  {setting:<27}  {meaning}".rstrip() for setting, meaning in settings)
+    return "\n".join([*lines, ""]) if lines else ""
 
 
 def _task_rows(task_file: Path) -> Iterator[tuple[str, str]]:
@@ -29,16 +38,14 @@ def _task_rows(task_file: Path) -> Iterator[tuple[str, str]]:
         yield _row(f"{TASK}.{key.name}", key)
 
 
-def _option_rows(task_file: Path) -> Iterator[tuple[str, str]]:
-    for (group, name), option in read_tables(task_file, str(task_file))[0].items():
-        if group == HOOK:
-            yield from (_row(full, key) for full, key in hook_keys(option).items())
-            continue
-        if group == TECHNIQUE:
-            yield f"benchmark {name}", option.signature.summary
-            continue
-        yield f"{group}={name}", option.signature.summary
-        yield from (_row(f"{group}.{key.name}", key) for key in option.signature.keys.values())
+def _option_rows(option: CustomOption) -> Iterator[tuple[str, str]]:
+    if option.group == HOOK:
+        yield from (_row(full, key) for full, key in hook_keys(option).items())
+    elif option.group == TECHNIQUE:
+        yield f"benchmark {option.name}", option.signature.summary
+    else:
+        yield f"{option.group}={option.name}", option.signature.summary
+        yield from (_row(f"{option.group}.{key.name}", key) for key in option.signature.keys.values())
 
 
 def _row(name: str, key: Key) -> tuple[str, str]:

@@ -95,3 +95,28 @@ def test_an_invalid_entry_point_is_one_problem_that_names_the_package(
     shown = capsys.readouterr().err
     assert shown.count("accel-run:") == 1
     assert f"{name} 1.5" in shown
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "settings"),
+    [
+        ("options", OPTIMIZER, ["optimizer=signed", "optimizer.lr=0.1"]),
+        ("hooks", HOOK, ["hook.quiet2.enabled=false"]),
+        ("tasks", TASK, ["task=mine"]),
+    ],
+    ids=["optimizer", "hook", "task"],
+)
+def test_help_lists_the_settings_of_installed_packages(
+    group: str, text: str, settings: list[str], install: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With and without a task file; the package is not imported."""
+    assert main(["train", "--help"]) == 0
+    before = capsys.readouterr().out.split()
+    name = install(group, "mine = {}.mine", BROKEN + text)
+    Path("task.py").write_text(TASK)
+    for args in (["train", "--help"], ["train", "--help", "--task", "task.py"]):
+        assert main(args) == 0
+        added = set(capsys.readouterr().out.split()) - {*before}
+        assert {name, *settings} <= added
+    assert main(["status", "--help"]) == 0
+    assert name not in capsys.readouterr().out.split()
