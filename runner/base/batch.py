@@ -49,15 +49,15 @@ class ShardMark(NamedTuple):
 class MicroBatch(NamedTuple):
     """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
-    counts   False: a dummy micro-batch that keeps the ranks in step and must not contribute; `batch` may be None
-    samples  None if unknown, as for batches that were not read from a dataset
-    marks    shard -> position after this batch, for the shards of a stream that it read
+    is_counted  False: a dummy micro-batch that keeps the ranks in step and must not contribute; `batch` may be None
+    samples     None if unknown, as for batches that were not read from a dataset
+    marks       shard -> position after this batch, for the shards of a stream that it read
     """
 
     batch: Any
     last: bool
     bad: tuple[tuple[int, str], ...] = ()
-    counts: bool = True
+    is_counted: bool = True
     samples: BatchSamples | None = None
     marks: Mapping[int, ShardMark] = {}
 

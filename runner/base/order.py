@@ -33,17 +33,17 @@ class Permutation(Protocol):
 class MicroBatchKey(NamedTuple):
     """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
-    indices  sample indices; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with
-             other random numbers
-    counts   False: read only to keep the ranks in step, or empty because this rank has no samples
-    first    position of the first sample in the order of the epoch
-    seed     seed of the run
+    indices     sample indices; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with
+                other random numbers
+    is_counted  False: read only to keep the ranks in step, or empty because this rank has no samples
+    first       position of the first sample in the order of the epoch
+    seed        seed of the run
     """
 
     epoch: int
     indices: Indices
     last: bool
-    counts: bool = True
+    is_counted: bool = True
     first: int = 0
     seed: int = 0
 
@@ -151,10 +151,10 @@ class Order:
         position = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]
         count = max(map(len, per_rank)) if self.is_lockstep else max(1, len(mine))
         for number in range(count):
-            counts = number < len(mine)
+            is_counted = number < len(mine)
             dummy = (mine[-1] if mine else indices_of_update[:1]) if self.is_lockstep else []
-            indices = mine[number] if counts else dummy
-            yield MicroBatchKey(epoch, indices, number == count - 1, counts, position, self.seed)
+            indices = mine[number] if is_counted else dummy
+            yield MicroBatchKey(epoch, indices, number == count - 1, is_counted, position, self.seed)
             position += len(indices)
 
     def samples_per_rank(self, update: int, shares: Shares | None = None) -> Shares:

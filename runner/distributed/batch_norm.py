@@ -79,7 +79,7 @@ class _SyncedBatchNorm(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        output, mean, variance, total = _Normalize.apply(input, self.weight, self.bias, self.eps, self.counts)  # type: ignore[no-untyped-call]
+        output, mean, variance, total = _Normalize.apply(input, self.weight, self.bias, self.eps, self.is_counted)  # type: ignore[no-untyped-call]
         self._update_running_statistics(mean, variance, total)
         assert isinstance(output, Tensor)
         return output
@@ -111,7 +111,7 @@ class _GPUSyncBatchNorm(CollectiveCounter, nn.SyncBatchNorm):
     """torch's synchronized batch norm, extended so that a dummy pass joins its collectives with an empty batch."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        if self.counts or not self.training:
+        if self.is_counted or not self.training:
             return super().forward(input)
         empty = input[:0]
         if empty.dtype in (torch.float16, torch.bfloat16):
@@ -127,19 +127,19 @@ class _GPUSyncBatchNorm(CollectiveCounter, nn.SyncBatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(x, weight, bias, eps, counts) -> (normalized x, mean (C,), variance (C,), number of values per channel ())."""
+    """(x, weight, bias, eps, is_counted) -> (normalized x, mean (C,), variance (C,), values per channel ())."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_counted: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, variance, total = _gather_statistics(wide, counts)
+        mean, variance, total = _gather_statistics(wide, is_counted)
         shape = _per_channel(x)
         scale = (variance + eps).rsqrt()
         hat = (wide - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(hat, weight, scale, total)
-        ctx.counts = counts
+        ctx.is_counted = is_counted
         output = hat if weight is None else hat * weight.view(shape)
         output = output if bias is None else output + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
@@ -148,9 +148,9 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hat, weight, scale, total = ctx.saved_tensors
-        if not ctx.counts:  # not a product with zero: normalized values may be infinite
+        if not ctx.is_counted:  # not a product with zero: normalized values may be infinite
             hat = torch.zeros_like(hat)
-        output_gradient = gradients[0].to(hat.dtype) if ctx.counts else hat
+        output_gradient = gradients[0].to(hat.dtype) if ctx.is_counted else hat
         dims, shape = _all_but_channels(hat), _per_channel(hat)
         bias_gradient, weight_gradient = output_gradient.sum(dims), (output_gradient * hat).sum(dims)
         x_gradient = None
@@ -158,7 +158,7 @@ class _Normalize(torch.autograd.Function):
             both = torch.stack([bias_gradient, weight_gradient])  # a copy, because this rank returns its own gradients
             dist.all_reduce(both)
             mean, slope = both / total
-            inner = output_gradient - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat
+            inner = output_gradient - mean.view(shape) - hat * slope.view(shape) if ctx.is_counted else hat
             x_gradient = inner * (scale if weight is None else scale * weight).view(shape)
             x_gradient = x_gradient.to(gradients[0].dtype)
         weight_output = weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -166,12 +166,12 @@ class _Normalize(torch.autograd.Function):
         return x_gradient, weight_output, bias_output, None, None
 
 
-def _gather_statistics(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_statistics(x: Tensor, is_counted: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance (C,) over the values of all ranks, and the number of values per channel ()."""
     dims = _all_but_channels(x)
     channels = x.shape[1]
     mine = x.new_zeros(2 * channels + 1)
-    if counts and x.numel():
+    if is_counted and x.numel():
         variance, mean = torch.var_mean(x, dims, correction=0)
         mine = torch.cat([mean, variance, mine.new_tensor([x.numel() // channels])])
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

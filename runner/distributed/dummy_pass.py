@@ -18,9 +18,9 @@ from runner.tensors.module_buffers import restore_buffers
 
 
 class CollectiveCounter(nn.Module):
-    """A module that runs collectives in its forward and backward pass; `counts` is False during a dummy pass."""
+    """A module that runs collectives in its forward and backward pass; `is_counted` is False during a dummy pass."""
 
-    counts = True
+    is_counted = True
 
 
 @contextmanager
@@ -29,13 +29,13 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
     for norm in norms:
-        norm.counts = False
+        norm.is_counted = False
     try:
         with restore_buffers(module for module in modules if not isinstance(module, CollectiveCounter)):
             yield
     finally:
         for norm in norms:
-            norm.counts = True
+            norm.is_counted = True
 
 
 def run_dummy_pass(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:

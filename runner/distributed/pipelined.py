@@ -344,7 +344,7 @@ class Pipelined(Parallel):
     def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
         """Give each copy of the model its part of the batches; its first stage counts them."""
         mine = keys[self.replicas.rank :: self.replicas.world_size]
-        return [key if self.counts_samples else key._replace(counts=False) for key in mine]
+        return [key if self.counts_samples else key._replace(is_counted=False) for key in mine]
 
     # ------------------------------------------------------------ efficiency
 
@@ -491,7 +491,7 @@ def _read_update(
             micro = next(batches)
             last = micro.last
             bad.extend(micro.bad)
-            if micro.counts:
+            if micro.is_counted:
                 micros.append(micro)
 
     failure = catch_exception(read)

@@ -91,10 +91,10 @@ class Replicated(Parallel):
         bad: tuple[tuple[int, str], ...] = ()
         last = False
         while not last:
-            batch, last, skipped, counts, *_ = next(batches)
+            batch, last, skipped, is_counted, *_ = next(batches)
             stopwatch.lap("data")
             bad += skipped
-            if counts:
+            if is_counted:
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
                 stopwatch.lap("forward")

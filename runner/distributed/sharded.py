@@ -89,7 +89,7 @@ class Sharded(Parallel):
         self._calls: SharedCalls | None = None  # for evaluations that do not gather the whole model
         self._scalars: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
-        self._counts = True
+        self._is_counted = True
         self._watched: set[nn.Module] = set()  # parts whose gathered parameters have hooks in this phase
         self._hooked: set[Tensor] = set()
         self._is_gathered = self._has_gathered = False
@@ -215,7 +215,7 @@ class Sharded(Parallel):
 
     def _use_recorder(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
         def note(gradient: Tensor) -> Tensor | None:
-            if self._counts:
+            if self._is_counted:
                 self._used[weight] = True
                 return None
             return torch.zeros_like(gradient)  # not a product with zero: the gradient may be infinite
@@ -238,7 +238,7 @@ class Sharded(Parallel):
         bad: tuple[tuple[int, str], ...] = ()
         last, is_first = False, True
         while not last:
-            batch, last, skipped, counts, *_ = next(batches)
+            batch, last, skipped, is_counted, *_ = next(batches)
             stopwatch.lap("data")
             reduces = last or self.shards_gradients
             if reduces and not (is_first or self.shards_gradients):
@@ -246,18 +246,18 @@ class Sharded(Parallel):
             is_first = False
             self._root.set_requires_gradient_sync(reduces)
             self._root.set_is_last_backward(reduces)
-            self._counts = counts
-            with nullcontext() if counts else without_side_effects(passes.model):
+            self._is_counted = is_counted
+            with nullcontext() if is_counted else without_side_effects(passes.model):
                 with passes.forward():
                     loss, count = _compute_loss(passes, batch)
                 stopwatch.lap("forward")
                 passes.backward(loss)
                 stopwatch.lap("backward")
-            if counts:
+            if is_counted:
                 loss_sum += loss.detach()
                 items += count.to(device) if isinstance(count, Tensor) else count
                 bad += skipped
-        self._counts = True
+        self._is_counted = True
         self._swap_scalars(plain=False)
         return Sums(loss_sum, items, bad)
 
@@ -414,7 +414,7 @@ class Sharded(Parallel):
         """Give every rank the same number of batches, filled up with dummy ones."""
         mine = list(keys[self.world.rank :: self.world.world_size])
         count = -(-len(keys) // self.world.world_size)
-        return mine if len(mine) == count else [*mine, keys[-1]._replace(counts=False)]
+        return mine if len(mine) == count else [*mine, keys[-1]._replace(is_counted=False)]
 
 
 class _Scalar:

@@ -63,7 +63,7 @@ class Fetcher:
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:  # this rank has no samples in this update
-            return MicroBatch(None, key.last, counts=False)
+            return MicroBatch(None, key.last, is_counted=False)
         if self.set_epoch is not None and (key.epoch != self._epoch or Fetcher._set_last_by != id(self)):
             with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
@@ -72,7 +72,10 @@ class Fetcher:
             with suppress(IndexError):  # raised by a Subset with an invalid index; `_read` reports the sample
                 samples = _batch_samples(key, range(len(key.indices)))
                 return MicroBatch(
-                    self.read_rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
+                    self.read_rows(self.dataset_indices(key.indices)),
+                    key.last,
+                    is_counted=key.is_counted,
+                    samples=samples,
                 )
         # The rounding of a sum depends on the number of threads. torch.utils.data sets one thread in data workers, so
         # all loaders use one.
@@ -82,7 +85,7 @@ class Fetcher:
             item = self.streams.read(self._read, key)
         finally:
             torch.set_num_threads(num_threads)
-        return item if key.counts else item._replace(counts=False, bad=())
+        return item if key.is_counted else item._replace(is_counted=False, bad=())
 
     @property
     def probe_indices(self) -> list[int]:
@@ -117,7 +120,7 @@ class Fetcher:
                     raise self._read_error(error, [index]) from error
                 bad.append((index, error_line(error)))
         if not samples and self.may_be_empty:
-            return MicroBatch(None, key.last, tuple(bad), counts=False)
+            return MicroBatch(None, key.last, tuple(bad), is_counted=False)
         if not samples:
             what = f"every sample of a batch is unreadable: {[index for index, _ in bad]}; the first error: {bad[0][1]}"
             raise DataError(what, fix="fix the samples listed above: a batch needs at least one readable sample")

@@ -46,7 +46,7 @@ def updates_of(pipeline: int | None) -> Iterator[MicroBatch]:
         micros = batches([*sizes[0], *sizes[1]], DOUBLE, seed=number, tokens=True)
         if pipeline is not None:
             first = pipeline * len(sizes[0])
-            micros = micros[first : first + len(sizes[pipeline])] or [micros[0]._replace(counts=False)]
+            micros = micros[first : first + len(sizes[pipeline])] or [micros[0]._replace(is_counted=False)]
         micros = [micro._replace(last=micro is micros[-1], bad=()) for micro in micros]
         yield from micros
 
@@ -155,7 +155,7 @@ def skipped_update(world: World) -> list[Any]:
     )
     micros = batches([3], torch.float32)
     if made.parallel.batch_rank:
-        micros = [micro._replace(counts=False) for micro in micros]
+        micros = [micro._replace(is_counted=False) for micro in micros]
     list(train_updates(made, iter(micros), 1))
     statistics = model[2].running_mean
     return [made.precision.num_skipped(), statistics.is_meta or statistics.isfinite().all().item()]
@@ -195,7 +195,7 @@ def of_rank(world: World) -> dict[str, Any]:
         "buffers": buffers_of(world, STAGES),
         "fitted": fitted_buffers(world),
         "skipped": skipped_update(world),
-        "evaluated": [[*key.indices, key.counts] for key in parallel.evaluation_batches(keys)],
+        "evaluated": [[*key.indices, key.is_counted] for key in parallel.evaluation_batches(keys)],
         "merged": parallel.merge_state(lambda one, other: {"sum": one["sum"] + other["sum"]}, state)["sum"].tolist(),
     }
 

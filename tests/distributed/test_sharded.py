@@ -90,7 +90,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 def batches_of(order: Order, dtype: torch.dtype, start: int = 0) -> Iterator[MicroBatch]:
     x, y = samples(dtype)
     for key in order.from_update(start):
-        yield MicroBatch((x[key.indices], y[key.indices]), key.last, counts=key.counts)
+        yield MicroBatch((x[key.indices], y[key.indices]), key.last, is_counted=key.is_counted)
 
 
 def sharded(world: World, **options: Any) -> Parallel:
@@ -272,7 +272,7 @@ def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
         run = Run(world)
         good = [MicroBatch((x[:20], y[:20]), False), MicroBatch((x[20:], y[20:]), True)]
         bad = [
-            MicroBatch((x[:1] * float(what), y[:1]), last, ((1, "bad"),), counts=False)
+            MicroBatch((x[:1] * float(what), y[:1]), last, ((1, "bad"),), is_counted=False)
             for what, last in (("inf", False), ("nan", True))
         ]
         steps = list(train_updates(run.training, iter(bad if world.rank else good), 1))
@@ -590,7 +590,7 @@ def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int)
     keys = [MicroBatchKey(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
     dealt = [Sharded(World(CPU, rank, rank, 3, 3)).evaluation_batches(keys) for rank in range(3)]
     assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
-    assert sorted(key.indices[0] for mine in dealt for key in mine if key.counts) == list(range(num_keys))
+    assert sorted(key.indices[0] for mine in dealt for key in mine if key.is_counted) == list(range(num_keys))
 
 
 def test_statistics_and_buffers_are_those_of_all_ranks() -> None:

@@ -99,7 +99,7 @@ def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
         samples = BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(key.indices)))
         noise.start_pass(samples)
         batch = tuple(tensor[key.indices] for tensor in tensors) if key.indices else None
-        yield MicroBatch(batch, key.last, counts=key.counts, samples=samples)
+        yield MicroBatch(batch, key.last, is_counted=key.is_counted, samples=samples)
 
 
 def training(
@@ -282,7 +282,7 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
             order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True, shares=(16, 16), rank=world.rank)
             batches = list(itertools.islice(batches_of(order, torch.float64), 2))
             if is_inserted and world.rank == 1:
-                batches.insert(place, MicroBatch(None, last=False, counts=False))
+                batches.insert(place, MicroBatch(None, last=False, is_counted=False))
             run = training(Triplets(torch.float64), ddp(world))
             (step,) = train_updates(run, iter(batches), 1)
             actual.append([float(step.items), *(weight.tolist() for weight in run.parameters)])

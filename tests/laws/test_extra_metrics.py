@@ -41,7 +41,7 @@ def loss(model: nn.Module, batch: Tensor) -> Any:
 def batches_of(order: Order) -> Iterator[MicroBatch]:
     x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for key in order.from_update(0):
-        yield MicroBatch(x[key.indices] if key.indices else None, key.last, counts=key.counts)
+        yield MicroBatch(x[key.indices] if key.indices else None, key.last, is_counted=key.is_counted)
 
 
 def measured(

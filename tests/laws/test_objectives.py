@@ -119,7 +119,7 @@ def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
         samples = BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(key.indices)))
         noise.start_pass(samples)
         batch = tuple(tensor[key.indices] for tensor in tensors) if key.indices else None
-        yield MicroBatch(batch, key.last, counts=key.counts, samples=samples)
+        yield MicroBatch(batch, key.last, is_counted=key.is_counted, samples=samples)
 
 
 def specs_of(task: Task) -> list[ObjectiveSpec]:

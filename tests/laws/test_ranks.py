@@ -54,7 +54,7 @@ def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
     x, y = samples(dtype)
     for key in order.from_update(0):
         batch = (x[key.indices], y[key.indices]) if key.indices else None
-        yield MicroBatch(batch, key.last, counts=key.counts)
+        yield MicroBatch(batch, key.last, is_counted=key.is_counted)
 
 
 def training(model: nn.Module, parallel: Parallel, loss: Any = token_loss, precision: Any = fp32) -> Training:

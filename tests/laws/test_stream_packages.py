@@ -90,7 +90,7 @@ cases = [(name, num, shuffle) for name in PACKAGES for num in (1, 5, 2) for shuf
 
 
 def numbers_of(updates: list[list[MicroBatch]]) -> list[list[int]]:
-    return [[int(n) for micro in update if micro.counts for n in micro.batch["number"]] for update in updates]
+    return [[int(n) for micro in update if micro.is_counted for n in micro.batch["number"]] for update in updates]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def read(
 
 def rows(updates: list[list[MicroBatch]]) -> list[torch.Tensor]:
     """Return the samples of each update."""
-    return [torch.cat([micro.batch for micro in update if micro.counts] or [torch.empty(0, 4)]) for update in updates]
+    return [
+        torch.cat([micro.batch for micro in update if micro.is_counted] or [torch.empty(0, 4)]) for update in updates
+    ]
 
 
 def marks_after(updates: list[list[MicroBatch]]) -> dict[int, ShardMark]:
@@ -229,7 +231,7 @@ def test_dummy_micro_batches_repeat_read_samples() -> None:
     fetcher.is_lockstep = True
     order = order_of(source, 2, shares=(7, 1), rank=1, is_lockstep=True)
     micros = list(islice((fetcher[key] for key in order.from_update(0)), 12))
-    assert [micro.counts for micro in micros] == [True, False, False, False] * 3
+    assert [micro.is_counted for micro in micros] == [True, False, False, False] * 3
     assert all(torch.equal(micros[first].batch, micros[first + 1].batch) for first in (0, 4, 8))
 
 

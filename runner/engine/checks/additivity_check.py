@@ -183,7 +183,7 @@ def check_loss_is_sum(
         split = _read_halves(first, read, parts)
         elements = ElementCheck(loss, parts.source, _THIRD_VALUE)
         verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch, elements), split).compare()
-        if first.counts:
+        if first.is_counted:
             verdict = verdicts.pop("loss")
             fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
             reason = verdict.reason
@@ -193,7 +193,7 @@ def check_loss_is_sum(
                 if verdict.is_fault and verdict.kind == "mean":
                     fault = fault or _metric_fault(name, verdict, loss, parts)
             fault = _describe(elements.fault) if elements.fault else fault
-    gathered = parts.world.gather([fault, reason, warning, first.counts])
+    gathered = parts.world.gather([fault, reason, warning, first.is_counted])
     faults = [fault for fault, *_ in gathered]
     # Without `splits_batch`, as in a pipeline, the verdict of rank 0 on its samples decides.
     _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
@@ -341,7 +341,7 @@ def _read_halves(
     first: MicroBatch, read: BatchReader | None, parts: Parts, *, at_least: int = 2, at_most: int | None = None
 ) -> _SplitBatch:
     """Return the first micro-batch with its halves; read it again if its number of samples is not in these limits."""
-    if not first.counts:
+    if not first.is_counted:
         return _SplitBatch(None, None)
     norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
     if any(norm.running_mean is None for norm in norms):
@@ -382,7 +382,7 @@ class BatchReader:
             (batch,) = self._prefetch(iter(loader.batches([key])))
         finally:
             loader.close()
-        if not batch.counts or batch.bad:
+        if not batch.is_counted or batch.bad:
             raise IndexError(f"samples that cannot be read are among {key.indices}")
         return batch
 

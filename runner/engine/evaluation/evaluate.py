@@ -120,7 +120,7 @@ def evaluate(
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
                     metrics = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
-                for name, pair in metrics.items() if micro.counts else ():
+                for name, pair in metrics.items() if micro.is_counted else ():
                     if micro.samples is not None:
                         num_elements = pair[0].numel() if is_vector(pair[0]) else 1
                         sizes_by_name.setdefault(name, set()).add((num_elements, len(micro.samples.indices)))

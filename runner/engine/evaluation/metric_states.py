@@ -80,7 +80,7 @@ class MetricStates:
                 where=locate_definition(self.task.evaluate, self.source),
                 fix=f'also return "{missing[0]}": (scores, labels), the arguments of the update method of the metric',
             )
-        for name, state in self.states.items() if micro.counts else ():
+        for name, state in self.states.items() if micro.is_counted else ():
             assert micro.samples is not None, "an evaluation reads known samples"
             state.add(returned[name], min(micro.samples.places))
         return {name: value for name, value in returned.items() if name not in self.states}

@@ -155,7 +155,7 @@ class AttributeCheck(Hook):
 
     def _find_used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
         """Return the changed attributes on which the loss of a batch depends."""
-        if not batch.counts or not changed:
+        if not batch.is_counted or not changed:
             return []
         parts, holders = self.phase.parts, self._holders()
         now = {place: holders[place[0]].get(place[1], _ABSENT) for place in changed}

@@ -161,7 +161,7 @@ class _UpdateSearch:
                 with parts.precision.forward():
                     loss, count = training.loss(training.model, batch)
                 calls.end()
-                if micro.counts:
+                if micro.is_counted:
                     items += float(count)
                     first = first or self._check_forward(calls, loss, batch, micro, training.loss)
                 if runs_backward and first is None:
@@ -225,7 +225,7 @@ class _UpdateSearch:
                 if not is_finite([gradients, weights]):
                     return _Origin("loss", f"couple is finite, but its gradient is not ({place})")
                 current[:] = [micro]
-                if micro.counts:
+                if micro.is_counted:
                     root, _ = update.recompute(training.model, micro_batch.batch)
                     torch.autograd.backward(root)
                     found = self._check_backward(calls, micro)
@@ -241,7 +241,7 @@ class _UpdateSearch:
 
     def _read_batches(self) -> Iterator[tuple[MicroBatchKey, Any]]:
         """Yield the micro-batches that the model receives, on the device."""
-        micros = [micro for micro in self.micros if micro.counts or self.parts.parallel.is_lockstep]
+        micros = [micro for micro in self.micros if micro.is_counted or self.parts.parallel.is_lockstep]
         read = self.parts.prefetch(iter([self.fetcher[micro] for micro in micros]))
         for micro, micro_batch in zip(micros, read, strict=True):
             if micro_batch.batch is not None:

@@ -421,10 +421,10 @@ class StatisticsPhase(PhaseKind):
             # Gather, because ranks may run different numbers of batches, and `add` may call any part of the model.
             with parallel.buffer_update(), parallel.gather_parameters(model), torch.no_grad():
                 while not last:
-                    batch, last, skipped, counts, *_ = next(batches)
+                    batch, last, skipped, is_counted, *_ = next(batches)
                     stopwatch.lap("data")
                     bad += skipped if parallel.counts_samples else ()
-                    if counts:
+                    if is_counted:
                         with self.parts.precision.forward():
                             added = self.fit.add(model, self.gathered, batch)
                         self.gathered, count = _check_added(added, self.fit, self.parts.source)

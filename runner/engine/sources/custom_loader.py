@@ -100,7 +100,7 @@ class RequestReader:
         samples = BatchSamples(
             request.seed, request.epoch, request.indices, range(request.first, request.first + count)
         )
-        return LoadedBatch(request, MicroBatch(batch, request.last, counts=request.counts, samples=samples))
+        return LoadedBatch(request, MicroBatch(batch, request.last, is_counted=request.is_counted, samples=samples))
 
     def _refuse_epochs(self) -> None:
         """Raise TaskFault if samples change with the epoch: only `read` knows the epoch that the dataset is in."""

@@ -263,8 +263,8 @@ class StreamFetcher(Fetcher):
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:
             return super().__getitem__(key)
-        if not key.counts and self._repeated is not None and self._repeated[0].indices == key.indices:
-            return self._repeated[1]._replace(last=key.last, counts=False)  # a stream cannot read it again
+        if not key.is_counted and self._repeated is not None and self._repeated[0].indices == key.indices:
+            return self._repeated[1]._replace(last=key.last, is_counted=False)  # a stream cannot read it again
         self.dataset.begin(key)
         read = super().__getitem__(key)
         if self.is_lockstep:

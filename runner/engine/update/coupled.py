@@ -273,7 +273,7 @@ class CoupledUpdate:
             last = micro.last
             batch = _EmbeddedBatch(micro)
             self.embedded.append(batch)
-            if not micro.counts:
+            if not micro.is_counted:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
             before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
@@ -301,7 +301,7 @@ class CoupledUpdate:
             stopwatch.lap("forward")
         if len(self.embedded) > 1 and self.source.changed_buffers is None:
             self.source.changed_buffers = changed_buffers
-        self._with_graph = self.embedded[-1] if self.embedded[-1].micro.counts else None
+        self._with_graph = self.embedded[-1] if self.embedded[-1].micro.is_counted else None
 
     def _buffers_to_record(self) -> Iterable[_BufferKey]:
         """Return the buffers that forward passes may change: all buffers, until the first update shows which change."""

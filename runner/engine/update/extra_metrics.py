@@ -24,13 +24,13 @@ class ExtraMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         self._names: list[str] | None = None  # of all ranks; None before the first update
-        self._counts = True
+        self._is_counted = True
 
     def track(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Start an update and yield its micro-batches; metrics of dummy micro-batches are ignored."""
-        self._sums, self._counts = {}, True
+        self._sums, self._is_counted = {}, True
         for micro in batches:
-            self._counts = micro.counts
+            self._is_counted = micro.is_counted
             yield micro
 
     @contextmanager
@@ -44,7 +44,7 @@ class ExtraMetrics:
 
     def add(self, metrics: Sums) -> None:
         """Add the metrics of a micro-batch."""
-        for name, pair in metrics.items() if self._counts else ():
+        for name, pair in metrics.items() if self._is_counted else ():
             total, count = (_widen(number) for number in pair)
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = before[0] + total, before[1] + count

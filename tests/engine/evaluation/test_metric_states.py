@@ -75,9 +75,9 @@ def states_of(
     return states
 
 
-def batch_of(batch: Any, first: int = 0, *, counts: bool = True, size: int = 2) -> MicroBatch:
+def batch_of(batch: Any, first: int = 0, *, is_counted: bool = True, size: int = 2) -> MicroBatch:
     places = list(range(first, first + size))
-    return MicroBatch(batch, last=True, counts=counts, samples=BatchSamples(0, 0, places, places))
+    return MicroBatch(batch, last=True, is_counted=is_counted, samples=BatchSamples(0, 0, places, places))
 
 
 def evaluate(states: MetricStates, *batches: MicroBatch) -> list[Any]:
@@ -122,7 +122,7 @@ def test_sums_are_returned_and_metrics_accumulate_in_the_order_of_the_samples() 
         lambda batch: {"own": batch, "mean": (batch.sum(), len(batch))},
     )
     late, early = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
-    result = evaluate(states, batch_of(late, 2), batch_of(early, 0), batch_of(late, 4, counts=False))
+    result = evaluate(states, batch_of(late, 2), batch_of(early, 0), batch_of(late, 4, is_counted=False))
     assert [list(sums) for sums in result] == [["mean"]] * 3
     assert states.results() == {"own.sum": 10.0, "own.first": 1.0}
 

@@ -281,7 +281,7 @@ def test_what_one_rank_finds_ends_all(
     )  # moved parameters, any change, used attributes
     monkeypatch.setattr(World, "gather", lambda _, value: [value, next(there)])
     micro_batch = checked.phase.feed.peek()
-    monkeypatch.setattr(checked.phase.feed, "peek", lambda: micro_batch._replace(counts=has_samples))
+    monkeypatch.setattr(checked.phase.feed, "peek", lambda: micro_batch._replace(is_counted=has_samples))
     checked.task.kept = 0
     found = checked.found(replace(1) if is_here else lambda task: None, lambda task: task.kept)
     assert (found is not None) == is_found

@@ -356,7 +356,7 @@ def batches_of(world: World = ALONE) -> Iterator[MicroBatch]:
     x = points(20, seed=world.rank)
     yield micro(x[:4], last=False, bad=((4, "is damaged"),))
     yield micro(x[4:8], bad=((9, "is damaged"),))
-    yield micro(x[8:12], last=False, counts=False)
+    yield micro(x[8:12], last=False, is_counted=False)
     yield micro(x[12:15])
 
 

@@ -79,7 +79,7 @@ def test_a_loader_that_collates_returns_the_batches_that_read_returns() -> None:
         assert isinstance(loaded, MicroBatch)
         assert isinstance(filled, MicroBatch)
         assert filled.samples == loaded.samples
-        assert (filled.last, filled.counts) == (loaded.last, loaded.counts)
+        assert (filled.last, filled.is_counted) == (loaded.last, loaded.is_counted)
         assert torch.equal(filled.batch, loaded.batch)
 
 
