@@ -224,10 +224,10 @@ def test_readings_may_be_numbers_of_any_library(write: Callable[[str], Path], tm
         assert rows(tmp_path / "outputs" / "own", name) == [number, number]
 
 
-@pytest.mark.parametrize("name", ["train/loss", "perf/items_per_s"])
+@pytest.mark.parametrize("name", ["train/loss", "perf/items_per_s", "precision/loss_scale"])
 def test_readings_cannot_replace_built_in_columns(name: str, write: Callable[[str], Path], tmp_path: Path) -> None:
     text = TASK.replace("def state_dict", f"def readings(self):\n        return {{{name!r}: 1.0}}\n    def state_dict")
-    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=2"]) == 70
+    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=2", "precision=fp16"]) == 70
     (problem,) = json.loads((tmp_path / "outputs" / "own" / "error.json").read_text())["problems"]
     assert name in problem["what"]
 

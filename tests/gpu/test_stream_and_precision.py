@@ -129,7 +129,7 @@ def test_an_overflow_is_counted_without_waiting_for_it() -> None:
 @pytest.mark.parametrize("prefetch", [none, stream])
 def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetch: Any) -> None:
     rows: list[Row] = []
-    meter = Meter(CUDA, "train", every=2, write=rows.append, readings=dict, stopwatch=new_stopwatch(CUDA.device))
+    meter = Meter(CUDA, "train", every=2, write=rows.append, readings=list, stopwatch=new_stopwatch(CUDA.device))
     run = training(precision)
     updates = train_updates(run, prefetch(CUDA.device)(on_host()), 12)
     for step in islice(updates, 4):  # one-time initialization may wait: streams, optimizer state, library handles
@@ -148,7 +148,7 @@ def test_a_row_is_the_same_from_the_device_as_from_the_host() -> None:
     rows: list[Row] = []
     for device in ("cuda", "cpu"):
         world = World(torch.device(device))
-        meter = Meter(world, "train", every=2, write=rows.append, readings=dict, stopwatch=new_stopwatch(world.device))
+        meter = Meter(world, "train", every=2, write=rows.append, readings=list, stopwatch=new_stopwatch(world.device))
         for number in (1, 2):
             loss, norm = torch.tensor(1 / number, device=device), torch.tensor(0.5, device=device)
             items = torch.tensor(3, device=device) if number == 1 else 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ class Meter:
     """Collect the results of updates and write a row every `every` updates.
 
     write        receives each finished row
-    readings     returns additional values of a row, such as the loss scale or GPU utilization
+    readings     returns the additional columns of a row from each hook, such as the loss scale or GPU utilization
     stopwatch    time breakdown of the phase
     is_starting  the first update of the phase is the first of its process: it is not timed, and `restart_clock` is
                  called after it
@@ -137,7 +137,7 @@ class Meter:
         *,
         every: int,
         write: Callable[[Row], None],
-        readings: Callable[[], Mapping[str, Any]],
+        readings: Callable[[], Iterable[Mapping[str, Any]]],
         stopwatch: Stopwatch,
         is_starting: bool = False,
         send: Callable[[Tensor], PendingCopy] = start_copy,
@@ -272,11 +272,11 @@ class Meter:
         for name, total, count in zip(window.extra, extra, extra, strict=True):
             row[f"train/{name}"] = total / count if count and math.isfinite(total) else None
         row |= self._timing(window, items[window.num_untimed :])
-        readings = self.readings()
-        if taken := row.keys() & readings.keys():
-            what = f"readings() of a hook returned {', '.join(sorted(taken))}, which every row has"
-            raise TaskFault(what, fix="use other names")
-        row |= readings
+        for readings in self.readings():
+            if taken := row.keys() & readings.keys():
+                what = f"readings() of a hook returned {', '.join(sorted(taken))}, which the row already has"
+                raise TaskFault(what, fix="use other names")
+            row |= readings
         self.last_row = row
         self.write(row)
 

@@ -232,7 +232,10 @@ class Hook:
         return Wants()
 
     def readings(self) -> Mapping[str, Any]:
-        """Return columns for the current row of metrics.jsonl: numbers, tensors with one element, or None."""
+        """Return columns for the current row of metrics.jsonl: numbers, tensors with one element, or None.
+
+        Their names must differ from all other columns of the row, those of other hooks included.
+        """
         return {}
 
     def during_evaluation(self) -> AbstractContextManager[object]:

@@ -24,7 +24,7 @@ class Metrics(Hook):
             phase.name,
             every=run.plan.settings.log_every,
             write=phase.write_row,
-            readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
+            readings=lambda: [hook.readings() for hook in phase.hooks],
             stopwatch=phase.stopwatch,
             is_starting=not run.has_started,
             locate=lambda: phase.work.location,

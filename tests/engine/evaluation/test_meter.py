@@ -92,7 +92,7 @@ def test_the_end_of_a_phase_closes_the_window_and_an_empty_one_is_no_row() -> No
 
 def test_a_row_has_the_readings_of_its_window_and_no_unmeasured_norm() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=1, readings=lambda: {"gpu0/util": 3.0})
+    meter = made(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
     meter(step(1, 1.0, norm=None))
     meter(step(2, 1.0, norm=math.inf))
     assert [row["train/grad_norm"] for row in rows] == [None, None]
