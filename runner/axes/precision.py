@@ -167,6 +167,10 @@ class Precision:
         self._check_pending()
         return 0
 
+    def total_skipped(self) -> int:
+        """Return `num_skipped`, plus the skipped updates of all forks."""
+        return self.num_skipped()
+
     def values(self) -> dict[str, float]:
         """Return values to log; waits at most for the current update, so call it only when rows are written."""
         return {}
@@ -205,6 +209,7 @@ class ScaledHalf(Precision):
         self._pending: PendingCopy | None = None
         self._scale: float | None = None  # None: not read since the scaler was created or restored
         self._statistics = _SavedStatistics(model)
+        self._forks: list[Precision] = []
 
     def forward(self) -> AbstractContextManager[Any]:
         self._statistics.keep()
@@ -244,6 +249,8 @@ class ScaledHalf(Precision):
         forked._pending_values = forked._pending = forked._scale = None
         forked._skipped = forked._consecutive_skips = 0
         forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _SavedStatistics(model)
+        forked._forks = []
+        self._forks.append(forked)
         return forked
 
     def discard(self) -> None:
@@ -267,6 +274,9 @@ class ScaledHalf(Precision):
                     fix="use precision=fp32 or bf16, lower optimizer.lr, or raise precision.max_skips",
                 )
         return self._skipped
+
+    def total_skipped(self) -> int:
+        return self.num_skipped() + sum(forked.total_skipped() for forked in self._forks)
 
     def values(self) -> dict[str, float]:
         skipped = self.num_skipped()  # reads the scale too

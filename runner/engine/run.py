@@ -239,5 +239,5 @@ class TrainingRun:
 
     @property
     def num_skipped(self) -> int:
-        """Number of updates skipped because of overflow."""
-        return self.parts.precision.num_skipped()
+        """Number of optimizer steps skipped because of overflow, of all objectives."""
+        return self.parts.precision.total_skipped()

@@ -96,8 +96,8 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     if not plan.choices["tracker"].uses("none"):
         notes.append(run.observers.tracker.note)
     if run.num_skipped:
-        updates = "1 update was" if run.num_skipped == 1 else f"{run.num_skipped} updates were"
-        notes.append(f"{updates} skipped because float16 overflowed")
+        steps = "1 optimizer step was" if run.num_skipped == 1 else f"{run.num_skipped} optimizer steps were"
+        notes.append(f"{steps} skipped because float16 overflowed")
     notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)

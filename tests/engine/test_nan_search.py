@@ -110,6 +110,49 @@ def test_a_module_whose_backward_pass_is_not_finite_is_found(tmp_path: Path) -> 
     assert "Root" in located.problems[0].what
 
 
+OBJECTIVES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+OBJECTIVES = {"first": {"trains": ["one"]}, "second": {"trains": ["two"]}}
+
+def build():
+    return Mine()
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, x):
+        return x + (self.scale - self.scale).abs().sqrt()
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.ModuleDict({"one": nn.Linear(1, 1), "two": nn.Sequential(Root(), nn.Linear(1, 1))})
+    def dataset(self, split):
+        return TensorDataset(torch.ones(8, 1))
+    def loss(self, model, batch, objective):
+        x = model["one" if objective == "first" else "two"](batch[0]).float()
+        return (0.01 if objective == "first" else 10.0) * x.sum(), len(batch[0])
+"""
+
+
+def test_the_search_scales_the_loss_of_an_objective_as_training_does(tmp_path: Path) -> None:
+    """With the loss scale of the first objective, the gradient of the loss of the second overflows float16."""
+    (tmp_path / "mine.py").write_text(OBJECTIVES)
+    settings = ("updates=30", "global_batch_size=8", "micro_batch_size=8", "device=cpu", "run=small", "monitor=off",
+                "precision=fp16", "log_every=100", "evaluate.every=0", "checkpoint=off", "backend.threads=1",
+                f"output_root={tmp_path}")  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "mine.py")) as phase:
+        with pytest.raises(NotFinite) as raised:
+            list(phase.updates())
+        located = phase.translate_error(raised.value)
+    assert isinstance(located, NumericError)
+    assert "Root" in located.problems[0].what
+
+
 LARGE = """
 import torch
 from torch import nn

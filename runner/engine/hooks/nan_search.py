@@ -158,7 +158,7 @@ class _UpdateSearch:
             calls = stack.enter_context(self._recorded_calls())
             for micro, batch in self._read_batches():
                 calls.begin()
-                with parts.precision.forward():
+                with training.precision.forward():
                     loss, count = training.loss(training.model, batch)
                 calls.end()
                 if micro.is_counted:
@@ -167,7 +167,7 @@ class _UpdateSearch:
                 if runs_backward and first is None:
                     for weight in training.parameters:
                         weight.grad = None
-                    parts.precision.backward(loss, training.per_item)
+                    training.precision.backward(loss, training.per_item)
                     first = self._check_backward(calls, micro)
                 if first and runs_backward:
                     break
@@ -207,8 +207,8 @@ class _UpdateSearch:
 
         source = replace(coupled, embed=embed, update=lambda: self.update - 1)
         passes = ForwardPasses(
-            training.model, training.loss, parts.precision.forward, torch.autograd.backward,
-            lambda loss: parts.precision.scale_loss(loss * training.per_item), lambda _: None,
+            training.model, training.loss, training.precision.forward, torch.autograd.backward,
+            lambda loss: training.precision.scale_loss(loss * training.per_item), lambda _: None,
         )  # fmt: skip
         for weight in training.parameters:
             weight.grad = None

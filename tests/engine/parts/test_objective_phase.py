@@ -77,6 +77,7 @@ def test_an_objective_of_which_every_update_is_skipped_is_an_error(objective: st
         skipped = {"first": 2.0 * (objective == "first"), "second": 4.0 * (objective == "second")}
         assert columns["precision/skipped_updates"] == skipped["first"]
         assert columns["precision/second/skipped_updates"] == skipped["second"]
+        assert phase.run.num_skipped == skipped["first"] + skipped["second"]
         with pytest.raises(NumericError, match=objective):
             phase.work.close()
 
