@@ -160,7 +160,7 @@ def format_start(start: StartOfRun) -> str:
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
         *_label_rows("options", (str(option) for option in start.options if option.on)),
         *_label_rows("off", _format_disabled(option for option in start.options if not option.on)),
-        ("parameters", f"{_format_count(start.num_parameters)} total, {_format_count(start.num_trainable)} trainable"),
+        ("parameters", _format_parameters(start.num_parameters, start.num_trainable)),
         *(_label_rows("phase", start.phases) or [("batch", _format_batch(start.batch))]),
         *_label_rows("training", start.training),
         *_label_rows("memory", start.memory),
@@ -215,6 +215,12 @@ def _format_batch(batch: Batch) -> str:
         return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per {copy})"
     factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.num_shares}"
     return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x {copy}s)"
+
+
+def _format_parameters(total: int, trainable: int) -> str:
+    if total == trainable:
+        return f"{_format_count(total)}, all trainable"
+    return f"{_format_count(total)} total, {_format_count(trainable)} trainable"
 
 
 def _format_count(number: int) -> str:

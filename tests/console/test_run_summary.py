@@ -69,6 +69,11 @@ END = EndOfRun(
 )
 
 
+def test_a_model_without_frozen_parameters_has_one_count() -> None:
+    report = format_start(dataclasses.replace(START, num_parameters=834_304, num_trainable=834_304))
+    assert report.count("834,304") == 1
+
+
 def test_the_start_report_in_full(screen: Callable[..., None]) -> None:
     screen(format_start(START))
 

@@ -79,13 +79,12 @@ def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> P
     unknown = [label for label, run in zip(labels, runs, strict=True) if not run.settings]
     note = f"the configuration of {', '.join(unknown)} is unknown" if unknown else ""
     note = note or ("" if rows else "the settings are the same")
-    title, some = "Different settings", rows or [("-",) * (len(labels) + 1)]
-    return _transpose_if_wide(PageTable("differences", title, ("key", *labels), some, note))
+    return _transpose_if_wide(PageTable("differences", "Different settings", ("key", *labels), rows, note))
 
 
 def _transpose_if_wide(table: PageTable) -> PageTable:
     """Return the table with a row per run if there are more runs than columns fit on a screen."""
-    if len(table.head) - 1 <= _MAX_COLUMNS:
+    if len(table.head) - 1 <= _MAX_COLUMNS or not table.rows:
         return table
     head, *rows = zip(table.head, *table.rows, strict=True)
     return replace(table, head=("run", *head[1:]), rows=rows)

@@ -456,6 +456,19 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
     assert "seed" not in differ
 
 
+@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.usefixtures("undrawn")
+def test_runs_with_the_same_settings_have_no_rows_of_different_settings(count: int, tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(count)]
+    for name in names:
+        make_run(tmp_path, name, run__json=record(name), config__yaml=f"run: {name}\nseed: 3\n")
+    page = report(tmp_path, *names)
+    differ = page.text[page.text.index('id="differences"') :]
+    differ = differ[: differ.index("</section>")]
+    assert "<td" not in differ
+    assert "<th" not in differ
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
