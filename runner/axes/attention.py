@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.base.accelerator import cuda_is_available, get_accelerator
 from runner.base.errors import ConfigError, Problem
 from runner.base.gpu_facts import amd_formats
+from runner.base.text import dtype_name
 
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
@@ -159,7 +160,7 @@ def refusal_reason(
         found, least = (".".join(map(str, version)) for version in (capability, needed))
         return f"it needs compute capability {least}, but the device has {found}"
     if dtype not in _DTYPES[backend]:
-        return f"inputs must be {' or '.join(map(_dtype_name, _DTYPES[backend]))}, but are {_dtype_name(dtype)}"
+        return f"inputs must be {' or '.join(map(dtype_name, _DTYPES[backend]))}, but are {dtype_name(dtype)}"
     if backend == "flash" and masked:
         return "it does not support an explicit mask, only is_causal=True"
     if backend == "flash" and head_size > 256:
@@ -191,12 +192,8 @@ def _amd_refusal(backend: str, architecture: str, dtype: torch.dtype) -> str:
     if not amd_formats(architecture).flash:
         return f"AOTriton has no kernels for {architecture or 'this architecture'}"
     if backend == "flash" and dtype not in _HALF:
-        return f"inputs must be float16 or bfloat16, but are {_dtype_name(dtype)}"
+        return f"inputs must be float16 or bfloat16, but are {dtype_name(dtype)}"
     return ""
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -258,7 +255,7 @@ def _attention_inputs(
 
 
 def _kind(dtype: torch.dtype, num_queries: int, num_keys: int) -> str:
-    return f"{_dtype_name(dtype)}, {num_queries} queries, {num_keys} keys"
+    return f"{dtype_name(dtype)}, {num_queries} queries, {num_keys} keys"
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import check_installed
-from runner.base.text import abbreviate
+from runner.base.text import abbreviate, dtype_name
 from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNegative, NonPositive, Positive
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
@@ -528,7 +528,7 @@ def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
         if parameter.device.type not in ("cpu", "cuda"):
             return f"{name} is on {parameter.device}, but the kernel exists only for cpu and cuda"
         if not parameter.is_floating_point():
-            return f"{name} is {str(parameter.dtype).removeprefix('torch.')}, but the kernel supports real numbers only"
+            return f"{name} is {dtype_name(parameter.dtype)}, but the kernel supports real numbers only"
         if not takes_shards and hasattr(parameter, "device_mesh"):  # a DTensor
             return f"{name} is sharded, and torch has no fused SGD for sharded parameters"
     return ""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.base.text import dtype_name
+
 
 def encode_state(value: Any) -> Any:
     """Return a JSON-serializable copy of a state. Raises TypeError for a value of a type that cannot be stored."""
@@ -26,7 +28,7 @@ def encode_state(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tag_value("tensor", [str(plain.dtype).removeprefix("torch."), list(plain.shape), _to_base64(content)])
+        return _tag_value("tensor", [dtype_name(plain.dtype), list(plain.shape), _to_base64(content)])
     if isinstance(value, list):
         return [encode_state(item) for item in value]
     if isinstance(value, (tuple, set, frozenset)):
@@ -88,7 +90,7 @@ def _from_base64(text: str) -> bytes:
 
 _TAG = "~type"
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,

@@ -308,6 +308,11 @@ def format_gib(gib: float) -> str:
     return format_bytes(gib * 2**30)
 
 
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode()
 

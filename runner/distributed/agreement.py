@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.task import State
+from runner.base.text import dtype_name
 from runner.distributed.world import World
 from runner.tensors.bitwise import view_bytes
 
@@ -69,7 +70,7 @@ def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
     """Return the tensors of each rank; shapes, dtypes and number may differ between ranks. Collective."""
     if world.world_size == 1:
         return [[tensor.detach() for tensor in mine]]
-    specs = world.gather([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in mine])
+    specs = world.gather([[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in mine])
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in rank_specs] for rank_specs in specs]
     content = torch.zeros(sum(map(sum, sizes)), dtype=torch.uint8, device=world.device)
     start = sum(map(sum, sizes[: world.rank]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.base.errors import TaskFault
+from runner.base.text import dtype_name
 from runner.distributed.world import World
 from runner.tensors.bitwise import view_bytes
 
@@ -63,11 +64,6 @@ def broadcast(value: Any, source: int, world: World) -> Any:
 def check_sendable(value: Any) -> None:
     """Raise TaskFault if a value cannot be sent."""
     _pack(value)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, such as float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _pack(value: Any) -> tuple[Tensor, list[Tensor]]:

@@ -27,7 +27,7 @@ from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.task import State, Sum
-from runner.base.text import abbreviate
+from runner.base.text import abbreviate, dtype_name
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
@@ -520,7 +520,7 @@ def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: 
         )
     groups = _communication_groups(model, units)
     for where, names in groups.items():
-        formats = {str(named[name].dtype).removeprefix("torch.") for name in names if named[name].requires_grad}
+        formats = {dtype_name(named[name].dtype) for name in names if named[name].requires_grad}
         if len(formats) > 1:
             problems.append(
                 Problem(

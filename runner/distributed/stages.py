@@ -17,6 +17,7 @@ from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import RankLost, TaskFault
 from runner.base.stopwatch import Stopwatch
+from runner.base.text import dtype_name
 from runner.distributed import p2p_messages
 from runner.distributed.agreement import format_error_line
 from runner.distributed.parallel import ForwardPasses
@@ -76,7 +77,7 @@ class Shapes(NamedTuple):
         tensors = value if isinstance(value, tuple) else (value,)
         return [
             isinstance(value, tuple),
-            [[list(tensor.shape), p2p_messages.dtype_name(tensor.dtype)] for tensor in tensors],
+            [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in tensors],
         ]
 
     @classmethod

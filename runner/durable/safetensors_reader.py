@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import DataError
+from runner.base.text import dtype_name
 from runner.durable import files
 from runner.durable.safetensors_header import InvalidFormat, invalid_header, read_header, read_into
 from runner.durable.safetensors_writer import DTYPES, view_bytes
@@ -93,7 +94,7 @@ def _join(pieces: Sequence[StoredTensor]) -> StoredTensor:
 
 
 _TORCH_DTYPES = {
-    DTYPES[str(dtype).removeprefix("torch.")]: dtype
+    DTYPES[dtype_name(dtype)]: dtype
     for dtype in (
         torch.uint64, torch.int64, torch.float64, torch.complex64, torch.float32, torch.uint32, torch.int32,
         torch.bfloat16, torch.float16, torch.uint16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

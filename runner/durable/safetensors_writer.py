@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.base.accelerator import get_accelerator, page_unlock
+from runner.base.text import dtype_name
 from runner.tensors.stored_tensor import StoredTensor
 
 Value = TypeVar("Value", bound=Tensor | StoredTensor)
@@ -118,7 +119,7 @@ def serialize_header(tensors: Mapping[str, Tensor | StoredTensor], metadata: Map
     for name, tensor in _in_file_order(tensors):
         size = tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {
-            "dtype": DTYPES[_dtype_name(tensor)],
+            "dtype": DTYPES[dtype_name(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + size],
         }
@@ -144,18 +145,14 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 def _in_file_order(tensors: Mapping[str, Value]) -> list[tuple[str, Value]]:
     """Return the tensors in safetensors' order: by dtype, then by name."""
-    return sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER[_dtype_name(item[1])], item[0].encode()))
+    return sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER[dtype_name(item[1].dtype)], item[0].encode()))
 
 
 def unsupported_reason(tensor: Tensor) -> str | None:
     """Return why the format cannot store the tensor, None if it can."""
-    if str(tensor.layout) != "torch.strided" or _dtype_name(tensor) not in DTYPES:
+    if str(tensor.layout) != "torch.strided" or dtype_name(tensor.dtype) not in DTYPES:
         return f"it is {tensor.layout} and {tensor.dtype}"
     return None
-
-
-def _dtype_name(tensor: Tensor | StoredTensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _allocate_pages(size: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.axes.optimizer import is_under, module_prefixes
 from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, StorageError
-from runner.base.text import abbreviate
+from runner.base.text import abbreviate, dtype_name
 from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
@@ -291,7 +291,7 @@ def _count_by_module(names: Iterable[str]) -> list[str]:
 
 
 def _describe_tensor(tensor: Tensor | StoredTensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 _MAX_NAMES = 5

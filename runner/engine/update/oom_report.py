@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.base.accelerator import get_accelerator
 from runner.base.oom_errors import OomCause, halve
-from runner.base.text import format_bytes
+from runner.base.text import dtype_name, format_bytes
 from runner.host.cgroup import cgroup_memory_limit
 from runner.monitor.gpu_driver import open_driver
 from runner.plan.run_plan import Plan
@@ -158,7 +158,7 @@ def format_report(
     lines = [found.shortage.text, str(found), f"in {found.shortage.place}", ""]
     lines += [f"{'bytes':>16}  {'where':<8} {'type':<10} {'shape':<24} what"]
     for nbytes, tensor, name in rows[:NUM_LARGEST]:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         lines.append(f"{nbytes:>16,}  {tensor.device!s:<8} {dtype:<10} {tuple(tensor.shape)!s:<24} {name}")
     rest = rows[NUM_LARGEST:]
     if rest:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runner.axes.attention import refusal_reason
 from runner.base.accelerator import get_accelerator
 from runner.base.loaded_torch import is_stand_in
-from runner.base.text import first_line, format_bytes
+from runner.base.text import dtype_name, first_line, format_bytes
 from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -88,7 +88,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
     """Attention kernels: each runs or refuses as the rules predict, by kernel and format."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     wanted = [
-        (f"{device.torch_name} {kernel} {str(dtype).removeprefix('torch.')}", device, kernel, dtype)
+        (f"{device.torch_name} {kernel} {dtype_name(dtype)}", device, kernel, dtype)
         for device in context.cuda_gpus
         for kernel in KERNELS
         for dtype in dtypes
