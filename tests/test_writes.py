@@ -54,7 +54,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/host/heartbeat.py", "__init__", "os.ftruncate"): "memory that two processes share",
     ("runner/host/stacks.py", "dump_on_signal", "os.open"): "where a process puts its stacks, in a signal handler",
     ("runner/host/stacks.py", "request_stacks", ".write_bytes"): "the stacks of the question before are gone",
-    ("runner/launch/rank_process.py", "run_rank", ".write_text"): "the report of a rank to its supervisor",
+    ("runner/launch/rank_process.py", "run_rank_process", ".write_text"): "the report of a rank to its supervisor",
     ("runner/launch/rank_process.py", "_set_up", "os.open"): "where faulthandler writes when Python crashes",
     ("runner/tools/measure/fork_server.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a cell writes to standard error",
     ("runner/tools/doctor/isolated_check.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a check prints",

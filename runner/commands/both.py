@@ -19,7 +19,7 @@ examples
 
 def run(argv: list[str]) -> int:
     """Train and predict; return the exit code of the first step that fails."""
-    from runner.launch.start import train
+    from runner.launch.start import start_training
 
     request = replace(parse_arguments(argv).request, command=("both", *argv))
-    return int(train(request, then_infer=True))
+    return int(start_training(request, then_infer=True))

@@ -48,10 +48,10 @@ def run(argv: list[str]) -> int:
         what = "must be a name of letters, digits, '.', '_' and '-'"
         raise ConfigError(Problem(what, f"split={keys['split']}", "use split=test"))
     from runner.host.output import stdout_to_stderr
-    from runner.launch.trained_ranks import evaluate
+    from runner.launch.trained_ranks import start_evaluation
 
     with stdout_to_stderr() if as_json else nullcontext():
-        code, record = evaluate(request, keys["split"], checkpoint, "warning" if as_json else None)
+        code, record = start_evaluation(request, keys["split"], checkpoint, "warning" if as_json else None)
     if as_json and record is not None:
         print(json.dumps(record, indent=2))
     return int(code)

@@ -34,9 +34,9 @@ def run(argv: list[str]) -> int:
     checkpoint, rest = pop_checkpoint_choice(argv)
     request = parse_run_request(rest, _inference_keys(rest))
 
-    from runner.launch.trained_ranks import infer  # loads torch, so the arguments are checked first
+    from runner.launch.trained_ranks import start_inference  # loads torch, so the arguments are checked first
 
-    return int(infer(request, checkpoint))
+    return int(start_inference(request, checkpoint))
 
 
 def _inference_keys(argv: list[str]) -> tuple[str, ...]:

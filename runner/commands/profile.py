@@ -42,9 +42,9 @@ def run(argv: list[str]) -> int:
     ignored = [arg for arg in parsed.overrides if _has_no_effect(arg)]
     if ignored:
         print(f"no effect in a profile: {' '.join(ignored)}", file=sys.stderr, flush=True)
-    from runner.launch.start import train
+    from runner.launch.start import start_training
 
-    return int(train(dataclasses.replace(request, command=("profile", *argv))))
+    return int(start_training(dataclasses.replace(request, command=("profile", *argv))))
 
 
 def profiled_request(request: Request) -> Request:

@@ -77,7 +77,7 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
     request  only the settings that differ from those of the run
     """
     from runner.durable.rewind import rewind_run
-    from runner.launch.start import train
+    from runner.launch.start import start_training
 
     print_progress, overrides = progress_printer("resume"), request.overrides
     run_overrides = (f"run={directory.name}", *_root_override(directory.path.parent, origin.overrides))
@@ -95,7 +95,7 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # under torchrun, other ranks wait for it before they read the folder
     with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():
-        return int(train(resumed))
+        return int(start_training(resumed))
 
 
 def _root_override(folder: Path, overrides: Sequence[str]) -> list[str]:

@@ -42,6 +42,6 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             Problem("applies only to a sweep over several values", arg, "add -m") for arg in sweep_overrides
         )
-    from runner.launch.start import train
+    from runner.launch.start import start_training
 
-    return int(train(request))
+    return int(start_training(request))

@@ -25,7 +25,7 @@ from runner.engine.process.run_screen import Screen, warnings_on
 from runner.engine.process.watchdog import END, HangTraces, run_watchdog
 from runner.engine.run_measurements import collect_evidence
 from runner.engine.run_report import report_end, report_start
-from runner.engine.training import train
+from runner.engine.training import run_phases
 from runner.plan.run_plan import Plan
 from runner.records.evidence import choose_evidence
 from runner.records.run_record import RunResult
@@ -90,7 +90,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
         run, start = open_other_rank(job, world, stack, stack.enter_context(StopRequest()))
         run.progress_mark = progress_mark
         with _expected_errors(job.plan):
-            outcome = train(run, start)
+            outcome = run_phases(run, start)
         return SessionEnd(outcome.exit_code, run.stop.requested is not None)
 
 
@@ -135,7 +135,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         report_start(screen, job.plan, run.parts, job.inventory, start)
         exit_code, should_wait = 1, True
         try:
-            outcome = train(run, start, before.phases if before else ())
+            outcome = run_phases(run, start, before.phases if before else ())
             exit_code = int(outcome.exit_code)
         except BaseException as error:
             should_wait = isinstance(error, Exception)

@@ -24,7 +24,7 @@ from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 
 
-def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
+def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
     """Run every unfinished phase. `start` is the checkpoint to resume from.
 
     before  records of the phases that the previous process of this run wrote at its end

@@ -29,7 +29,7 @@ from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
 from runner.launch.hangs import TICK_S, HangDetector
-from runner.launch.rank_process import Main, read_report, run_rank
+from runner.launch.rank_process import Main, read_report, run_rank_process
 from runner.records.events import Console
 
 
@@ -442,7 +442,7 @@ def _fork(main: Main, member: RankInfo, folder: Path, requests: _SignalRequests,
             requests.close()
             for other in ranks:  # otherwise rank n would hold n descriptors, and their total would grow quadratically
                 os.close(other.descriptor)
-            run_rank(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
+            run_rank_process(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
             ranks.append(_Rank(member.rank, pid, os.pidfd_open(pid)))
         except BaseException:  # including exceptions in handlers, which run if another thread receives the signal

@@ -49,7 +49,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     plan = make_plan(configuration, inventory, needs=needs)
     if plan.world_size > 1:
         import_before_fork(plan)
-        ending = run_ranks(partial(_rank_main, plan, function), plan.world_size)
+        ending = run_ranks(partial(_call_on_rank, plan, function), plan.world_size)
         if ending.cause is not None:
             raise to_error(ending)
         return Exit(ending.code), ending.results[0]
@@ -119,7 +119,7 @@ def check_agreement(descriptions: list[Mapping[str, str]]) -> None:
         raise SharedConfigError(problems)
 
 
-def _rank_main(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[int, Any]:
+def _call_on_rank(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[int, Any]:
     code, result = run_as_rank(plan, member, partial(function, plan))
     return int(code), result
 

@@ -44,7 +44,9 @@ class RankReport:
     is_complete: bool = True
 
 
-def run_rank(main: Main, member: RankInfo, supervisor: int, folder: Path, mask: set[signal.Signals]) -> NoReturn:
+def run_rank_process(
+    main: Main, member: RankInfo, supervisor: int, folder: Path, mask: set[signal.Signals]
+) -> NoReturn:
     """Run a rank and exit with the code that `main` returned or raised; called right after the fork.
 
     supervisor  PID of the process with which the rank dies

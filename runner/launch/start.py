@@ -22,7 +22,7 @@ from runner.trackers.tracker import require_installed
 
 
 @nonblocking_streams()
-def train(request: Request, *, then_infer: bool = False) -> Exit:
+def start_training(request: Request, *, then_infer: bool = False) -> Exit:
     """Run the requested phases, including `infer` if it is selected or with `then_infer`.
 
     Raises AccelRunError, which is also written to error.json of the run directory, if there is one.
@@ -84,7 +84,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
 
 
 def _infer(request: Request, name: str | None, *, is_alone: bool = False) -> Exit:
-    from runner.launch.trained_ranks import infer
+    from runner.launch.trained_ranks import start_inference
 
     overrides = request.overrides
     if name:  # predict with the trained weights, not with the initial ones
@@ -94,4 +94,4 @@ def _infer(request: Request, name: str | None, *, is_alone: bool = False) -> Exi
         overrides = merge_overrides(
             (override for override in overrides if override not in weight_overrides), [f"run={name}"]
         )
-    return infer(dataclasses.replace(request, overrides=overrides), is_alone=is_alone)
+    return start_inference(dataclasses.replace(request, overrides=overrides), is_alone=is_alone)

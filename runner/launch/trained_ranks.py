@@ -19,13 +19,13 @@ from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console, Level, terminal_log_level
-from runner.trained.infer import infer as infer_here
+from runner.trained.infer import infer
 from runner.trained.trained_evaluation import evaluate_run
 from runner.trained.trained_run import ModelSource, find_source
 
 
 @nonblocking_streams()
-def infer(request: Request, checkpoint: str | None = None, *, is_alone: bool = False) -> Exit:
+def start_inference(request: Request, checkpoint: str | None = None, *, is_alone: bool = False) -> Exit:
     """Predict with the run or the weights that the request names, and write predictions/ and plots/.
 
     With `parallelism=ddp`, each rank computes one shard of the predictions if the task's `predict` has the parameters
@@ -48,7 +48,7 @@ def infer(request: Request, checkpoint: str | None = None, *, is_alone: bool = F
             Console(level=terminal_log_level()).info(text)
             return Exit.DONE
         plan, _ = plan_this_process(configuration)
-        return infer_here(source, plan, World(torch.device(plan.device)))[0]
+        return infer(source, plan, World(torch.device(plan.device)))[0]
     except ConfigError as error:
         return _report_once(error, is_first=is_first)
 
@@ -72,11 +72,11 @@ def _shard(configuration: Configuration) -> tuple[Any, Any]:
 
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     rank_plan = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
-    return infer_here(source, rank_plan, world)
+    return infer(source, rank_plan, world)
 
 
 @nonblocking_streams()
-def evaluate(
+def start_evaluation(
     request: Request, split: str, checkpoint: str | None = None, level: Level | None = None
 ) -> tuple[Exit, dict[str, Any] | None]:
     """Evaluate the run or the weights that the request names; return the exit code and the record of the metrics.

@@ -109,7 +109,7 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
     attempt, start_time = 0, time.time()
     while True:
         restarts_before = num_restarts(job.folder)
-        result = run_ranks(partial(_rank_main, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
+        result = run_ranks(partial(_train_on_rank, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
         attempt += 1
         if result.cause is None:
             code = Exit(result.code)
@@ -139,7 +139,7 @@ def _report_exit(text: str, failure: Failure | None) -> None:
         Console().warning(text)
 
 
-def _rank_main(job: Job, member: RankInfo) -> tuple[int, bool]:
+def _train_on_rank(job: Job, member: RankInfo) -> tuple[int, bool]:
     """Run as a rank; return its exit code, and whether a stop was requested."""
     end = run_as_rank(job.plan, member, partial(run_rank, job))
     return int(end.code), end.is_stop_requested

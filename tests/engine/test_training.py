@@ -11,7 +11,7 @@ from runner.base.errors import DataError, Exit
 from runner.config.request import Request
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_new_run
-from runner.engine.training import train
+from runner.engine.training import run_phases
 from tests.forkserver import ForkServer
 from tests.opened import opened
 
@@ -70,7 +70,7 @@ def test_an_error_with_its_own_message_is_raised_as_it_is_with_its_place(tmp_pat
     settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
                 f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
     with open_new_run(Request(settings, tmp_path / "task.py")) as run, pytest.raises(DataError) as caught:
-        train(run, None)
+        run_phases(run, None)
     assert caught.value.problems[0].what == "a table is missing"
     assert caught.value.__cause__ is None
     assert caught.value.place["update"] == 0, "completed ones"
