@@ -71,7 +71,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         policy = self.saver.policy
-        values = {"checkpoint.best": policy.best, "checkpoint.best_is": policy.better}
+        values = {"checkpoint.best": policy.best, "checkpoint.best_is": policy.best_is}
         return {"bests": self.saver.bests, "values": values}
 
     def kept(self) -> list[Path]:

@@ -35,18 +35,11 @@ RETRY_S = 60.0  # seconds until the next save after a failed one
 
 @dataclass
 class SavePolicy:
-    """Decide after each update whether to save.
+    """Decide after each update whether to save. The keys of the options are described at the top of this file.
 
-    updates        number of updates between saves, or None
-    epochs         number of epochs between saves, or None
-    seconds        seconds between saves, or None; with `is_auto`, derived from the cost of saves
-    keep           number of newest checkpoints to keep, at least two
-    best           metric whose best checkpoints are also kept, or None
-    keep_best      number of best checkpoints to keep
-    better         "min" or "max": whether lower or higher values are better
-    grace_s        seconds from a stop request to the kill, None if unknown
-    mirror         URL of the folder to which checkpoints are copied, or None
-    mirror_wait_s  longest wait for the copies at the end of the run
+    updates  number of updates between saves, or None
+    epochs   number of epochs between saves, or None
+    seconds  seconds between saves, or None; with `is_auto`, derived from the cost of saves
     """
 
     updates: int | None = None
@@ -56,7 +49,7 @@ class SavePolicy:
     keep: int = 3
     best: str | None = None
     keep_best: int = 1
-    better: str = "min"
+    best_is: str = "min"
     grace_s: float | None = None
     mirror: str | None = None
     mirror_wait_s: float = 60.0
@@ -67,7 +60,7 @@ class SavePolicy:
     @property
     def ranking(self) -> Ranking:
         """The metric that ranks the best checkpoints."""
-        return Ranking(self.best, self.better, self.keep_best)
+        return Ranking(self.best, self.best_is, self.keep_best)
 
     @property
     def saves_during_phase(self) -> bool:
@@ -99,7 +92,7 @@ class SavePolicy:
 
     def is_better(self, value: float, best: float | None) -> bool:
         """Return True if `value` of the metric is better than `best`."""
-        return best is None or (value < best if self.better == "min" else value > best)
+        return best is None or (value < best if self.best_is == "min" else value > best)
 
     def adapt(self, cost_s: float, write_s: float, update_s: float) -> str:
         """Set the save interval from the cost of saves; return which limit cannot be met, or "".
@@ -297,7 +290,7 @@ def off(
 ) -> SavePolicy:
     """Save only at the end of each phase and when stopped."""
     return SavePolicy(
-        keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s, mirror=mirror,
+        keep=keep, best=best, keep_best=keep_best, best_is=best_is, grace_s=grace_s, mirror=mirror,
         mirror_wait_s=mirror_wait_s,
     )  # fmt: skip
 
