@@ -169,7 +169,7 @@ def test_a_system_limit_is_reported_as_such_and_recorded_with_its_cause(
 def test_an_internal_error_is_recorded_and_keeps_its_notes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = LookupError("of the runner")
     cause.add_note("seen at noon")
-    for where in ("report_start", "train", "report_end"):
+    for where in ("report_start", "run_phases", "report_end"):
         error = failed(job, monkeypatch, where, raises(cause))
         assert isinstance(error, AccelRunError)
         assert error.exit_code == Exit.SOFTWARE
@@ -184,7 +184,7 @@ def test_an_internal_error_is_recorded_and_keeps_its_notes(job: Job, monkeypatch
 def test_a_known_error_is_recorded_and_raised_unchanged(
     error: BaseException, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert failed(job, monkeypatch, "train", raises(error)) is error
+    assert failed(job, monkeypatch, "run_phases", raises(error)) is error
     recorded = read_error(job.folder)
     assert recorded is not None
     assert recorded.exit_code == getattr(error, "exit_code", Exit.INTERRUPTED)
@@ -194,7 +194,7 @@ def test_a_known_error_is_recorded_and_raised_unchanged(
 def test_an_error_that_cannot_be_recorded_is_raised_itself(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = LookupError("of the runner")
     monkeypatch.setattr(RunAttempt, "fail", lambda *_: False)
-    assert failed(job, monkeypatch, "train", raises(cause)) is cause
+    assert failed(job, monkeypatch, "run_phases", raises(cause)) is cause
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_an_error_that_cannot_be_recorded_is_raised_itself(job: Job, monkeypatch
 def test_errors_of_torch_and_exits_are_translated(
     cause: BaseException, kind: type[AccelRunError], job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = failed(job, monkeypatch, "train", raises(cause))
+    error = failed(job, monkeypatch, "run_phases", raises(cause))
     assert type(error) is kind
     assert error.__cause__ is cause
     assert "error.json" not in error.problems[0].fix, "it is not an error of the runner"
@@ -214,7 +214,7 @@ def test_errors_of_torch_and_exits_are_translated(
 def test_an_attempt_that_ends_without_error_removes_that_of_an_earlier_one(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed(job, monkeypatch, "train", raises(DataError("is damaged")))
+    failed(job, monkeypatch, "run_phases", raises(DataError("is damaged")))
     assert trained(job) == SessionEnd(Exit.DONE, is_stop_requested=False)
     record = read_record(job.folder)
     assert (record.process.state, record.process.exit_code) == ("done", Exit.DONE)
@@ -234,7 +234,7 @@ class Calls:
         self.run: TrainingRun | None = None
         self.inside: Callable[[TrainingRun], None] = lambda _: None
         self.mark = ProgressMark()
-        actual = session.train
+        actual = session.run_phases
 
         def train(run: TrainingRun, *args: Any) -> Outcome:
             self.run = run
@@ -248,7 +248,7 @@ class Calls:
             self.notes["traces"], self.notes["rank"] = traces, world.rank
             yield self.mark
 
-        monkeypatch.setattr(session, "train", train)
+        monkeypatch.setattr(session, "run_phases", train)
         monkeypatch.setattr(session, "run_watchdog", run_watchdog)
         for name in ("check_packages", "start_mirroring", "finish_mirroring"):
             monkeypatch.setattr(session, name, self.noting(name))
@@ -317,7 +317,7 @@ def test_stacks_of_a_hang_are_written_to_a_file_of_the_rank(
     trained(calls.job)
     stop = SimpleNamespace(requested="SIGINT" if rank else None)
     monkeypatch.setattr(session, "open_other_rank", lambda *_: (SimpleNamespace(stop=stop), None))
-    monkeypatch.setattr(session, "train", lambda *_: Outcome("SIGINT", 2, {}))
+    monkeypatch.setattr(session, "run_phases", lambda *_: Outcome("SIGINT", 2, {}))
     traces, name = calls.notes["traces"], "stacks.txt"
     if rank:
         end = run_rank(calls.job, replace(World(torch.device("cpu")), rank=1, world_size=2))
