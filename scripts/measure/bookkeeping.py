@@ -4,7 +4,8 @@ Ranks are processes that the local launcher forks and supervises, without a proc
 parts of a checkpoint and its manifest are those of a run. The flags after each update are also those of a run; another
 process sums them over Unix sockets. Each rank saves its rows of a tensor and reads them, as when a run resumes.
 
-complete   all ranks finish: seconds, and descriptors, bytes sent and bytes read of a rank (the largest of all ranks)
+complete   all ranks finish: seconds, and descriptors, bytes sent and bytes read of a rank (the largest of all ranks),
+           size of the manifest, and bytes of the times of all ranks in a row of metrics.jsonl
 failing    rank n/2 raises while the others wait for it: seconds until it is reported, and until all have ended
 supervisor CPU seconds of this process in both runs, and the larger growth of its peak resident memory
 
@@ -14,6 +15,7 @@ Run: python scripts/measure/bookkeeping.py --ranks 8 32 128 256
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import resource
@@ -34,6 +36,7 @@ from runner.distributed.world import World
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from runner.durable.checkpoint_parts import CheckpointPart
 from runner.engine.hooks.hook import Wants
+from runner.engine.hooks.load_balance import time_columns
 from runner.engine.hooks.rank_sync import Exchange
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.launch.local import run_ranks
@@ -173,6 +176,7 @@ def run(num_ranks: int, *, fails: bool) -> dict[str, float]:
         return result | {"named": named[0] - started - ending.cause.seconds}
     ranks: list[dict[str, Any]] = list(ending.results)
     result["read by rank 0"] = ranks[0]["read"]
+    result["row"] = len(json.dumps(time_columns([dict.fromkeys(PARTS, 1 / 3)] * num_ranks, 7)))
     return result | {
         name: max(rank[name] for rank in ranks[1:]) for name in ("descriptors", "sent", "read", "manifest")
     }
@@ -184,15 +188,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 256])
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print("       complete                                                          failing           supervisor")
+    print("       complete                                                                failing           supervisor")
     print(
-        "ranks  seconds  descriptors  bytes/update  bytes read  by rank 0  manifest  named in s  end in s  CPU s   MiB"
+        "ranks  seconds  descriptors  bytes/update  bytes read  by rank 0  manifest   row"
+        "  named in s  end in s  CPU s   MiB"
     )
     for num_ranks in options.ranks:
         done, failed = run(num_ranks, fails=False), run(num_ranks, fails=True)
         print(
             f"{num_ranks:5}  {done['seconds']:7.1f}  {done['descriptors']:11}  {done['sent']:12}  {done['read']:10}"
-            f"  {done['read by rank 0']:9}  {done['manifest']:8}  {failed['named']:10.2f}  {failed['seconds']:8.1f}"
+            f"  {done['read by rank 0']:9}  {done['manifest']:8}  {done['row']:4}"
+            f"  {failed['named']:10.2f}  {failed['seconds']:8.1f}"
             f"  {done['cpu'] + failed['cpu']:5.1f}  {max(done['rss'], failed['rss']):4.0f}",
             flush=True,
         )

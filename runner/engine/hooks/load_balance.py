@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,8 @@ from runner.engine.update.loop import StepInfo
 from runner.workload.share_solver import Decision
 from runner.workload.stragglers import StragglerDetector
 
+MAX_RANKS_IN_ROW = 16  # with more ranks, a row has the minimum, median and maximum over the ranks
+
 
 class LoadBalance(Hook):
     """Compares the times of all ranks and writes them to the metrics."""
@@ -25,7 +28,8 @@ class LoadBalance(Hook):
         super().__init__(phase)
         self._straggler_detector = StragglerDetector()
         self._num_compared = 0  # number of updates whose times all ranks have reported
-        self._seconds: list[tuple[Mapping[str, float], ...]] = []  # seconds by part and rank, since the last row
+        self._num_since_row = 0  # number of these updates since the last row, without the start of the phase
+        self._seconds: list[dict[str, float]] = []  # sum over these updates, by rank and part
         self._idle: Mapping[str, float] = {}
 
     def after_update(self, step: StepInfo) -> None:
@@ -37,7 +41,8 @@ class LoadBalance(Hook):
         self._num_compared += 1
         is_startup = self._num_compared == 1 and phase.hook(Timekeeping).until_first_update is not None
         if not is_startup:
-            self._seconds.append(seconds)
+            self._num_since_row += 1
+            self._seconds = _add_ranks(self._seconds, seconds)
         if step.update % phase.run.plan.settings.log_every == 0:
             self._idle = phase.parts.parallel.idle_fractions()
         if not phase.parts.parallel.splits_batch:  # stages of a pipeline have different work
@@ -53,7 +58,7 @@ class LoadBalance(Hook):
             phase.reread()
 
     def readings(self) -> dict[str, Any]:
-        columns = {**_mean_ms(self._seconds), **self._idle}
+        columns = {**time_columns(self._seconds, self._num_since_row), **self._idle}
         self._add_to_tally()
         return columns
 
@@ -76,18 +81,21 @@ class LoadBalance(Hook):
 
     def _add_to_tally(self) -> None:
         ranks_s = self.phase.run.tally.ranks_s
-        for seconds in self._seconds:
-            ranks_s[:] = [add_times(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
-        self._seconds.clear()
+        ranks_s[:] = _add_ranks(ranks_s, self._seconds)
+        self._num_since_row, self._seconds = 0, []
 
 
-def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]:
-    """Return column -> mean milliseconds per update, by rank and part."""
-    if not updates:
-        return {}
-    return {
-        f"rank{rank}/{part}_ms": 1e3 * sum(update[rank][part] for update in updates) / len(updates)
-        for rank in range(len(updates[0]))
-        for part in PARTS
-        if any(seconds.get(part) for update in updates for seconds in update)
-    }
+def _add_ranks(sums: list[dict[str, float]], seconds: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return the sums of the times of each rank; no ranks stand for zeros."""
+    zeros: list[Mapping[str, float]] = [{}] * max(len(sums), len(seconds))
+    return [add_times(*pair) for pair in zip(sums or zeros, seconds or zeros, strict=True)]
+
+
+def time_columns(seconds: Sequence[Mapping[str, float]], num_updates: int) -> dict[str, float]:
+    """Return column -> mean milliseconds per update: by part and rank, or over many ranks."""
+    parts = [part for part in PARTS if any(rank_seconds.get(part) for rank_seconds in seconds)]
+    means = {part: [1e3 * rank_seconds[part] / num_updates for rank_seconds in seconds] for part in parts}
+    if len(seconds) > MAX_RANKS_IN_ROW:
+        summaries: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
+        return {f"ranks/{part}_{name}_ms": of(means[part]) for part in parts for name, of in summaries.items()}
+    return {f"rank{rank}/{part}_ms": means[part][rank] for rank in range(len(seconds)) for part in parts}

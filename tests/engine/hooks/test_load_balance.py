@@ -99,6 +99,19 @@ def test_times_since_the_last_row_count_at_the_end(seen: Observed) -> None:
     assert [times["forward"] for times in seen.tally] == [1.0, 2.0]
 
 
+def test_the_size_of_a_row_is_bounded_for_any_number_of_ranks(seen: Observed) -> None:
+    seen.phase.hook(Timekeeping).until_first_update = None
+    num_ranks = 256
+    for update in (1, 2):
+        seen.after_update(update, status(*(float(update * rank) for rank in range(num_ranks)), data=0.25))
+    columns = seen.hook.readings()
+    assert columns == {
+        "ranks/data_min_ms": 250.0, "ranks/data_median_ms": 250.0, "ranks/data_max_ms": 250.0,
+        "ranks/forward_min_ms": 0.0, "ranks/forward_median_ms": 1.5e3 * 127.5, "ranks/forward_max_ms": 1.5e3 * 255,
+    }  # fmt: skip
+    assert [times["forward"] for times in seen.tally] == [3.0 * rank for rank in range(num_ranks)]
+
+
 def test_idle_time_is_read_when_a_row_is_due(seen: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     idle: dict[str, float] = {}
     monkeypatch.setattr(seen.phase.parts.parallel, "idle_fractions", lambda: dict(idle))
