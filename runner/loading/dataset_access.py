@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,34 @@ from torch.utils.data import StackDataset, Subset, TensorDataset
 from runner.base.task import Dataset
 
 
-def tensor_row_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return a function that reads a batch of a TensorDataset, or of a Subset of one, with one operation per tensor.
+class TensorRows:
+    """Reads a batch of a TensorDataset, or of a Subset of one, with one operation per tensor.
 
-    The batch is a list of tensors, as from default_collate, which turns tuples of tensors into a list of columns.
+    This is a class, because a closure could not be sent to spawned workers.
+
+    tensors  tensors of the TensorDataset
+    subsets  indices of each Subset around it, the outermost first
     """
-    if type(dataset) is Subset:
-        inner, positions = tensor_row_reader(dataset.dataset), dataset.indices
-        return inner and (lambda indices: inner([int(positions[index]) for index in indices]))
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
-        return None
-    tensors = dataset.tensors
 
-    def read_rows(indices: list[int]) -> list[Tensor]:
+    def __init__(self, tensors: Sequence[Tensor], subsets: Sequence[Sequence[int]] = ()) -> None:
+        self.tensors, self.subsets = tensors, subsets
+
+    def __call__(self, indices: list[int]) -> list[Tensor]:
+        """Return a list of tensors, as default_collate does for tuples of tensors."""
+        for subset in self.subsets:
+            indices = [int(subset[index]) for index in indices]
         positions = torch.from_numpy(np.array(indices, dtype=np.int64))  # torch.tensor takes four times as long
-        return [tensor.index_select(0, positions.to(tensor.device)) for tensor in tensors]
+        return [tensor.index_select(0, positions.to(tensor.device)) for tensor in self.tensors]
 
-    return read_rows
+
+def tensor_rows(dataset: Any) -> TensorRows | None:
+    """Return the reader of a TensorDataset, or of a Subset of one; None for other datasets."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    is_plain = type(dataset) is TensorDataset and all(map(_is_plain, dataset.tensors))
+    return TensorRows(dataset.tensors, subsets) if is_plain else None
 
 
 def _is_plain(tensor: Tensor) -> bool:

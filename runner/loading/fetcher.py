@@ -17,7 +17,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import SampleSeeding, seeded_generators
 from runner.base.task import Dataset, Task
 from runner.base.text import ExceptionInfo, abbreviate, describe_exception, error_line, error_message
-from runner.loading.dataset_access import batch_reader, tensor_row_reader
+from runner.loading.dataset_access import batch_reader, tensor_rows
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -51,7 +51,7 @@ class Fetcher:
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"
-        self.read_rows: Callable[[list[int]], Any] | None = tensor_row_reader(dataset) if _is_default(collate) else None
+        self.read_rows = tensor_rows(dataset) if _is_default(collate) else None
         self.read_many: Callable[[list[int]], Any] | None = batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))

@@ -13,7 +13,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
@@ -102,6 +102,7 @@ class WorkerLoader(Loader):
         self.start_method = start_method
         self.max_prefetched = num_workers * prefetch_factor
         self._open: list[Any] = []
+        self._evaluation: KeptWorkerLoader | None = None
 
     def new_like(self, fetcher: Fetcher) -> Loader:
         return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method=self.start_method)
@@ -109,7 +110,10 @@ class WorkerLoader(Loader):
     def for_evaluation(self, fetcher: Fetcher) -> Loader:
         if self.fetcher.is_cached:  # this process has read the dataset: forked workers would share its open files
             return Loader(fetcher)
-        return WorkerLoader(
+        if self._evaluation is not None and self._evaluation.fetcher is fetcher:
+            return self._evaluation
+        kind = KeptWorkerLoader if self.start_method == "spawn" else WorkerLoader
+        loader = kind(
             fetcher,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
@@ -117,20 +121,30 @@ class WorkerLoader(Loader):
             start_method=self.start_method,
             timeout_s=self.timeout_s,
         )
+        if isinstance(loader, KeptWorkerLoader):
+            self._end_evaluation()
+            self._evaluation = loader
+        return loader
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         keys = iter(keys)
         first = list(islice(keys, self.num_workers))  # an evaluation may have fewer batches than there are workers
         if not first:
             return iter(())
-        with warnings.catch_warnings():  # the plan warns about more workers than cores
-            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
+        return self._raise_errors(self._iterate(self._data_loader(first, chain(first, keys))))
+
+    def _data_loader(
+        self, first: list[MicroBatchKey], keys: Keys, *, keeps_workers: bool = False
+    ) -> torch.utils.data.DataLoader[MicroBatch]:
+        """Return torch's loader of `keys`, which begin with `first`, with a worker for each key in `first`."""
+        with _without_core_warning():
+            return torch.utils.data.DataLoader(
                 WorkerFetcher(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=identity,  # torch's default would convert tuples to lists
-                sampler=chain(first, keys),
+                sampler=keys,
                 num_workers=len(first),
+                persistent_workers=keeps_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
@@ -141,20 +155,23 @@ class WorkerLoader(Loader):
                 # datasets that create their own generators from the worker's seed.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", first[0])),
             )
-            # Workers start with stop signals blocked, so that none arrives before `init_worker` ignores them.
-            with stop_signals_blocked(self.start_method), kill_on_partial_start():
-                iterator = iter(loader)
-        self._open.append(iterator)
-        return self._raise_errors(iterator)
 
-    def _raise_errors(self, iterator: Iterator[MicroBatch | AccelRunError | RemoteError]) -> Iterator[MicroBatch]:
+    def _iterate(self, loader: torch.utils.data.DataLoader[MicroBatch]) -> Any:
+        # Workers start with stop signals blocked, so that none arrives before `init_worker` ignores them.
+        with _without_core_warning(), stop_signals_blocked(self.start_method), kill_on_partial_start():
+            iterator = iter(loader)
+        if iterator not in self._open:
+            self._open.append(iterator)
+        return iterator
+
+    def _raise_errors(self, iterator: Any) -> Iterator[MicroBatch]:
         try:
             for item in iterator:
                 if isinstance(item, (AccelRunError, RemoteError)):
                     raise item
                 yield item
         except RuntimeError as error:  # raised by torch if a worker died
-            if any(worker.exitcode == Exit.SYSTEM for worker in iterator._workers):  # type: ignore[attr-defined]
+            if any(worker.exitcode == Exit.SYSTEM for worker in iterator._workers):
                 raise OSError(errno.EMFILE, "a data worker: too many open files") from error
             raise
 
@@ -163,6 +180,11 @@ class WorkerLoader(Loader):
             for iterator in self._open:
                 stack.callback(self._close, iterator)
             self._open.clear()
+            stack.callback(self._end_evaluation)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end_workers()
 
     @staticmethod
     def _close(iterator: Any) -> None:
@@ -182,6 +204,55 @@ class WorkerLoader(Loader):
                 kill_timer.cancel()
         finally:  # when memory is exhausted, any line above may raise an error
             kill_workers(iterator._workers)
+
+
+@contextmanager
+def _without_core_warning() -> Iterator[None]:
+    """Suppress torch's warning about more workers than cores: the plan warns about them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
+
+
+class KeptWorkerLoader(WorkerLoader):
+    """Keep the workers for the next iterator, because spawning one takes seconds; only one iterator is open at a time.
+
+    `close` does not end them, `end_workers` does.
+    """
+
+    def __init__(self, fetcher: Fetcher, **options: Any) -> None:
+        super().__init__(fetcher, **options)
+        self._keys = _Keys()
+        self._loader: torch.utils.data.DataLoader[MicroBatch] | None = None
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        keys = iter(keys)
+        first = list(islice(keys, self.num_workers))
+        if not first:
+            return iter(())
+        if self._loader is not None and self._loader.num_workers < len(first):
+            self.end_workers()
+        if self._loader is None:
+            self._loader = self._data_loader(first, self._keys, keeps_workers=True)
+        self._keys.keys = chain(first, keys)
+        return self._raise_errors(self._iterate(self._loader))
+
+    def close(self) -> None:
+        """Keep the workers."""
+
+    def end_workers(self) -> None:
+        """End the workers; the next iterator starts new ones."""
+        super().close()
+        self._loader = None
+
+
+class _Keys:
+    """A sampler whose keys change between iterators."""
+
+    keys: Keys = ()
+
+    def __iter__(self) -> Iterator[MicroBatchKey]:
+        return iter(self.keys)
 
 
 class ThreadLoader(Loader):

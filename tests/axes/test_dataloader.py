@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -36,7 +37,7 @@ from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader, WorkerFetcher
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
-from tests.axes.worker_data import Owner
+from tests.axes.worker_data import Owner, Readers
 from tests.operations import Operations
 from tests.waiting import wait_until
 
@@ -211,6 +212,42 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
             next(batches)
     finally:
         loader.close()
+
+
+@pytest.mark.slow
+def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -> None:
+    """Spawning a worker takes seconds: with new ones for each evaluation, they would take most of the time."""
+    held_out, options = Fetcher(Readers(), torch.tensor, bad_samples="stop", split="val"), {"start_method": "spawn"}
+    training = default(held_out, torch.device("cpu"), num_workers=2, pin_memory=False, **options)
+
+    def evaluate(num_batches: int, num_read: int | None = None) -> list[int]:
+        loader = training.for_evaluation(held_out)
+        with closing(loader):
+            batches = loader.batches(MicroBatchKey(0, [index], last=True) for index in range(num_batches))
+            return [int(batch.batch) for batch in itertools.islice(batches, num_read)]
+
+    first = evaluate(1)
+    more = evaluate(5)
+    assert len(set(more)) == 2, "more workers are started when they have work"
+    assert set(evaluate(30, num_read=2)) == set(more), "also if it stops early"
+    assert evaluate(4) == [more[0], more[1]] * 2, "the rest of an evaluation that stopped is discarded"
+    training.close()
+    assert not {child.pid for child in multiprocessing.active_children()} & {*first, *more}
+    assert not set(evaluate(2)) & set(more)
+    training.close()
+
+
+@pytest.mark.parametrize(
+    "wrap", [list, partial(Subset, indices=[3, 1]), lambda inner: Subset(Subset(inner, [0, 2]), [1])]
+)
+def test_what_reads_a_tensor_dataset_can_be_sent_to_spawned_workers(wrap: Callable[[Any], Any]) -> None:
+    dataset = wrap(TensorDataset(torch.arange(8), torch.arange(8) ** 2))
+    fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
+    key = MicroBatchKey(0, [0], last=True)
+    sent = ForkingPickler.loads(ForkingPickler.dumps(WorkerFetcher(fetcher)))
+    resource_sharer.stop()  # the thread that sends the memory of tensors
+    for received, expected in zip(sent[key].batch, fetcher[key].batch, strict=True):
+        assert torch.equal(received, expected)
 
 
 def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_is_a_fault_of_the_task() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 
@@ -21,6 +22,16 @@ class Numbers(torch.utils.data.Dataset[int]):
         while index == self.hangs_at - 7:
             signal.pause()
         return index
+
+
+class Readers:
+    """Returns the process that reads the sample."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
 
 
 class Owner:
