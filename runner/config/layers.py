@@ -27,10 +27,10 @@ from runner.config.config_files import (
 from runner.config.custom_options import find_custom_options
 from runner.config.custom_tables import ENABLED, HOOK
 from runner.config.known_keys import PhaseKeys, Schema, explain_unused, settings_for_auto, unknown_key_problem
-from runner.config.options import AXES, GROUPS, implemented_options, list_options
+from runner.config.options import AXES, GROUPS, implemented_options, list_options, unknown_option
 from runner.config.phases import LENGTHS, PHASE_GROUPS, TASK_GROUPS, DeclaredPhase
 from runner.config.request import Request, format_value
-from runner.config.schema import default_values, did_you_mean, to_yaml_value
+from runner.config.schema import default_values, to_yaml_value
 from runner.config.settings import MAIN_KEYS
 from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS
 from runner.config.task_file import TaskFile
@@ -150,8 +150,7 @@ def task_group_settings(task: TaskFile, request: Request, problems: list[Problem
             what = f"a task can select options of {', '.join(TASK_GROUPS[:-1])} and {TASK_GROUPS[-1]} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in available:
-            what = f"unknown {group}; must be one of {', '.join(available)}"
-            problems.append(Problem(what, f"SETTINGS[{group!r}]", did_you_mean(str(option), available)))
+            problems.append(unknown_option(group, option, available, f"SETTINGS[{group!r}]"))
         else:
             yield Setting(group, str(option), Rank.TASK, task.label)
 
@@ -348,8 +347,7 @@ def choose_phase_options(
         winner = merge(settings)[run_setting.key]
         available = implemented_options(group, task_file)
         if winner.value not in (*available, functions[group]):
-            what = f"unknown {group}; must be one of {', '.join(available)}"
-            problems.append(Problem(what, winner.where, did_you_mean(str(winner.value), available)))
+            problems.append(unknown_option(group, winner.value, available, winner.where))
             winner = run_setting
         chosen[group] = winner
     return chosen

@@ -8,9 +8,9 @@ from typing import Any
 
 from runner.base.errors import Problem
 from runner.base.values import Positive, PositiveInt
-from runner.config.options import implemented_options
+from runner.config.options import implemented_options, unknown_option
 from runner.config.phases import PHASE_GROUPS
-from runner.config.schema import Key, Signature, did_you_mean
+from runner.config.schema import Key, Signature
 
 OBJECTIVE = "objective"
 
@@ -53,8 +53,7 @@ def check_objective_options(
         for group in PHASE_GROUPS:
             key, available = f"{OBJECTIVE}.{name}.{group}", implemented_options(group, task_file)
             if selected.get(key, available[0]) not in available:
-                what = f"unknown {group}; must be one of {', '.join(available)}"
-                yield Problem(what, f"{key}={selected[key]}", did_you_mean(str(selected[key]), available))
+                yield unknown_option(group, selected[key], available, f"{key}={selected[key]}")
 
 
 def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]) -> Iterator[str]:

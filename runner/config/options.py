@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import Problem
 from runner.base.paths import PACKAGE, shipped_path
 from runner.config.aliases import PRECISION_NAMES
 from runner.config.custom_options import (
@@ -18,7 +19,7 @@ from runner.config.custom_options import (
     packaged_task_file,
 )
 from runner.config.request import Request, format_value
-from runner.config.schema import Key, Signature, literal_choices, read_functions, settings_keys
+from runner.config.schema import Key, Signature, did_you_mean, literal_choices, read_functions, settings_keys
 from runner.config.settings import Settings
 
 # group -> the file whose functions are its options
@@ -93,6 +94,12 @@ def find_signature(group: str, option: str, task_file: Path | None = None) -> Si
 def implemented_options(group: str, task_file: Path | None) -> list[str]:
     """Return the options that a phase or objective may choose: shipped ones, and those of the task and packages."""
     return [option for option in list_options(group, None, task_file) if find_signature(group, option, task_file)]
+
+
+def unknown_option(group: str, option: object, available: Sequence[str], where: str) -> Problem:
+    """Return the problem of an option that does not exist."""
+    what = f"unknown {group}; must be one of {', '.join(available)}"
+    return Problem(what, where, did_you_mean(str(option), available))
 
 
 def option_reference(group: str, option: str, task_file: Path | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,10 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         for name, key in keys.items()
         if key.default is not REQUIRED and not isinstance(key.default, Expression)
     }
-    if secrets := secret_problems(
-        default_values, source.name
-    ):  # before the defaults are written to config.yaml and plan.json
-        raise ConfigError(secrets)
-    secrets = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
-    if secrets or (secrets := secret_problems(phases, source.name)):
-        raise ConfigError(secrets)
+    # Before the defaults are written to config.yaml and plan.json.
+    secrets = [secret_problems(values, source.name) for values in (default_values, settings, sizes, phases)]
+    if any(secrets):
+        raise ConfigError(chain.from_iterable(secrets))
     size_settings = sizes.get(resolve_size(build["size"].default if "size" in build else ""))
     settings = {**settings, **(size_settings if isinstance(size_settings, dict) else {})}
     phase_settings = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}

@@ -22,16 +22,16 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
 from runner.config.configuration import Choice
-from runner.config.options import find_signature, implemented_options, option_reference
+from runner.config.options import find_signature, implemented_options, option_reference, unknown_option
+from runner.config.phases import PHASE_GROUPS
 from runner.config.schema import default_values, describe_mismatch, did_you_mean
 from runner.distributed.parallel import Parallel
 from runner.engine.update.gradients import ForwardWrapper, SharedSamples
 from runner.engine.update.loop import Position, StepInfo, Training, UpdateWrapper
 from runner.plan.run_plan import PhasePlan
 
-GROUPS = ("optimizer", "scheduler")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # a name is part of keys and of metric names
-KEYS = ("trains", "shares", "every", "max_grad_norm", *GROUPS)
+KEYS = ("trains", "shares", "every", "max_grad_norm", *PHASE_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
         if not _NAME.fullmatch(str(name)):
             new.append(Problem("the name must be a string of letters, digits, _ and -", where, 'as in "generator"'))
         for key in content:
-            if key not in KEYS and key.partition(".")[0] not in GROUPS:
+            if key not in KEYS and key.partition(".")[0] not in PHASE_GROUPS:
                 new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
         every, norm = content.get("every", 1), content.get("max_grad_norm", phase.max_grad_norm)
         if describe_mismatch(int, every) or every < 1:
@@ -102,7 +102,7 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
                     'the value of trains must be a list of names of parameters or modules, such as ["generator"]', where
                 )
             )
-        optimizer, scheduler = (_choose(group, content, getattr(phase, group), file, new) for group in GROUPS)
+        optimizer, scheduler = (_choose(group, content, getattr(phase, group), file, new) for group in PHASE_GROUPS)
         problems += [replace(problem, where=where) for problem in new]
         if not new:
             specs.append(ObjectiveSpec(name, tuple(trains), tuple(shares), every, optimizer, scheduler, norm))
@@ -132,8 +132,7 @@ def _choose(
     function = default.function if name == default.name else option_reference(group, str(name), file)
     signature = find_signature(group, function, file)
     if signature is None:
-        hint = did_you_mean(str(name), implemented_options(group, file))
-        problems.append(Problem(f"unknown {group} {name}", "", hint))
+        problems.append(unknown_option(group, name, implemented_options(group, file), ""))
         return default
     keys = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
     for key, value in keys.items():
@@ -149,7 +148,7 @@ def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
     """Return a declared objective with the keys of the command line; the keys of a replaced option are dropped."""
     if not isinstance(content, Mapping) or not overrides:
         return content
-    replaced = {group for group in GROUPS if overrides.get(group, content.get(group)) != content.get(group)}
+    replaced = {group for group in PHASE_GROUPS if overrides.get(group, content.get(group)) != content.get(group)}
     kept = {key: value for key, value in content.items() if key.partition(".")[0] not in replaced}
     return {**kept, **{key: value for key, value in overrides.items() if value is not None}}
 
