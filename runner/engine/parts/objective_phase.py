@@ -77,19 +77,6 @@ class ObjectivesPhase(GradientPhase):
     def inputs(self) -> Objectives:
         return self.objectives
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        for _, training in self.objectives.parts:
-            if training.schedule.metric in metrics:
-                training.schedule.observe(metrics[training.schedule.metric], training.position.update)
-
-    def observed_metrics(self) -> Mapping[str, str]:
-        schedules = {spec.name: training.schedule for spec, training in self.objectives.parts}
-        return {
-            f"OBJECTIVES[{name}] scheduler.metric": schedule.metric
-            for name, schedule in schedules.items()
-            if schedule.is_observing
-        }
-
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors: dict[str, Tensor] = {}
         state: dict[str, Any] = {}

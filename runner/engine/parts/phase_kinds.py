@@ -247,6 +247,18 @@ class GradientPhase(PhaseKind):
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         return train_updates(self.inputs, batches, self.total)
 
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        for training in self.trainings.values():
+            if training.schedule.metric in metrics:
+                training.schedule.observe(metrics[training.schedule.metric], training.position.update)
+
+    def observed_metrics(self) -> Mapping[str, str]:
+        return {
+            f"OBJECTIVES[{name}] scheduler.metric" if name else "scheduler.metric": training.schedule.metric
+            for name, training in self.trainings.items()
+            if training.schedule.is_observing
+        }
+
     def close(self) -> Mapping[str, float]:
         """Raise NumericError if every update was skipped, of the phase or of an objective."""
         for name, training in self.trainings.items():
@@ -344,15 +356,6 @@ class LossPhase(GradientPhase):
     @property
     def inputs(self) -> UpdateInputs:
         return self._training
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        schedule = self.training.schedule
-        if schedule.metric in metrics:
-            schedule.observe(metrics[schedule.metric], self.position.update)
-
-    def observed_metrics(self) -> Mapping[str, str]:
-        schedule = self.training.schedule
-        return {"scheduler.metric": schedule.metric} if schedule.is_observing else {}
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
