@@ -21,13 +21,13 @@ def affinity(pid: int = 0) -> Set[int]:
         return frozenset(range(psutil.cpu_count() or 1))
 
 
-def memory_bytes(root: Path = ROOT) -> int:
+def memory_bytes() -> int:
     """Return the memory in bytes that this process and its siblings share: of the machine, or the cgroup's limit."""
-    limit, total = cgroup_memory_limit(root), int(psutil.virtual_memory().total)
+    limit, total = cgroup_memory_limit(ROOT), int(psutil.virtual_memory().total)
     return total if limit is None else min(total, int(limit.amount))
 
 
-def free_memory_bytes(root: Path = ROOT) -> int:
+def free_memory_bytes() -> int:
     """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
-    limit, free = cgroup_memory_limit(root), int(psutil.virtual_memory().available)
+    limit, free = cgroup_memory_limit(ROOT), int(psutil.virtual_memory().available)
     return free if limit is None else min(free, max(0, int(limit.amount) - (limit.memory_bytes() or 0)))

@@ -42,10 +42,10 @@ class Straggler:
         )
 
 
-def find_straggler(updates: Sequence[Update], threshold: float = THRESHOLD) -> Straggler | None:
+def find_straggler(updates: Sequence[Update]) -> Straggler | None:
     """Return the straggler in these updates, or None.
 
-    It is the rank with the longest busy time, if the others wait for it for more than `threshold` of an update.
+    It is the rank with the longest busy time, if the others wait for it for more than THRESHOLD of an update.
     Times are not divided by samples: shares are balanced so that all ranks finish together, and then a rank that is
     slower per sample delays no other.
     All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait
@@ -65,7 +65,7 @@ def find_straggler(updates: Sequence[Update], threshold: float = THRESHOLD) -> S
         median(median(row[rank] - row[other] for other in others) for row in busy),
         median(median(_waited(update, other, rank) for other in others) for update in updates),
     )
-    if frequency < MIN_FREQUENCY or lost_s <= threshold * update_s:
+    if frequency < MIN_FREQUENCY or lost_s <= THRESHOLD * update_s:
         return None
     own = {part: median(update[rank].get(part, 0.0) for update in updates) for part in PARTS}
     theirs = {part: median(_seconds(updates, other, part) for other in others) for part in PARTS}
@@ -82,9 +82,8 @@ class StragglerDetector:
     warm_up   first updates to ignore: they include start-up work
     """
 
-    def __init__(self, *, window: int = WINDOW, warm_up: int = 5, threshold: float = THRESHOLD) -> None:
-        self.window, self.threshold = window, threshold
-        self._warm_up_left = warm_up
+    def __init__(self, *, window: int = WINDOW, warm_up: int = 5) -> None:
+        self.window, self._warm_up_left = window, warm_up
         self._samples: tuple[int, ...] = ()
         self._updates: deque[Update] = deque(maxlen=window)
         self._suspected: Straggler | None = None
@@ -106,7 +105,7 @@ class StragglerDetector:
         self._updates.append(update)
         if len(self._updates) < self.window:
             return None
-        current = find_straggler(tuple(self._updates), self.threshold)
+        current = find_straggler(tuple(self._updates))
         self._updates.clear()
         if current and current.lost_s < MIN_LOST_S:
             current = None

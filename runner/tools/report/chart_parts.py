@@ -69,12 +69,9 @@ def bin_curve(curve: Curve, points: int = 320) -> PlotLine:
     return thin_line(x, y, points=points)
 
 
-def smooth(curve: Curve, share: float = 0.04) -> Curve:
-    """Smooth the curve without lag: average a forward and a backward exponential moving average.
-
-    share  length of the averaging window, as a fraction of the number of points
-    """
-    keep = 1 - 1 / max(1.0, share * len(curve))
+def smooth(curve: Curve) -> Curve:
+    """Smooth the curve without lag: average a forward and a backward exponential moving average."""
+    keep = 1 - 1 / max(1.0, _WINDOW * len(curve))
     forward, backward = _moving_average(curve.y, keep), _moving_average(reversed(curve.y), keep)
     return Curve(curve.x, [(a + b) / 2 for a, b in zip(forward, reversed(backward), strict=True)])
 
@@ -163,6 +160,7 @@ def missing_reason(run: RunData, otherwise: str) -> str:
 
 SIZE = (6.2, 3.1)  # inches: text of 10 points is readable on a phone
 MAX_MARKED_POINTS = 60
+_WINDOW = 0.04  # length of the window of `smooth`, as a fraction of the number of points
 PART_COLORS = {
     "data": COLORS[4],
     "transfer": COLORS[3],
