@@ -54,14 +54,9 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         fetcher = _make_fetcher(parts, split)
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)
-        num_batches = 0
 
         def must_stop() -> bool:
-            nonlocal num_batches
-            if num_batches:
-                progress_mark.completed_kinds.add(EVALUATION)
-            num_batches += 1
-            progress_mark.advance(EVALUATION, trained.update)
+            progress_mark.advance_batch(EVALUATION, trained.update)
             return stop.requested is not None
 
         def begin_summary() -> None:

@@ -37,7 +37,6 @@ class Evaluation(Hook):
         super().__init__(phase)
         self.held_out, self.samples = self._open_held_out()
         self.evaluated_at = -1
-        self._num_batches = 0  # of all evaluations of the phase in this process
         self._has_metrics = False  # an evaluation of the phase is complete in this process
 
     @cached_property
@@ -177,10 +176,7 @@ class Evaluation(Hook):
 
         Called before each batch: also reports progress to the watchdog, so that each batch has its own timeout.
         """
-        if self._num_batches:
-            self.phase.progress_mark.completed_kinds.add(EVALUATION)
-        self._num_batches += 1
-        self.phase.progress_mark.advance(EVALUATION, self.phase.position.update)
+        self.phase.progress_mark.advance_batch(EVALUATION, self.phase.position.update)
         return self.phase.run.stop.requested is not None
 
     def _mark_summary(self) -> None:

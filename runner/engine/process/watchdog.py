@@ -87,6 +87,13 @@ class ProgressMark:
         """Start the next operation of the loop; it replaces the current one."""
         self._now = (kind, update)
 
+    def advance_batch(self, kind: str, update: int) -> None:
+        """Start the next batch of this kind; if it is not the first one of the phase, the previous one is complete."""
+        if kind in self._started_batches:
+            self.completed_kinds.add(kind)
+        self._started_batches.add(kind)
+        self.advance(kind, update)
+
     @contextmanager
     def doing(self, kind: str, update: int) -> Iterator[None]:
         """Replace the current operation inside the context; afterwards, also after an error, it continues."""
@@ -101,7 +108,7 @@ class ProgressMark:
         """Start a phase and discard the times learned in the previous one."""
         # `now` first, because the operation that ends here belongs to the previous phase.
         self._now = (START, 0)
-        self.phase, self.completed_kinds = phase, set[str]()
+        self.phase, self.completed_kinds, self._started_batches = phase, set[str](), set[str]()
 
 
 @dataclass(frozen=True)
