@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from runner.base.text import format_bytes
 from runner.commands.arguments import parse_arguments, refuse_unknown_options
 from runner.config.request import format_override
 
@@ -79,7 +80,7 @@ def run(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, previous_handler)
     entry = f" of {result.entry}" if result.entry else ""
     skipped = f"; skipped entries that are not tensors: {result.num_skipped}" if result.num_skipped else ""
-    print(f"wrote {target}: {result.num_tensors} tensors{entry}, {result.num_bytes / 2**20:.1f} MiB{skipped}")
+    print(f"wrote {target}: {result.num_tensors} tensors{entry}, {format_bytes(result.num_bytes)}{skipped}")
     print(f"to start from it: accel-run train {_weights(target)}")
     return 0
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage, Problem
 from runner.base.packages import require
 from runner.base.task import Task
+from runner.base.text import format_bytes
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from runner.distributed.deferred_init import DeferredInit
@@ -152,7 +153,7 @@ def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> N
         same = "equal but for rounding" if parity.largest_difference else "identical"
         verdict = same if parity.holds else "DIFFERENT"
         console.info(
-            f"{name:<12} {folder / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f"{name:<12} {folder / parity.file}  {format_bytes(parity.bytes)}  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"
         )
     wrong = [name for name, parity in parities.items() if not parity.holds]
@@ -178,7 +179,7 @@ def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCh
     }
     run.write("export/parity.json", json.dumps(content, indent=2) + "\n")
     console.info(
-        f"{'safetensors':<12} {run.shown / folder.name / file.name}  {file.stat().st_size / 2**20:.1f} MiB "
+        f"{'safetensors':<12} {run.shown / folder.name / file.name}  {format_bytes(file.stat().st_size)} "
         " equal to the checkpoint, bit for bit; the model was not run, because a checkpoint in parts may exceed memory"
     )
     return Exit.DONE

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.base.text import format_bytes
 from runner.console.bottleneck import IDLE_PERCENT, describe_share
 from runner.engine.checkpoints.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
 from runner.tools.measure.facts import Facts
@@ -360,7 +361,7 @@ def cache_override(facts: Facts) -> tuple[list[str], str]:
     nbytes = num * probe.get("sample_bytes", 0)
     if probe.get("changes_with_epoch") or not nbytes or nbytes > CACHE_SHARE * facts.cpu.memory_bytes:
         return [], ""
-    return ["dataloader.cache=memory"], f"; all samples have {nbytes / 2**20:,.1f} MiB and do not change"
+    return ["dataloader.cache=memory"], f"; all samples have {format_bytes(nbytes)} and do not change"
 
 
 def _speedup_without(share: float) -> float:
