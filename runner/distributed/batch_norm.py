@@ -47,7 +47,7 @@ def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:
 def _check_supported(model: nn.Module) -> None:
     others = {
         name: type(module).__name__
-        for name, module in _training_modules(model)
+        for name, module in training_modules(model)
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         and type(module) not in _SYNCED_CLASSES
         and not isinstance(module, CollectiveCounter)
@@ -59,7 +59,7 @@ def _check_supported(model: nn.Module) -> None:
         raise ConfigError(Problem(what, "parallelism.batch_norm", fix))
 
 
-def _training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the modules in training mode after `model.train()`, which may exclude some."""
     modes = [(module, module.training) for module in model.modules()]
     try:

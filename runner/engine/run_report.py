@@ -24,6 +24,7 @@ from runner.console.run_summary import (
 )
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.durable.checkpoint_choice import BEST, LAST, label_checkpoints
+from runner.engine.checks.batch_dependence import describe_dependence
 from runner.engine.mirroring import checkpoint_policy
 from runner.engine.parts.assemble import Parts
 from runner.engine.process.run_screen import Screen
@@ -59,7 +60,7 @@ def report_start(
             batch=plan.batch,
             run_dir=str(screen.directory.shown),
             training=tuple(_describe_training(plan, parts.task)),
-            notes=(*plan.notes, *parts.notes, *_checkpoint_notes(plan)),
+            notes=(*plan.notes, *parts.notes, *_dependence_notes(plan, parts), *_checkpoint_notes(plan)),
             phases=tuple(map(str, plan.selected)) if plan.phase_keys else (),
             memory=tuple(summarize_memory(plan.memory)),
         ),
@@ -179,6 +180,14 @@ def _busy_percent(run: TrainingRun) -> dict[str, float]:
         return {}
     metrics = run.observers.monitor.summary().whole.metrics
     return {name.partition("/")[0]: stat.mean for name, stat in metrics.items() if name.endswith("/util")}
+
+
+def _dependence_notes(plan: Plan, parts: Parts) -> list[str]:
+    if all(phase.kind != "train" for phase in plan.selected):
+        return []
+    is_sync_norm = plan.choices["parallelism"].options.get("batch_norm") == "sync"
+    note = describe_dependence(parts.bare, plan.batch, is_sync_norm=is_sync_norm)
+    return [note] if note else []
 
 
 def _checkpoint_notes(plan: Plan) -> list[str]:

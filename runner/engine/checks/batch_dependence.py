@@ -1,0 +1,52 @@
+"""Name the modules that make an update depend on its division into micro-batches and shares."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from runner.distributed.batch_norm import training_modules
+from runner.workload.division import Batch
+
+
+def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -> str:
+    """Return a note for the start report; empty if the update of these modules equals that of one whole batch.
+
+    A dropout draws for each micro-batch, and a batch norm normalizes over each. The check sees modules of torch, but
+    not functions such as F.dropout.
+
+    is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
+    """
+    is_accumulated, is_shared = batch.accumulation_steps > 1, batch.num_shares > 1
+    first: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    depends_on_ranks = False
+    for name, module in training_modules(model):
+        is_norm = isinstance(module, _BatchNorm)
+        depends = is_shared and not (is_norm and is_sync_norm)
+        if (is_norm or _draws(module)) and (is_accumulated or depends):
+            kind = next(
+                kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules")
+            )
+            first.setdefault(kind, name)
+            counts[kind] = counts.get(kind, 0) + 1
+            depends_on_ranks |= depends
+    if not counts:
+        return ""
+    parts = [part for part, applies in (("micro-batches", is_accumulated), ("ranks", depends_on_ranks)) if applies]
+    named = ", ".join(f"{kind} ({_with_others(first[kind], count)})" for kind, count in counts.items())
+    return f"the update depends on {' and '.join(parts)}: {named}; see docs/unequal.md"
+
+
+def _draws(module: nn.Module) -> bool:
+    """Return True if the module draws random numbers from the device's generator in training."""
+    if isinstance(module, nn.RNNBase):
+        return bool(module.dropout > 0 and module.num_layers > 1)
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
+    return isinstance(module, _DropoutNd) and module.p > 0
+
+
+def _with_others(name: str, count: int) -> str:
+    return (name or "the model") + (f" and {count - 1} more" if count > 1 else "")

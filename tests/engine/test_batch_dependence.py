@@ -1,0 +1,83 @@
+"""The start report names the modules that make an update depend on its division, and only those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+from torch import nn
+
+from runner.engine.checks.batch_dependence import describe_dependence
+from runner.workload.division import Batch
+from tests.forkserver import ForkServer
+
+WHOLE, ACCUMULATED = Batch(32, 32, (32,)), Batch(32, 8, (32,))
+UNEQUAL, BOTH = Batch(32, 19, (19, 13)), Batch(32, 8, (19, 13))
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(False)
+        return self
+
+
+NORMS = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+DROPOUTS = nn.ModuleDict({
+    "feature": nn.Dropout2d(0.2), "attention": nn.MultiheadAttention(4, 2, dropout=0.1),
+    "recurrent": nn.LSTM(4, 4, num_layers=2, dropout=0.1),
+})  # fmt: skip
+INDEPENDENT = nn.ModuleDict({
+    "norm": nn.LayerNorm(4), "zero": nn.Dropout(0.0), "frozen": Frozen(4), "attention": nn.MultiheadAttention(4, 2),
+    "recurrent": nn.LSTM(4, 4, dropout=0.0), "groups": nn.GroupNorm(2, 4),
+})  # fmt: skip
+
+
+def test_each_module_that_depends_on_the_division_is_named(snapshot: SnapshotAssertion) -> None:
+    model = nn.ModuleDict({"norms": NORMS, "dropouts": DROPOUTS, "others": INDEPENDENT})
+    notes = {
+        f"{batch}{', synchronized' if is_sync_norm else ''}": describe_dependence(
+            model, batch, is_sync_norm=is_sync_norm
+        )
+        for batch in (ACCUMULATED, UNEQUAL, BOTH)
+        for is_sync_norm in (False, True)
+    }
+    assert notes == snapshot
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "is_sync_norm"),
+    [(NORMS, WHOLE, False), (DROPOUTS, WHOLE, False), (NORMS, UNEQUAL, True), (INDEPENDENT, BOTH, False)],
+    ids=["one batch norm", "one dropout", "synchronized", "independent"],
+)
+def test_nothing_is_noted_of_an_update_that_equals_that_of_one_batch(
+    model: nn.Module, batch: Batch, is_sync_norm: bool
+) -> None:
+    assert not describe_dependence(model, batch, is_sync_norm=is_sync_norm)
+
+
+def test_modules_keep_their_mode() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
+    describe_dependence(model, BOTH, is_sync_norm=False)
+    assert not any(module.training for module in model.modules())
+
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+SETTINGS = {"updates": 1, "global_batch_size": 8}
+def build() -> Task: return Dropping()
+class Dropping(Task):
+    def __init__(self): self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout1d(0.5))
+    def dataset(self, split): return torch.utils.data.TensorDataset(torch.ones(8, 4))
+    def loss(self, model, batch): return model(batch[0]).square().sum(), len(batch[0])
+"""
+
+
+@pytest.mark.parametrize(("size", "is_noted"), [(4, True), (8, False)])
+def test_the_start_report_has_the_note(size: int, is_noted: bool, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "dropping.py").write_text(TASK)
+    result = server.run(f"train --task dropping.py device=cpu monitor=off micro_batch_size={size}", tmp_path)
+    assert result.code == 0, result.err
+    assert ("Dropout1d" in result.out + result.err) == is_noted
