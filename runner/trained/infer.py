@@ -140,6 +140,10 @@ def _predict_all(
                 contents = {
                     f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
                 } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
+                for name in contents.keys() & names:
+                    what = f"two predictions have the file {name}, so the second would replace the first"
+                    fix = "use a different name for each prediction, such as one with its number"
+                    raise TaskFault(what, where=str(parts.source), fix=fix)
                 names.update(contents)
                 writer.put(contents, printed_text(prediction, num))
         writer.write()

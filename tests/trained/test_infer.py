@@ -335,6 +335,9 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     twice = server.run(["inference", "first", "inference.same=true", *args], tmp_path)
     assert twice.code == 70
     assert "same.npy" in twice.err
+    alone = server.run(["inference", "first", "inference.same=true"], tmp_path)
+    assert alone.code == 70, "one prediction would replace the others"
+    assert "same.npy" in alone.err
     part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
