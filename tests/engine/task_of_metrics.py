@@ -9,14 +9,17 @@ from runner import Gather, Task
 SETTINGS = {"optimizer": "sgd", "scheduler": "constant", "evaluate.every": 1}
 
 
-def build(*, gathered: bool = False, summarized: bool = False, val: bool = True) -> Task:
+def build(*, gathered: bool = False, summarized: bool = False, val: bool = True, late: int = 0) -> Task:
     """Build the task.
 
     gathered    the evaluation also has a metric that is not a sum
     summarized  `summarize` renames the accuracy
     val         there is validation data
+    late        update from which evaluations also have the metric `late`, which falls; 0: never
     """
-    return (Summarized if summarized else Measured)(gathered, val)
+    task = (Summarized if summarized else Measured)(gathered, val)
+    task.late = late
+    return task
 
 
 class Measured(Task):
@@ -32,6 +35,9 @@ class Measured(Task):
     def loss(self, model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
+    def begin_update(self, progress):
+        self.update = progress.update
+
     def evaluate(self, model, batch):
         scores, labels = model(batch[0]), batch[1]
         right = scores.argmax(1) == labels
@@ -40,6 +46,8 @@ class Measured(Task):
             "accuracy": (right.sum(), len(labels)),
             "recall": ((of_class * right[:, None]).sum(0), of_class.sum(0)),
         }
+        if self.late and self.update >= self.late:
+            result["late"] = (len(labels) / self.update, len(labels))
         return {**result, "spread": scores} if self.gathered else result
 
     def metrics(self, split):

@@ -54,6 +54,7 @@ class Checkpointing(Hook):
         super().__init__(phase)
         self.saved_at = -1
         self.is_unsaved = False
+        self._has_reported_best = False  # no later evaluation reports that it lacks the metric `checkpoint.best`
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
         self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, as in a newly built model
@@ -175,13 +176,15 @@ class Checkpointing(Hook):
         if name is None:
             return
         if name not in metrics:
-            self.saver.policy.best = None
-            if "checkpoint.best" not in self.phase.run.plan.reasons:  # otherwise Evaluation has warned
+            # A later evaluation may have it. If the setting names it, Evaluation has warned.
+            is_reported, self._has_reported_best = self._has_reported_best, True
+            if not is_reported and "checkpoint.best" not in self.phase.run.plan.reasons:
                 text = f"no best checkpoint is kept: the evaluation has no {name}"
                 example = next(iter(metrics), None)
                 fix = f"; use another metric, such as checkpoint.best={example}" if example else ""
                 self.phase.run.observers.screen.info(text + fix)
             return
+        self._has_reported_best = True
         value = metrics[name]
         if not broadcast(self.saver.is_best(value)):  # only rank 0 knows which saves failed
             return

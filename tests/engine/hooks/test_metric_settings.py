@@ -12,6 +12,8 @@ import torch
 
 from runner.cli import main
 from runner.config.request import Request
+from runner.durable.checkpoint import load_newest
+from runner.durable.checkpoint_choice import find_best_checkpoints
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_phase
 
@@ -94,3 +96,15 @@ def test_all_ranks_check_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFix
     assert main(args) == 0
     shown = "".join(capfd.readouterr())
     assert shown.count("checkpoint.best=val/acuracy") == 2, "before the first update and after the first evaluation"
+
+
+@pytest.mark.parametrize(("late", "expected"), [(1, [4]), (3, [4]), (4, [4]), (5, [])])
+def test_a_metric_that_later_evaluations_have_selects_the_best_checkpoint(
+    late: int, expected: list[int], tmp_path: Path
+) -> None:
+    best = ["updates=4", f"task.late={late}", "checkpoint.best=val/late", "checkpoint.every=1"]
+    args = ["train", "--task", str(TASK), *COMMON, *best, f"output_root={tmp_path}"]
+    assert main(args) == 0
+    newest = load_newest(tmp_path / "small" / "checkpoints")
+    assert newest is not None
+    assert [number for _, number in find_best_checkpoints(newest)] == expected
