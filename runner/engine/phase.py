@@ -124,6 +124,7 @@ class Phase(PhaseView):
                 f" {self.total} were requested"
             )
             self.total = self.record.total = done
+        self.is_ended = state.get("ended", False)
         self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
 
     def __enter__(self) -> Phase:
@@ -185,6 +186,9 @@ class Phase(PhaseView):
 
     def close(self) -> None:
         """End the phase: run a due evaluation, save, and wait until everything is on disk."""
+        if self.is_ended and self.is_over and not self.closed:
+            text = f"{self.name} ends at update {self.position.update} of {self.total}: a hook called stop()"
+            self.run.observers.screen.info(text)
         for hook in self.hooks:
             hook.end()
 
@@ -197,6 +201,8 @@ class Phase(PhaseView):
                 f"{self.name} is finished: {done} updates are done; to train longer, use {length}=N"
                 f" resume_allow=[{length}]"
             )
+        elif self.is_over and self.is_ended:
+            self.run.observers.screen.info(f"{self.name} is finished: a hook ended it at update {done}")
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")
         self.feed.batches = self._read_batches()

@@ -265,6 +265,44 @@ def test_a_stop_just_before_a_save_without_time_ends_with_this_update(
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1, 2, 3]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_ends_a_phase_as_its_last_update_does(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
+    """The phase is evaluated and finished, the next one follows, and a resumed run does not continue the first one."""
+    text = TASK.replace("HOOKS =", 'PHASES = {"one": {}, "two": {"needs": ["one"]}}\nHOOKS =')
+    ends = 'if self.phase.name == "one" and self.seen == 2:\n            self.phase.stop()'
+    stops = 'if self.phase.name == "two" and self.seen == 4:\n            signal.raise_signal(signal.SIGTERM)'
+    text = text.replace("self.seen += 1", f"self.seen += 1\n        {ends}\n        {stops}")
+    parallelism = ["parallelism=ddp", f"parallelism.world_size={ranks}"] if ranks > 1 else []
+    train = [
+        "train",
+        "--task",
+        str(write(f"import signal\n{text}")),
+        *WORDS,
+        "run=own",
+        "evaluate.every=0",
+        *parallelism,
+    ]
+    assert main(train) == 75
+    assert main(train) == 0
+    folder = tmp_path / "outputs" / "own"
+    phases = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for column in ("train/loss", "val/loss"):
+        wanted = [1, 2] if column == "train/loss" else [2]
+        assert [row["update"] for row in phases if column in row and row["phase"] == "one"] == wanted
+    assert [row["update"] for row in phases if "train/loss" in row and row["phase"] == "two"] == [*range(1, 7)]
+    records = json.loads((folder / "run.json").read_text())["phases"]
+    assert {name: record["updates"] for name, record in records.items()} == {"one": 2, "two": 6}
+    assert main(train) == 0
+    assert rows(folder, "drift/seen") == [1, 2, *range(1, 7)]
+
+
+def test_a_phase_that_a_hook_ends_at_its_start_has_one_update(write: Callable[[str], Path], tmp_path: Path) -> None:
+    begin = "def begin(self):\n        self.phase.stop()\n    def state_dict"
+    train = ["train", "--task", str(write(TASK.replace("def state_dict", begin))), *WORDS, "run=own"]
+    assert main(train) == 0
+    assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1]
+
+
 def test_a_hook_may_change_the_model_that_is_evaluated(
     write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,7 @@ class Checkpointing(Hook):
         if is_due and self._has_next_update():  # `end` saves the last update
             too_late = self.save()
             if too_late:  # a stop was requested after this update's decision: another update would be lost, too
-                phase.stop()
+                phase.interrupt()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
         self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
@@ -325,6 +325,7 @@ class Checkpointing(Hook):
             **hook_states,
             **run.progress.state(),
             "closed": phase.closed,
+            "ended": phase.is_ended,
             "precision": parts.precision.state(),
             "random": host_random,
             "random_of_ranks": [values for _, values in rank_states[1:]],

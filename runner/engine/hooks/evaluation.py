@@ -143,7 +143,7 @@ class Evaluation(Hook):
         phase.progress_mark.completed_kinds.add(SUMMARY)
         phase.is_evaluating = False  # not after an error: its report needs to know where it occurred
         if measured is None:  # stopped: the resumed run repeats this evaluation
-            phase.stop()
+            phase.interrupt()
             return
         self.evaluated_at = update
         result = EvaluationResult(

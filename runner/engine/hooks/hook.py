@@ -38,7 +38,7 @@ class Wants(NamedTuple):
     them itself. Requests are merged over ranks, and take effect one update later if there are several ranks.
 
     Args:
-        stop: end the phase after this update; it resumes from its checkpoint.
+        stop: stop the run after this update; it resumes in this phase.
         save: write a checkpoint.
     """
 
@@ -61,7 +61,8 @@ class PhaseView:
         record: the record of the phase in run.json.
         closed: the result of the phase has been stored in the model.
         is_evaluating: an evaluation is running, or has ended the phase with an error.
-        must_stop: the phase ends after the current update, on all ranks.
+        must_stop: the run stops after the current update, on all ranks; it resumes in this phase.
+        is_ended: a hook called `stop`, in this process or before the checkpoint from which the phase resumes.
         update_s: seconds of the last update; None for the first one of the process.
     """
 
@@ -81,7 +82,7 @@ class PhaseView:
     record: PhaseRecord
     stopwatch: Stopwatch
     progress_mark: ProgressMark
-    closed = must_stop = is_evaluating = False
+    closed = must_stop = is_ended = is_evaluating = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
 
@@ -159,7 +160,9 @@ class PhaseView:
     @property
     def is_over(self) -> bool:
         """Whether no update is left: all are complete, or a hook ends the phase early."""
-        return self.position.update >= self.total or any(hook.ends_phase for hook in self._ending_hooks)
+        update = self.position.update
+        is_ended = self.is_ended and update > 0  # a call of `stop` before the first update takes effect after it
+        return update >= self.total or is_ended or any(hook.ends_phase for hook in self._ending_hooks)
 
     @property
     def number(self) -> int:
@@ -167,7 +170,14 @@ class PhaseView:
         return self.run.progress.updates_before + self.position.update
 
     def stop(self) -> None:
-        """End the phase after the current update; every rank calls it for the same update."""
+        """End the phase after the current update, as if it were the last one: for hooks of a task.
+
+        Every rank calls it for the same update.
+        """
+        self.is_ended = True
+
+    def interrupt(self) -> None:
+        """Stop the run after the current update; it resumes in this phase. Every rank calls it for the same update."""
         self.must_stop = True
 
     def reread(self) -> None:

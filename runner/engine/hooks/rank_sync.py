@@ -122,7 +122,7 @@ class RankSync(Hook):
             )
             self.agreed, self.agreed_at = self.status.wants if self.status else Wants(), step.update - 1
         if self.agreed.stop:
-            phase.stop()
+            phase.interrupt()
         if phase.must_stop and self.stop_seen_at is None:
             self.stop_seen_at = time.monotonic()
 
