@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,10 +309,21 @@ class Growing(Dropped):
         return super().embed(model, (*shifted, *batch[2:]))
 
 
-@pytest.mark.parametrize("kind", [Dropped, Growing])
+class Late(Dropped):
+    """Changes its buffers only from the second update on."""
+
+    is_late = False
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        model.text[-1].train(self.is_late)  # type: ignore[index, union-attr]
+        return super().embed(model, batch) if self.is_late else model(*batch[:2])
+
+
+@pytest.mark.parametrize("kind", [Dropped, Growing, Late])
 def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
     """The output of each second pass is bitwise equal to that of the first one, and state advances once."""
-    task, seen = kind(torch.float64), []
+    task: Any = kind(torch.float64)
+    seen: list[Any] = []
 
     def embed(model: nn.Module, batch: Any) -> Any:
         actual = task.embed(model, batch)
@@ -320,19 +332,24 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
 
     run = training(task, ddp(ALONE), embed=embed)
     order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True)
+    batches = batches_of(order, torch.float64)
+    if kind is Late:
+        next(train_updates(run, batches, 2))
+        task.is_late = True
+        seen.clear()
+    plain = copy.deepcopy(task)
     torch.manual_seed(5)
-    next(train_updates(run, batches_of(order, torch.float64), 1))
+    next(train_updates(run, batches, 2))
     after = torch.get_rng_state()
     first, again = seen[:4], seen[4:]
     assert len(again) == 3
     for x, outputs in again:
         (before,) = (kept for batch, kept in first if torch.equal(batch, x))
         assert all(torch.equal(one, other) for one, other in zip(before, outputs, strict=True))
-    plain = kind(torch.float64)
     torch.manual_seed(5)
     batches = batches_of(order, torch.float64)
-    for _ in range(4):
-        plain.embed(plain.model, next(batches).batch)
+    for micro in itertools.islice(batches, 4, 8) if kind is Late else itertools.islice(batches, 4):
+        plain.embed(plain.model, micro.batch)
     assert torch.equal(torch.get_rng_state(), after)
     for name, buffer in plain.model.named_buffers():
         assert torch.equal(buffer, task.model.get_buffer(name)), name

@@ -155,6 +155,7 @@ class CoupledSource(GradientSource):
     seed: int
     update: Callable[[], int]
     changed_buffers: set[_BufferKey] | None = None  # buffers that forward passes change; None before the first update
+    constant_buffers: dict[_BufferKey, _BufferState] = field(default_factory=dict)  # other buffers, with their values
     counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, which may not be checked yet
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
@@ -266,7 +267,7 @@ class CoupledUpdate:
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
         stopwatch, model = self.parallel.stopwatch, self.passes.model
         changed_buffers: set[_BufferKey] = set()
-        last = False
+        last = has_recorded = False
         while not last:
             micro = next(batches)
             stopwatch.lap("data")
@@ -276,6 +277,9 @@ class CoupledUpdate:
             if not micro.is_counted:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
+            if not last and not has_recorded:
+                self._record_constant_buffers()
+                has_recorded = True
             before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
             versions = [] if last else _versions(micro.batch)
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
@@ -289,6 +293,8 @@ class CoupledUpdate:
                     fix="compute new tensors, such as x = x / 255 instead of x /= 255",
                 )
             batch.buffers = {key: state.copy for key, state in before.items() if state.is_changed(key)}
+            if not last:
+                batch.buffers |= self._newly_changed()
             changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)
             if self.kind is not None and self.kind != embedding.kind:
@@ -307,7 +313,39 @@ class CoupledUpdate:
         """Return the buffers that forward passes may change: all buffers, until the first update shows which change."""
         if self.source.changed_buffers is not None:
             return self.source.changed_buffers
+        return self._all_buffers()
+
+    def _all_buffers(self) -> list[_BufferKey]:
         return [(module, key) for module in self.passes.model.modules() for key in module._buffers]
+
+    def _record_constant_buffers(self) -> None:
+        """Copy the buffers that no forward pass has changed so far, unless the last update has copied the same values.
+
+        A forward pass may change them later, such as a norm that is in eval mode in the first updates.
+        """
+        source = self.source
+        if source.changed_buffers is None:  # all buffers are recorded in this update
+            return
+        buffers = _find_dense_buffers(key for key in self._all_buffers() if key not in source.changed_buffers)
+        old = source.constant_buffers
+        kept = {key: old[key] for key, now in buffers.items() if key in old and not old[key].seen.is_changed(now)}
+        new = {key: now for key, now in buffers.items() if key not in kept}
+        source.constant_buffers = kept | _record_states(new)
+
+    def _newly_changed(self) -> _Buffers:
+        """Return the values, before the last forward pass, of buffers that it was the first to change.
+
+        If one buffer of a module has changed, all are returned: the kernel of a norm changes the running statistics
+        without a new version, which `num_batches_tracked` has.
+        """
+        source = self.source
+        states = source.constant_buffers
+        modules = {key[0] for key, state in states.items() if state.seen.is_changed(key[0]._buffers.get(key[1]))}
+        if not modules or source.changed_buffers is None:
+            return {}
+        changed = {key: states.pop(key).copy for key in [*states] if key[0] in modules}
+        source.changed_buffers |= changed.keys()
+        return changed
 
     def _compute_gradients(self, *, failed: bool) -> None:
         """Compute the loss of the embeddings of all ranks, and its gradient with respect to those of this rank."""
