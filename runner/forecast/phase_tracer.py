@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,6 +53,7 @@ class PhaseTracer:
         self.trained: list[nn.Parameter] = []
         self.kept_bytes: list[int] = []  # after each update, bytes of tensors from its passes that are still alive
         self.batches: list[int] = []  # bytes of each batch
+        self.read_s: list[float] = []  # seconds per sample of each micro-batch
         self.convolved: list[set[tuple[str, tuple[int, ...]]]] = []  # layers with the shapes they convolve, by update
 
     def trace(self) -> Traced:
@@ -114,7 +116,9 @@ class PhaseTracer:
         for key in self._micro_batches(order):
             # Reading data is not traced. `_disable_current_modes` is private to torch.
             with _disable_current_modes():
+                began = time.perf_counter()
                 item = fetcher[key]
+                self.read_s.append((time.perf_counter() - began) / len(key.indices))
             self.before_batch()
             size = self._record_inputs(item.batch)
             if len(key.indices) == self.phase.batch.micro_batch_size:
@@ -224,6 +228,8 @@ class PhaseTracer:
             without_gradients_bytes=find_peak(others, recorder.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
+            # The first read may open files. The fastest of the others is the least disturbed by other processes.
+            read_s=min(self.read_s[1:], default=None),
         )
 
     def measure_model(self) -> ModelSizes:

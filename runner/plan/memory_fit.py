@@ -63,6 +63,7 @@ class Demand:
     stages            demand of each rank of a pipeline, traced with its layers; empty if not traced
     is_exact          the trace equals a run on a CPU
     why_not           what could not be traced; the figures are then too small
+    read_s            seconds to read a sample in one process of this machine; None if they were not measured
     """
 
     phase: str
@@ -74,6 +75,7 @@ class Demand:
     stages: tuple[Demand, ...] = ()
     is_exact: bool = True
     why_not: str = ""
+    read_s: float | None = None
 
     @staticmethod
     def from_traces(traces: Sequence[Traced], allocator: AllocatorSettings) -> Demand:
@@ -105,6 +107,7 @@ class Demand:
             sum(layer.activations for layer in widest.layers),
             is_exact=all(traced.is_exact for traced in traces),
             why_not=next((traced.why_not for traced in reversed(traces) if traced.why_not), ""),
+            read_s=widest.read_s,
         )
 
     @staticmethod

@@ -132,6 +132,7 @@ class Traced:
     recompute                indices of the blocks that memory=budget recomputes so that the run fits
     is_exact                 True: equal to the memory of the same run on a CPU, byte for byte
     why_not                  what could not be traced, and where; empty if everything was
+    read_s                   measured seconds to read a sample in one process of this machine; None: not measured
     """
 
     phase: str
@@ -148,6 +149,7 @@ class Traced:
     recompute: tuple[int, ...] = ()
     is_exact: bool = True
     why_not: str = ""
+    read_s: float | None = None
 
 
 Blocks = tuple[int, ...]

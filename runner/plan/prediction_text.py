@@ -17,7 +17,7 @@ from runner.plan.memory_fit import (
     largest_micro_batch,
 )
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
-from runner.plan.update_time import DeviceRates, format_seconds, predict_phase_time
+from runner.plan.update_time import LOADING, DeviceRates, format_seconds, predict_phase_time
 from runner.workload.division import Batch
 
 MAX_COLUMNS = 5  # kinds of ranks side by side
@@ -164,7 +164,8 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
     for part in time.parts:
         seconds = "unknown" if part.seconds is None else format_seconds(part.seconds)
         lines += [_format_row(f"{seconds:>{_NAME_WIDTH}}", f"{part.name}: {part.how}")]
-    return [*lines, _format_row("", "without data loading; sources and accuracy: docs/update-time.md")]
+    without = "" if any(part.name == LOADING for part in time.parts) else "without data loading; "
+    return [*lines, _format_row("", f"{without}sources and accuracy: docs/update-time.md")]
 
 
 def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:

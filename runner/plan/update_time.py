@@ -8,6 +8,8 @@ second class and accesses less.
 **Communication** is a ring over the slowest link between the ranks. What overlaps with computation is not added:
 `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
+**Data loading** adds the time in which the device waits for samples. Reading them is measured on this machine.
+
 **Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/workload/partition.py).
 
 docs/update-time.md compares predictions with measurements, and lists the measurement behind each calibrated constant.
@@ -46,6 +48,7 @@ BASE_LATENCY_S, LINK_LATENCY_S, NETWORK_LATENCY_S = 8.4e-6, 5.7e-6, 9.6e-6
 # Names of the parts of an update.
 PRODUCTS, OTHERS, OPTIMIZER = "matrix products", "other operators", "optimizer"
 LAUNCHES, COMMUNICATION, BUBBLE = "kernel launches", "communication", "pipeline bubble"
+LOADING = "data loading"
 
 PEAK_KEYS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
 
@@ -361,7 +364,7 @@ class _Update:
         step = self.demand.step.scale(1 / self.shard_size)
         parts = self._compute_parts(work, step, device, rank)
         parts += [self._communicate(rank, sizes)] if len(self.devices) > 1 else []
-        return UpdateTime(tuple(parts))
+        return self._with_loading(parts, batch.shares[rank], self._host_time(work, step, rank))
 
     def predict_pipeline(self) -> UpdateTime:
         batch = self.phase.batch
@@ -384,7 +387,38 @@ class _Update:
         parts.append(self._exchange_activations(schedule, seconds, passes, len(sizes)))
         if copies > 1:
             parts.append(self._reduce_over_copies(stages, seconds, share))
-        return UpdateTime(tuple(parts))
+        return self._with_loading(parts, max(batch.shares), self._host_time(work, stages[slowest].step, slowest))
+
+    def _with_loading(self, parts: Sequence[Part], samples: int, host_s: float) -> UpdateTime:
+        """Add the time in which the device waits for data, if it is known how long reading takes.
+
+        Workers read while the device computes. In the training process, reading and launching kernels take turns.
+        """
+        time, read_s = UpdateTime(tuple(parts)), self.demand.read_s
+        options, workers = self.plan.choices["dataloader"].options, self.plan.num_workers
+        if read_s is None or options.get("cache", "none") != "none":
+            return time
+        above_ms = options.get("workers_above_ms", 0)
+        if 1e3 * read_s * self.phase.batch.micro_batch_size < (0 if above_ms == "auto" else above_ms):
+            workers = 0
+        reading = read_s * samples / max(1, workers)
+        hidden = min(reading, max(0.0, time.seconds - (0.0 if workers else host_s)))
+        readers = f"{workers} data worker{'s' * (workers > 1)}" if workers else "the training process"
+        how = (
+            f"reading takes {format_seconds(reading)} in {readers}, as measured on this machine;"
+            f" {format_seconds(hidden)} overlap"
+        )
+        return UpdateTime((*time.parts, Part(LOADING, reading - hidden, how)))
+
+    def _host_time(self, work: ComputeCost, step: ComputeCost, rank: int) -> float:
+        """Return the seconds that the host needs to launch the kernels; 0 with `compile`, where they are unknown."""
+        if not self.plan.ranks[rank].is_gpu or self.memory_factor != 1.0:
+            return 0.0
+        return UPDATE_HOST_S + (work.launches + step.launches) * self._launch_s
+
+    @property
+    def _launch_s(self) -> float:
+        return SELECTIVE_LAUNCH_S if self.plan.choices["memory"].uses("selective") else LAUNCH_S
 
     def _reduce_over_copies(self, stages: Sequence[Demand], seconds: Sequence[float], fraction: float) -> Part:
         """Return the time of the slowest stage to all-reduce its gradients over the copies of the model."""
@@ -433,17 +467,14 @@ class _Update:
             ),
             Part(OPTIMIZER, device.access_time(step.moved_bytes), f"{_format_si(step.moved_bytes)}B {memory}"),
         ]
-        # The host times are those of eager operators; compiled code launches fewer kernels.
-        if self.plan.ranks[rank].is_gpu and self.memory_factor == 1.0:
-            launches = work.launches + step.launches
-            launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].uses("selective") else LAUNCH_S
-            waiting = UPDATE_HOST_S + launches * launch_s - sum(part.seconds or 0.0 for part in parts)
-            if waiting > 0:
-                how = (
-                    f"{UPDATE_HOST_S * 1e3:g} ms and {launches:,} operators at {launch_s * 1e6:g} us:"
-                    " the device waits for the host"
-                )
-                parts.append(Part(LAUNCHES, waiting, how))
+        host_s = self._host_time(work, step, rank)
+        waiting = host_s - sum(part.seconds or 0.0 for part in parts)
+        if waiting > 0:
+            how = (
+                f"{UPDATE_HOST_S * 1e3:g} ms and {work.launches + step.launches:,} operators at"
+                f" {self._launch_s * 1e6:g} us: the device waits for the host"
+            )
+            parts.append(Part(LAUNCHES, waiting, how))
         return parts
 
     def _communicate(self, rank: int, sizes: Sequence[int]) -> Part:

@@ -7,7 +7,9 @@ import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from runner.config.request import Request
 from runner.engine.parts.assemble import assemble
 from runner.engine.parts.phase_kinds import LossPhase
 from runner.engine.update.loop import Position, train_updates
+from runner.forecast import phase_tracer
 from runner.forecast.demand import predict_needs
 from runner.forecast.fake_mode import NotTraceable
 from runner.forecast.memory_forecast import NUM_MEASURED, forecast
@@ -299,6 +302,23 @@ def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(
     if device == "cpu":
         real = script.counted(configuration, [NUM_MEASURED])
         assert real == {(traced.phase, NUM_MEASURED): traced.peak.total for traced in (statistics, first)}
+
+
+def test_reading_a_sample_is_timed_without_the_first_read(script, tmp_path, monkeypatch):
+    file = tmp_path / "read.py"
+    file.write_text(STACKED)
+    durations, now = chain([100.0, 12.0], repeat(8.0)), [0.0]
+
+    def clock():
+        now[0] += next(durations) if clock.is_reading else 0.0
+        clock.is_reading = not clock.is_reading
+        return now[0]
+
+    clock.is_reading = False
+    monkeypatch.setattr(phase_tracer, "time", SimpleNamespace(perf_counter=clock))
+    (traced,) = forecast(composed(file=file), script.HERE, [4])
+    assert traced.read_s == 2.0
+    assert Demand.from_traces([traced], AllocatorSettings()).read_s == 2.0
 
 
 @pytest.mark.slow

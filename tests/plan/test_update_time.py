@@ -25,6 +25,7 @@ from runner.plan.update_time import (
     LAUNCH_S,
     LAUNCHES,
     LINK_LATENCY_S,
+    LOADING,
     NETWORK_LATENCY_S,
     OPTIMIZER,
     OTHERS,
@@ -150,6 +151,43 @@ def test_nothing_is_predicted_for_a_device_without_rates() -> None:
 def test_nothing_is_predicted_for_a_model_whose_operators_are_unknown() -> None:
     points = tuple(dataclasses.replace(point, work=ComputeCost()) for point in demand().points)
     assert predict("global_batch_size=1", need=dataclasses.replace(demand(), points=points)) is None
+
+
+# ---------------------------------------------------------------- data loading
+
+SIZES = ("global_batch_size=8", "micro_batch_size=8")  # an update of 8 samples computes for 8 + 2.4 + 0.5 s
+COMPUTED_S = 10.9
+
+
+@pytest.mark.parametrize(
+    ("args", "read_s", "waiting"),
+    [
+        (["dataloader.num_workers=2"], 1.0, 0.0),  # 4 s of reading overlap with the device
+        (["dataloader.num_workers=2"], 3.0, 12 - COMPUTED_S),
+        (["dataloader.num_workers=0"], 3.0, 24 - COMPUTED_S),  # reading takes turns with the host time, which is 0 here
+        (["dataloader=thread"], 1.5, 12 - COMPUTED_S),
+        (["dataloader.num_workers=4", "dataloader.workers_above_ms=20000"], 2.0, 16 - COMPUTED_S),  # no workers
+    ],
+)
+def test_the_device_waits_for_reading_that_takes_longer_than_computation(
+    args: list[str], read_s: float, waiting: float
+) -> None:
+    need = dataclasses.replace(demand(), read_s=read_s)
+    assert known(predict(*SIZES, *args, need=need, is_gpu=False)).part(LOADING) == pytest.approx(waiting)
+
+
+def test_reading_in_the_training_process_does_not_overlap_with_kernel_launches() -> None:
+    """The device computes for 10.9 s, and the host needs 10 s, so that 0.9 s are left to read."""
+    need = dataclasses.replace(demand(launches=round((10 - UPDATE_HOST_S) / LAUNCH_S)), read_s=1.0)
+    assert known(predict(*SIZES, "dataloader.num_workers=0", need=need)).part(LOADING) == pytest.approx(
+        8 - 0.9, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("args", [("dataloader.cache=memory",), ()])
+def test_loading_is_unknown_if_samples_are_cached_or_were_not_read(args: tuple[str, ...]) -> None:
+    need = dataclasses.replace(demand(), read_s=1.0 if args else None)
+    assert LOADING not in [part.name for part in known(predict(*SIZES, *args, need=need)).parts]
 
 
 # ---------------------------------------------------------------- communication
