@@ -179,7 +179,7 @@ class Forecast:
             if not self.is_gpu:
                 return traced
             why = traced.why_not or f"phase {phase.name} of kind fit is traced as on a CPU"
-            return dataclasses.replace(traced, is_exact=False, why_not=why)
+            return dataclasses.replace(traced, why_not=why)
         sizes = {
             "parameters": sum(weight.nbytes for weight in parts.bare.parameters()),
             "buffers": sum(buffer.nbytes for buffer in parts.bare.buffers()),
@@ -187,7 +187,7 @@ class Forecast:
         events = tuple(enumerate(sizes.values()))
         return Traced(
             phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
-            ModelSizes(shapes_repeat=True), is_exact=False, why_not=f"{why}; only the model is counted",
+            ModelSizes(shapes_repeat=True), why_not=f"{why}; only the model is counted",
         )  # fmt: skip
 
     def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
@@ -220,7 +220,6 @@ def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Tra
         layers=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.layers),
         blocks=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.blocks),
         work=measured.work.scale(factor),
-        is_exact=False,
         why_not=why_not,
     )
 

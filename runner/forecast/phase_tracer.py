@@ -213,7 +213,6 @@ class PhaseTracer:
         layers = tuple(Layer(name, size, recorder.layer_flops.get(name, 0) // steps) for name, size in by_layer.items())
         others = [event for event in events if recorder.blocks[event[0]].kind != "gradients"]
         passes = work.get("forward", ComputeCost()) + work.get("backward", ComputeCost())
-        why_not = self._why_not()
         return Traced(
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
@@ -226,8 +225,7 @@ class PhaseTracer:
             step=work.get("update", ComputeCost()),
             model=self.measure_model(),
             without_gradients_bytes=find_peak(others, recorder.blocks).total,
-            is_exact=not why_not,
-            why_not=why_not,
+            why_not=self._why_not(),
             # The first read may open files. The fastest of the others is the least disturbed by other processes.
             read_s=min(self.read_s[1:], default=None),
         )

@@ -61,7 +61,6 @@ class Demand:
                       `blocks.*.mlp` is the sum over all blocks
     activation_bytes  bytes of activations of all layers at the largest traced micro-batch
     stages            demand of each rank of a pipeline, traced with its layers; empty if not traced
-    is_exact          the trace equals a run on a CPU
     why_not           what could not be traced; the figures are then too small
     read_s            seconds to read a sample in one process of this machine; None if they were not measured
     """
@@ -73,9 +72,13 @@ class Demand:
     layers: tuple[Layer, ...] = ()
     activation_bytes: int = 0
     stages: tuple[Demand, ...] = ()
-    is_exact: bool = True
     why_not: str = ""
     read_s: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the trace equals a run on a CPU."""
+        return not self.why_not
 
     @staticmethod
     def from_traces(traces: Sequence[Traced], allocator: AllocatorSettings) -> Demand:
@@ -105,7 +108,6 @@ class Demand:
             widest.model,
             tuple(sorted(by_name.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
-            is_exact=all(traced.is_exact for traced in traces),
             why_not=next((traced.why_not for traced in reversed(traces) if traced.why_not), ""),
             read_s=widest.read_s,
         )

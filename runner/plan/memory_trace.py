@@ -130,7 +130,6 @@ class Traced:
     step                     of the optimizer step, with clipping
     without_gradients_bytes  peak of the second update without gradients
     recompute                indices of the blocks that memory=budget recomputes so that the run fits
-    is_exact                 True: equal to the memory of the same run on a CPU, byte for byte
     why_not                  what could not be traced, and where; empty if everything was
     read_s                   measured seconds to read a sample in one process of this machine; None: not measured
     """
@@ -147,9 +146,13 @@ class Traced:
     model: ModelSizes = field(default_factory=ModelSizes)
     without_gradients_bytes: int = 0
     recompute: tuple[int, ...] = ()
-    is_exact: bool = True
     why_not: str = ""
     read_s: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the memory equals that of the same run on a CPU, byte for byte."""
+        return not self.why_not
 
 
 Blocks = tuple[int, ...]

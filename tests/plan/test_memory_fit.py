@@ -326,7 +326,7 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         assert words_of_it in text, text
     assert all("predicted" in line for line in summarize_memory(made.memory))
     assert "Traced on fake" in text
-    rough = MemoryNeeds({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
+    rough = MemoryNeeds({"train": dataclasses.replace(needs.demands["train"], why_not="no")})
     marked = "\n".join(
         format_prediction(plan(*args, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {})
     )
