@@ -74,17 +74,28 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
         assert distance(expected, result) <= PROMISED[torch.float32] * UPDATES
 
 
+SHARES = "parallelism.shares=[38,26]"
+
+
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
-    """This includes optimizer, schedule and loss scale of each objective, all of which change before it is cut."""
+@pytest.mark.parametrize(
+    ("way", "cut_at"),
+    [("", 8), (SHARES, 8), (f"{SHARES} objective.generator.every=2", 11)],
+    ids=["equal", "unequal", "unequal, every second update"],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(way: str, cut_at: int, server: ForkServer, tmp_path: Path) -> None:
+    """This includes optimizer, schedule and loss scale of each objective, all of which change before it is cut.
+
+    With `every=2` the last checkpoint is between two steps of the generator.
+    """
     args = (
         f"{SETTINGS} {TWO} micro_batch_size=8 averaging=ema checkpoint.every=3 evaluate.every=2"
         " precision=fp16 precision.init_scale=256 precision.growth_interval=4"
         " scheduler=plateau scheduler.metric=val/radius_error scheduler.patience=0 scheduler.threshold=0.5"
-        " scheduler.gamma=0.9"
+        f" scheduler.gamma=0.9 {way}"
     )
     results = []
-    for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
+    for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": cut_at, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
         weights, directory = train(server, tmp_path / name, "own_gan", args, faults)
         path = newest_valid(directory / "checkpoints")
