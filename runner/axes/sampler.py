@@ -134,6 +134,12 @@ def mixture(
     shares = shares / shares.sum()
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
     per_epoch = _quotas(shares, count)
+    unused = [number for number, quota in enumerate(per_epoch.tolist()) if not quota and shares[number] > 0]
+    if unused:  # every epoch has the same numbers
+        what = f"an epoch of {count:,} samples has none of the datasets at indices {abbreviate(unused)}"
+        needed = int(np.ceil(1 / shares[unused].min()))
+        fix = f"use sampler.num_samples={needed} or more, or larger weights"
+        raise _option_error(f"weights={weights}", what, fix)
 
     def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)

@@ -319,6 +319,7 @@ WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [
     ("a dataset of weight below 0", lambda: mixture(samples(), weights=[0.5, 0.5, -1.0]), ConfigError),
     ("no dataset with weight", lambda: mixture(samples(), weights=[0.0, 0.0, 0.0]), ConfigError),
     ("an empty dataset", lambda: mixture(samples(sizes=[3, 0])), DataError),
+    ("a dataset that no epoch has", lambda: mixture(samples(), weights=[0.5, 0.46, 0.04], num_samples=12), ConfigError),
     ("a sample over the budget", lambda: token_budget(samples(lengths=[5, 90], weights=[1, 1]), tokens=64), DataError),
     ("a length of 0", lambda: token_budget(samples(lengths=[5, 0], weights=[1, 1])), DataError),
     ("micro-batches above updates", lambda: token_budget(samples(), tokens=64, micro_tokens=65), ConfigError),
