@@ -23,7 +23,7 @@ from runner.base.text import abbreviate
 from runner.distributed.agreement import find_unequal
 from runner.distributed.world import World
 from runner.tensors.bitwise import bitwise_equal, is_dense, view_bytes
-from runner.tensors.module_buffers import BufferRef, TensorVersion, is_writable, list_buffers
+from runner.tensors.module_buffers import BufferRef, TensorVersion, buffers_of, is_writable, list_buffers
 
 
 class BufferSync:
@@ -143,7 +143,7 @@ class BufferSync:
         self._recorded = [TensorVersion.of(ref.tensor) for ref in self._refs]
 
     def _count(self) -> int:
-        return sum(len(module._buffers) for module in self.modules)
+        return sum(len(buffers_of(module)) for module in self.modules)
 
     def _changed_flags(self) -> list[bool]:
         flags = [
@@ -264,7 +264,7 @@ def _write_back(refs: Sequence[BufferRef], parts: Sequence[Tensor]) -> None:
         if is_writable(buffer):
             buffer.copy_(value)
         else:
-            ref.module._buffers[ref.key] = value.to(buffer.dtype).clone()
+            buffers_of(ref.module)[ref.key] = value.to(buffer.dtype).clone()
 
 
 def _tensor(ref: BufferRef) -> Tensor:

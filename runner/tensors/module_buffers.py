@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ class BufferRef(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         """The current buffer."""
-        return self.module._buffers.get(self.key)
+        return buffers_of(self.module).get(self.key)
 
 
 def list_buffers(model: nn.Module) -> list[BufferRef]:
@@ -34,8 +36,32 @@ def list_buffers(model: nn.Module) -> list[BufferRef]:
     return [
         BufferRef(f"{path}.{key}".lstrip("."), module, key, key not in module._non_persistent_buffers_set)
         for path, module in model.named_modules()
-        for key in module._buffers
+        for key in buffers_of(module)
     ]
+
+
+class _Buffers(ChainMap[str, Tensor | None]):
+    """The buffers of a module and its parameters that are treated as buffers; each is replaced where it is."""
+
+    def __setitem__(self, key: str, value: Tensor | None) -> None:
+        (self.maps[1] if key in self.maps[1] else self.maps[0])[key] = value
+
+
+_treated_as_buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
+
+
+def treat_as_buffer(module: nn.Module, key: str) -> None:
+    """Treat a parameter of the module as a buffer in `buffers_of` and `list_buffers`.
+
+    It is not registered in the module: a task may copy the `buffers()` of one module to those of another one.
+    """
+    _treated_as_buffers.setdefault(module, {})[key] = module._parameters[key]
+
+
+def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """Return the buffers of a module (not of its children), and its parameters that are treated as such."""
+    parameters = _treated_as_buffers.get(module) if _treated_as_buffers else None
+    return _Buffers(module._buffers, parameters) if parameters else module._buffers
 
 
 class TensorVersion(NamedTuple):
@@ -72,7 +98,7 @@ def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     saved = [
         (module, key, buffer, buffer.clone())
         for module in modules
-        for key, buffer in module._buffers.items()
+        for key, buffer in buffers_of(module).items()
         if buffer is not None and is_dense(buffer)
     ]
     try:
@@ -84,11 +110,11 @@ def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
-    current = module._buffers.get(key)
+    current = buffers_of(module).get(key)
     if current is not buffer:
         if key in module._non_persistent_buffers_set and (current is None or current.shape != buffer.shape):
             return
-        module._buffers[key] = buffer
+        buffers_of(module)[key] = buffer
     elif buffer.shape != before.shape:  # resized in place
         if key in module._non_persistent_buffers_set:
             return

@@ -324,6 +324,46 @@ def test_a_hook_may_change_the_model_that_is_evaluated(
     assert_close(torch.tensor(metrics["val/loss"]), wanted.float(), terms=64)
 
 
+TEACHER = (
+    TASK.replace(
+        "        self.model = nn.Linear(2, 1)\n",
+        """        layers = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        student, teacher = layers(), layers()
+        self.model = nn.ModuleDict({"student": student, "teacher": teacher.requires_grad_(False)})
+""",
+    )
+    .replace(
+        "return model(batch[0]).square().sum()",
+        'return (model["student"](batch[0]) - model["teacher"].eval()(batch[0]) - 1).square().sum()',
+    )
+    .replace(
+        "            self.phase.model.weight += self.sum\n",
+        """            student, teacher = self.phase.model["student"], self.phase.model["teacher"]
+            for copy, weight in zip(teacher.parameters(), student.parameters(), strict=True):
+                copy.copy_(weight)
+            for copy, buffer in zip(teacher.buffers(), student.buffers(), strict=True):
+                copy.copy_(buffer)
+""",
+    )
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_may_copy_the_parameters_and_buffers_of_a_student(
+    ranks: int, write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The frozen parameters that it changes are treated as buffers, but `buffers()` of the teacher has no others."""
+    parallelism = ["parallelism=ddp", f"parallelism.world_size={ranks}"] if ranks > 1 else []
+    train = ["train", "--task", str(write(TEACHER)), *WORDS, "run=own", *parallelism]
+    assert main([*train, "updates=3"]) == 0
+    assert main([*train, "updates=6", "resume_allow=[updates]"]) == 0
+    weights = final_weights(tmp_path / "outputs" / "own")
+    teacher = {name.removeprefix("teacher."): weight for name, weight in weights.items() if "teacher" in name}
+    assert len(teacher) == 9
+    for name, weight in teacher.items():
+        assert torch.equal(weight, weights[f"student.{name}"]), name
+
+
 @pytest.mark.slow
 def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.assemble import Parts
 from runner.engine.update.loop import StepInfo
 from runner.tensors.bitwise import bitwise_equal, is_dense
-from runner.tensors.module_buffers import TensorVersion, is_writable, list_buffers
+from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable, list_buffers, treat_as_buffer
 
 if TYPE_CHECKING:  # `run` imports hooks
     from runner.engine.run import TrainingRun
@@ -43,10 +43,11 @@ class _TrackedTensor(NamedTuple):
 class ForwardState(Hook):
     """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
-    A frozen parameter that a forward pass changes in place is also registered as a buffer of its module: it is then
-    synchronized over ranks and restored after evaluations. It stays a parameter, because a task may compute a moving
-    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved, even
-    if they grow; those that shrink are not restored, because a module may record the length of its cache elsewhere.
+    A frozen parameter that a forward pass changes in place is treated as a buffer of its module: it is then
+    synchronized over ranks and restored after evaluations. For the task, it stays a parameter, because a task may
+    compute a moving average over `parameters()` and `buffers()`, as for a momentum encoder. Non-persistent buffers that
+    training changes are saved, even if they grow; those that shrink are not restored, because a module may record the
+    length of its cache elsewhere.
     """
 
     name = "forward_state"
@@ -135,7 +136,7 @@ class ForwardState(Hook):
         if state is None:
             return
         for name in state[FROZEN]:
-            _register_as_buffer(run.parts.bare, run.parts.bare.get_parameter(name))
+            _treat_as_buffer(run.parts.bare, run.parts.bare.get_parameter(name))
         run.forward_state.frozen.update(state[FROZEN])
         run.forward_state.buffers |= {
             name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)
@@ -158,7 +159,7 @@ class ForwardState(Hook):
 
     def _has_same_bits(self, name: str, before: Tensor) -> bool:
         tracked = self._buffers[name]
-        now = tracked.module._buffers.get(tracked.key)
+        now = buffers_of(tracked.module).get(tracked.key)
         return now is None or bitwise_equal(now, before)
 
     def _find_changed_frozen(self) -> list[str]:
@@ -167,15 +168,15 @@ class ForwardState(Hook):
         return sorted({name for names in self.phase.parts.world.gather(changed) for name in names})
 
     def _record_changes(self) -> None:
-        """Record the buffers that have changed since the last check, and register changed parameters as buffers."""
+        """Record the buffers that have changed since the last check, and treat changed parameters as buffers."""
         for name, tracked in self._buffers.items():
-            now = tracked.module._buffers.get(tracked.key)
+            now = buffers_of(tracked.module).get(tracked.key)
             if tracked.is_changed and now is not None:
                 self._names.buffers.add(name)
         changed = self._convert_changed()
         if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
-            buffers = self.phase.parts.bare.named_buffers()
-            tensors = {name: tensor for name, tensor in buffers if name in changed and is_dense(tensor)}
+            buffers = {ref.name: ref.tensor for ref in list_buffers(self.phase.parts.bare) if ref.name in changed}
+            tensors = {name: tensor for name, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
             different = find_unequal(tensors, self.phase.parts.world)
             if different:
                 raise TaskFault(
@@ -203,17 +204,18 @@ class ForwardState(Hook):
         return getattr(tracked.module, tracked.key, None) is not tracked.tensor
 
     def _convert_to_buffers(self, names: Collection[str]) -> None:
-        """Register these parameters as buffers too, so that evaluations and ranks treat them as such."""
+        """Treat these parameters as buffers in evaluations and on several ranks."""
         for name in names:
             tracked = self._frozen.pop(name, None)
             if tracked is not None:
-                _register_as_buffer(self.phase.parts.bare, tracked.tensor)
+                _treat_as_buffer(self.phase.parts.bare, tracked.tensor)
         self._names.frozen.update(names)
 
 
-def _register_as_buffer(model: nn.Module, parameter: Tensor) -> None:
+def _treat_as_buffer(model: nn.Module, parameter: Tensor) -> None:
     for module in model.modules():  # several modules may share it
-        module._buffers.update({key: weight for key, weight in module._parameters.items() if weight is parameter})
+        for key in [key for key, weight in module._parameters.items() if weight is parameter]:
+            treat_as_buffer(module, key)
 
 
 def _buffer_fix(key: str) -> str:
@@ -225,7 +227,7 @@ def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
 
 
 def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
-    """Yield the plain parameters by name, except those that an earlier phase has registered as buffers.
+    """Yield the plain parameters by name, except those that an earlier phase has treated as buffers.
 
     Other parameters, which a strategy has sharded or moved to another rank, are not plain.
     """
@@ -233,13 +235,13 @@ def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
         prefix, _, key = name.rpartition(".")
         module = model.get_submodule(prefix)
         is_plain = type(weight) is nn.Parameter and is_dense(weight) and not weight.is_inference()
-        if is_plain and key not in module._buffers:
+        if is_plain and key not in buffers_of(module):
             yield name, _track(module, key, weight)
 
 
 def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for name, module, key, is_saved in list_buffers(model):
-        buffer = module._buffers[key]
+        buffer = buffers_of(module)[key]
         if not is_saved and buffer is not None and is_dense(buffer) and not buffer.is_inference():
             yield name, module, key, buffer
 
@@ -257,5 +259,5 @@ def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
             elif value.numel() < buffer.numel():
                 smaller.append(name)
             else:
-                module._buffers[key] = value.to(buffer.device, buffer.dtype, copy=True)
+                buffers_of(module)[key] = value.to(buffer.device, buffer.dtype, copy=True)
     return smaller

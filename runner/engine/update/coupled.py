@@ -30,9 +30,9 @@ from runner.engine.contract.contract_checks import Number, describe_value, valid
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.update.gradients import ForwardWrapper, GradientSource
 from runner.tensors.bitwise import bitwise_equal, is_dense
-from runner.tensors.module_buffers import TensorVersion, is_writable
+from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable
 
-_BufferKey = tuple[nn.Module, str]  # the module that owns a buffer, and its key in module._buffers
+_BufferKey = tuple[nn.Module, str]  # the module that owns a buffer, and its key in `buffers_of`
 _Buffers = dict[_BufferKey, Tensor]
 EMBED_FIX = "return a tensor with one row per sample, or a tuple or dictionary of such tensors"
 
@@ -260,7 +260,7 @@ class CoupledUpdate:
         if len(self.embedded) > 1:
             _restore_generators(self._rng_states)
             for (module, key), (tensor, after) in self._buffers.items():
-                module._buffers[key] = tensor
+                buffers_of(module)[key] = tensor
                 with torch.no_grad():
                     tensor.copy_(after)
 
@@ -316,7 +316,7 @@ class CoupledUpdate:
         return self._all_buffers()
 
     def _all_buffers(self) -> list[_BufferKey]:
-        return [(module, key) for module in self.passes.model.modules() for key in module._buffers]
+        return [(module, key) for module in self.passes.model.modules() for key in buffers_of(module)]
 
     def _record_constant_buffers(self) -> None:
         """Copy the buffers that no forward pass has changed so far, unless the last update has copied the same values.
@@ -340,7 +340,7 @@ class CoupledUpdate:
         """
         source = self.source
         states = source.constant_buffers
-        modules = {key[0] for key, state in states.items() if state.seen.is_changed(key[0]._buffers.get(key[1]))}
+        modules = {key[0] for key, state in states.items() if state.seen.is_changed(buffers_of(key[0]).get(key[1]))}
         if not modules or source.changed_buffers is None:
             return {}
         changed = {key: states.pop(key).copy for key in [*states] if key[0] in modules}
@@ -395,7 +395,7 @@ class _BufferState(NamedTuple):
     copy: Tensor
 
     def is_changed(self, key: _BufferKey) -> bool:
-        now = key[0]._buffers.get(key[1])
+        now = buffers_of(key[0]).get(key[1])
         # The fake tensors of a memory prediction have no values to compare.
         return self.seen.is_changed(now) or (type(now) is Tensor and not bitwise_equal(now, self.copy))
 
@@ -405,15 +405,15 @@ def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _Bu
 
 
 def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
-    buffers = {(module, key): module._buffers.get(key) for module, key in keys}
+    buffers = {(module, key): buffers_of(module).get(key) for module, key in keys}
     return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
 
 
 def _restore_buffers(buffers: _Buffers) -> None:
     for (module, key), saved in buffers.items():
-        current = module._buffers.get(key)
+        current = buffers_of(module).get(key)
         if current is None or current.shape != saved.shape or not is_writable(current):
-            module._buffers[key] = saved
+            buffers_of(module)[key] = saved
             continue
         with torch.no_grad():
             current.copy_(saved)

@@ -24,6 +24,7 @@ from runner.distributed.parallel import Discarded
 from runner.engine.update.gradients import clear
 from runner.engine.update.loop import StepInfo, UpdateWrapper
 from runner.tensors.bitwise import bitwise_equal
+from runner.tensors.module_buffers import buffers_of
 from runner.tensors.optimizer_state import StepChangeDetector
 
 Place = tuple[nn.Module, str]  # place of a buffer: its module, and its name in it
@@ -168,7 +169,7 @@ class UpdateSnapshot:
         for name in self._used:
             self._rng_states[name] = self._generators[name].get_state()
         self._device_rng = self._accelerator.generator_state()
-        buffers = [module._buffers.get(name) for module, name in self._places]
+        buffers = [buffers_of(module).get(name) for module, name in self._places]
         if len(buffers) != len(self._sources) or any(
             buffer is not source for buffer, source in zip(buffers, self._sources, strict=True)
         ):
@@ -182,7 +183,7 @@ class UpdateSnapshot:
         if buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._sources)
-        self._constant_tensors = [module._buffers.get(name) for module, name in self._constant_places]
+        self._constant_tensors = [buffers_of(module).get(name) for module, name in self._constant_places]
         self._versions = self._version_counters()
 
     def check_weights(self) -> None:
@@ -223,18 +224,18 @@ class UpdateSnapshot:
         self.check_weights()
         if self._hides_changes:
             return "a parameter, which the forward or backward pass changes"
-        constant = [module._buffers.get(name) for module, name in self._constant_places]
+        constant = [buffers_of(module).get(name) for module, name in self._constant_places]
         if any(now is not before for now, before in zip(constant, self._constant_tensors, strict=True)):
             return "a buffer, which the first update did not replace"
         if not self._find_all_buffers().keys() <= {*self._places, *self._constant_places}:
             return "a buffer that did not exist before"
         for (module, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
-            now = module._buffers.get(name)
+            now = buffers_of(module).get(name)
             if now is not buffer:
                 if now is None or buffer is None or now.shape != buffer.shape:
                     # Other attributes of the module may depend on its size.
                     return "a buffer that was resized or removed"
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
             if buffer is not None and not bitwise_equal(buffer, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
@@ -256,7 +257,7 @@ class UpdateSnapshot:
         return {
             (module, name): buffer
             for module in self.model.modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is not None and not buffer.is_meta
         }
 
