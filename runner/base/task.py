@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -128,6 +128,21 @@ class Gather:
         self.compute = compute
 
 
+if TYPE_CHECKING:
+    default = property
+else:
+
+    class default:  # noqa: N801 - a decorator, as `property`
+        """A property that a task may also set as an attribute: `self.fits = {...}` in `__init__`."""
+
+        def __init__(self, function):
+            self.function = function
+            self.__doc__ = function.__doc__
+
+        def __get__(self, task, owner):
+            return self if task is None else self.function(task)
+
+
 class Task:
     """Base class of tasks: set `model`, and define `loss` and `dataset`. Everything else has defaults.
 
@@ -163,7 +178,7 @@ class Task:
             return self.couple(self.embed(model, batch))
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch) -> (loss_sum, num_items)")
 
-    @property
+    @default
     def objectives(self) -> Mapping[str, Mapping[str, Any]]:
         """Objectives of an update, in order: name -> its keys; by default OBJECTIVES of the task's file.
 
@@ -207,17 +222,17 @@ class Task:
         """Return the length of each training sample, such as its number of tokens; for samplers that sort by length."""
         raise NotImplementedError
 
-    @property
+    @default
     def losses(self) -> Mapping[str, Callable[[nn.Module, Any], Sum]]:
         """Phase name -> (model, batch) -> (loss summed over items, items). Phases without an entry use `loss`."""
         return {}
 
-    @property
+    @default
     def fits(self) -> Mapping[str, Fit]:
         """Phase name -> statistics to collect, for each phase of kind "fit"."""
         return {}
 
-    @property
+    @default
     def packages(self) -> Mapping[str, Mapping[str, str]]:
         """Phase name, or "infer" -> packages that it imports lazily -> extra of accel-run that installs each.
 

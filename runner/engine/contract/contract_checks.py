@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.base.secret import redact
-from runner.base.task import Fit, Prediction, Progress, Task
+from runner.base.task import Fit, Prediction, Progress, Task, default
 from runner.base.text import abbreviate
 from runner.durable.directory import is_safe_path
 from runner.engine.contract.error_diagnosis import locate_definition
@@ -390,7 +390,7 @@ def check_members(task: Task, source: Path) -> None:
     """
     check_methods(task, Task, source, exclude=("loss",))
     for name, declared in vars(Task).items():
-        if isinstance(declared, property):
+        if isinstance(declared, default):
             _check_mapping(task, name, source)
     for name, (is_valid, what, fix) in _ATTRIBUTES.items():
         value = getattr(task, name)

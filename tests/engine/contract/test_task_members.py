@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from runner.base.errors import TaskFault
-from runner.base.task import Task
+from runner.base.task import Fit, Task
 from runner.cli import main
 from runner.engine.contract.contract_checks import check_members, check_methods
 from runner.engine.hooks.hook import Hook
@@ -27,6 +27,7 @@ class Right(Task):
         self.model = nn.Linear(1, 1)
         self.collate = list
         self.summarize = dict
+        self.fits = {"statistics": Fit()}  # type: ignore[misc]
 
     def dataset(self, split: str, *more: Any) -> Any:
         return []
@@ -83,6 +84,8 @@ WRONG_VALUES: dict[str, Any] = {"losses": {"train": 3}, "fits": {"fit": len}, "p
 
 def test_a_task_may_override_members_in_any_way_that_can_be_called() -> None:
     check_members(Right(), HERE)
+    assert list(Right().fits) == ["statistics"]
+    assert list(Right().losses) == ["train"]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -96,6 +99,7 @@ def test_a_member_that_cannot_be_used_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_a_wrong_value_in_a_mapping_is_named(name: str) -> None:
     task = type("Wrong", (Right,), {name: WRONG_VALUES[name]})()
+    vars(task).pop(name, None)
     with pytest.raises(TaskFault, match=rf"{name}\['\w+'\] must be a"):
         check_members(task, HERE)
 
