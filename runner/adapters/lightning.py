@@ -6,9 +6,10 @@ these methods works. Methods without a counterpart are rejected by name when the
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 from runner.base.task import Dataset, Progress, Sum, Task
 
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_LOGGED = "logged"  # name of the logged torchmetrics objects in `metrics` and `evaluate`
 _modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
 _configured: list[nn.Module] = []  # the module whose optimizer was configured last
 
@@ -55,7 +57,10 @@ class LightningTask(Task):
                 raise TaskFault(f"accel-run never calls {type(module).__name__}.{name}", fix=fix)
         self.module, self.items = module, items or count_samples
         self.trainer = TrainerStub()
-        self.model = LightningSteps(module, self.trainer)
+        self.recorder = MetricRecorder(module)
+        self.model = LightningSteps(module, self.trainer, self.recorder)
+        self._collects = False  # whether the runner requested the metrics that steps log
+        self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
         _modules.add(module)
@@ -80,12 +85,32 @@ class LightningTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
         step = "test_step" if self.split == "test" and _has(self.module, "test_step") else "validation_step"
         if not _has(self.module, step):
-            return {"loss": self.loss(model, batch)[:2]}
+            return {"loss": self.loss(model, batch)[:2], **self._contribution()}
         mean, logged = model(step, batch)
         count = self.items(batch)
-        sums = {} if mean is None else {"loss": (mean * count, count)}
+        sums: dict[str, Sum] = {} if mean is None else {"loss": (mean * count, count)}
         # A test_step may call validation_step, which logs with the prefix val.
-        return {**sums, **self._sums(logged, batch, *(("test", "val") if step == "test_step" else ("val",)))}
+        prefixes = ("test", "val") if step == "test_step" else ("val",)
+        sums |= self._sums(logged, batch, *prefixes)
+        for name, (short, _) in _shorten(self.recorder.logged, prefixes).items():
+            self._metric_names[name if short in sums else short] = self.recorder.logged[name]
+        return {**sums, **self._contribution()}
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        metrics = self.recorder.metrics
+        self._collects, self._metric_names = bool(metrics), {}
+        names = self._metric_names
+        return {_LOGGED: LoggedMetrics(metrics, lambda: names)} if metrics else {}
+
+    def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {name.removeprefix(f"{_LOGGED}."): value for name, value in metrics.items()}
+
+    def _contribution(self) -> dict[str, Any]:
+        recorder = self.recorder
+        if recorder.logged and not self._collects:
+            what = f"self.log({next(iter(recorder.logged))!r}) received a metric that metrics(split) does not return"
+            raise TaskFault(what, fix="return {**super().metrics(split), ...} from metrics(split)")
+        return {_LOGGED: {"calls": recorder.calls}} if self._collects else {}
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
@@ -105,13 +130,12 @@ class LightningTask(Task):
 
     def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, *prefixes: str) -> dict[str, Sum]:
         """Return logged means as sums and counts, without the prefix of their split where names remain unique."""
-        starts = ("", *(f"{prefix}{separator}" for prefix in prefixes for separator in "_/"))
-        found = {name: next((start for start in starts[1:] if name.startswith(start)), "") for name in logged}
+        shortened = _shorten(logged, prefixes)
         sums: dict[str, Sum] = {}
-        for name in sorted(logged, key=lambda name: starts.index(found[name])):
+        for name in sorted(logged, key=lambda name: shortened[name][1]):
             value, size = logged[name]
             count = self.items(batch) if size is None else size
-            short = name.removeprefix(found[name])
+            short = shortened[name][0]
             sums[name if short in sums else short] = value * count, count
         return sums
 
@@ -150,9 +174,11 @@ class LightningTask(Task):
 class LightningSteps(nn.Module):
     """Call a step of the module through `forward`, to which wrappers of the model and compilation apply."""
 
-    def __init__(self, module: nn.Module, trainer: TrainerStub) -> None:
+    def __init__(self, module: nn.Module, trainer: TrainerStub, recorder: MetricRecorder) -> None:
         super().__init__()
         self.module = module
+        self.recorder = recorder
+        self._step = ""
         self._logged: dict[str, tuple[Tensor, int | None]] = {}
         module.log = self._log  # type: ignore[assignment]
         module.log_dict = self._log_dict  # type: ignore[assignment]
@@ -163,6 +189,8 @@ class LightningSteps(nn.Module):
 
     def forward(self, step: str, batch: Any) -> tuple[Tensor | None, dict[str, tuple[Tensor, int | None]]]:
         self._logged.clear()
+        self.recorder.begin()
+        self._step = step
         method = getattr(self.module, step)
         args = (batch, 0)[: len(inspect.signature(method).parameters)]
         loss = method(*args)
@@ -174,6 +202,14 @@ class LightningSteps(nn.Module):
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             what = f"self.log({name!r}) is reduced by {options['reduce_fx']}, but accel-run reports the mean"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
+        if self.recorder.find(value) is not None and self._step != "training_step":
+            self.recorder.log(name, value)
+            return
+        if self.recorder.find(value) is not None:
+            what = f"self.log({name!r}) received a metric in training_step, but training metrics are sums over batches"
+            raise TaskFault(
+                what, fix="log the value that the metric returns for the batch, or log it in validation_step"
+            )
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
@@ -182,6 +218,109 @@ class LightningSteps(nn.Module):
     def _log_dict(self, values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():
             self._log(name, value, **options)
+
+
+class MetricRecorder:
+    """Record the calls of a module's torchmetrics objects in a step, so that the runner can repeat them on its copies.
+
+    Each step starts from empty states, so that `compute` in a step returns the value of its batch.
+
+    metrics  the metrics of the module, including members of collections; a metric inside another one is part of it
+    calls    (index of the metric, positional arguments, keyword arguments) of the last step
+    logged   logged name -> index of the metric, of the last step
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.metrics: list[Any] = []
+        self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self.logged: dict[str, int] = {}
+        self._is_recording = True
+        self._attach(module)
+
+    def begin(self) -> None:
+        self.calls, self.logged = [], {}
+        for metric in self.metrics:
+            metric.reset()
+
+    def find(self, value: Any) -> int | None:
+        return next((index for index, metric in enumerate(self.metrics) if metric is value), None)
+
+    def log(self, name: str, metric: Any) -> None:
+        index = self.find(metric)
+        assert index is not None
+        self.logged[name] = index
+
+    def _attach(self, module: Any) -> None:
+        if hasattr(module, "_reductions"):  # a metric: torchmetrics 1.5 to 1.9
+            index = len(self.metrics)
+            self.metrics.append(module)
+            module.update, module.forward = (self._recording(index, call) for call in (module.update, module.forward))
+            return
+        if isinstance(module, nn.ModuleDict) and hasattr(
+            module, "compute"
+        ):  # a collection updates one of equal members
+            collection: Any = module
+
+            def update(*args: Any, **kwargs: Any) -> None:
+                for member in collection.values(copy_state=False):
+                    member.update(*args, **member._filter_kwargs(**kwargs))
+
+            collection.update = update
+        for child in module.children():
+            self._attach(child)
+
+    def _recording(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_recording:  # `forward` calls `update`
+                return call(*args, **kwargs)
+            self.calls.append((index, args, kwargs))
+            self._is_recording = False
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._is_recording = True
+
+        return record
+
+
+class LoggedMetrics(nn.Module):
+    """The metrics of a module as one metric, whose `update` repeats the recorded calls of a batch.
+
+    A metric that no batch of any rank has updated is NaN.
+
+    names  returns reported name -> index of the metric
+    """
+
+    metrics: Any
+    num_updates: Tensor  # of each metric; merged over ranks, as a state
+
+    def __init__(self, metrics: Sequence[nn.Module], names: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__()
+        copies = [copy.deepcopy(metric) for metric in metrics]  # leaves out `update`, but not `forward`
+        for metric in copies:
+            vars(metric).pop("forward")
+        self.metrics, self.names = nn.ModuleList(copies), names
+        self.register_buffer("num_updates", torch.zeros(len(copies), dtype=torch.int64), persistent=False)
+        self._reductions = {"num_updates": lambda stacked: stacked.sum(0)}  # as in torchmetrics
+
+    @property
+    def metric_state(self) -> dict[str, Tensor]:
+        return {"num_updates": self.num_updates}
+
+    def update(self, calls: Sequence[tuple[int, tuple[Any, ...], dict[str, Any]]]) -> None:
+        for index, args, kwargs in calls:
+            self.metrics[index].update(*args, **kwargs)
+            self.num_updates[index] += 1
+
+    def compute(self) -> dict[str, Any]:
+        updated = self.num_updates.tolist()
+        names = self.names().items()
+        return {name: self.metrics[index].compute() if updated[index] else torch.nan for name, index in names}
+
+    def reset(self) -> None:
+        self.num_updates.zero_()
+        for metric in self.metrics:
+            metric.reset()
 
 
 class TrainerStub:
@@ -267,6 +406,13 @@ def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
         what = "configure_optimizers must return one optimizer, alone or with one schedule"
         raise TaskFault(what, fix="for several optimizers, write a task with OBJECTIVES")
     return answer, config if config is None or isinstance(config, Mapping) else {"scheduler": config}  # type: ignore[return-value]
+
+
+def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Return name -> (name without the prefix of its split, position of that prefix; 0: none)."""
+    starts = ("", *(f"{prefix}{separator}" for prefix in prefixes for separator in "_/"))
+    found = {name: next((start for start in starts[1:] if name.startswith(start)), "") for name in names}
+    return {name: (name.removeprefix(start), starts.index(start)) for name, start in found.items()}
 
 
 def count_samples(batch: Any) -> int:

@@ -140,7 +140,8 @@ def stream_tensors(tensors: Mapping[str, StoredTensor], max_bytes: int = 64 << 2
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps the stride of a dimension of size 1
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _in_file_order(tensors: Mapping[str, Value]) -> list[tuple[str, Value]]:

@@ -14,7 +14,8 @@ def is_dense(tensor: Tensor) -> bool:
 def view_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a dense tensor in row-major order, (nbytes,); a view if it is already contiguous."""
     resolved = tensor.detach().resolve_conj().resolve_neg()  # a lazily conjugated view has other bytes in memory
-    return resolved.contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): a dimension of size 1 keeps its stride, such as that of a column, which view(dtype) refuses.
+    return resolved.contiguous().as_strided((resolved.numel(),), (1,)).view(torch.uint8)
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:

@@ -202,3 +202,49 @@ def test_metrics_that_differ_only_in_their_prefix_are_all_reported() -> None:
     evaluated = task.evaluate(task.model, torch.ones(2, 2))
     values = {name: float(total / count) for name, (total, count) in evaluated.items()}
     assert values == {"x": 2.0, "val_x": 1.0, "y": 4.0, "val_y": 3.0}
+
+
+class Overridden(LightningTask):
+    def metrics(self, split: str) -> dict[str, Any]:
+        return {}
+
+
+def logging(step: str) -> nn.Module:
+    """Return a module that logs a metric of torchmetrics in a step."""
+    torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+    def log(self: Any, batch: Any, batch_index: int) -> Any:
+        self.score.update(batch.mean())
+        self.log("val_score", self.score)
+        return self.net(batch).mean()
+
+    module = with_methods(**{step: log})
+    module.score = torchmetrics.MeanMetric()
+    return module
+
+
+def test_a_metric_in_training_step_is_refused() -> None:
+    task = LightningTask(logging("training_step"))
+    with pytest.raises(TaskFault, match="val_score"):
+        task.loss(task.model, torch.ones(4, 2))
+
+
+def test_a_metric_that_the_task_does_not_return_from_metrics_is_refused() -> None:
+    for kind in (LightningTask, Overridden):
+        task = kind(logging("validation_step"))
+        metrics = task.metrics("val")
+        if metrics:
+            assert metrics.keys() <= task.evaluate(task.model, torch.ones(4, 2)).keys()
+        else:
+            with pytest.raises(TaskFault, match="val_score"):
+                task.evaluate(task.model, torch.ones(4, 2))
+
+
+def test_a_step_leaves_no_states_in_the_metrics_of_the_module() -> None:
+    """Otherwise lists of predictions would grow, and `compute` in a step would include earlier batches."""
+    module = logging("validation_step")
+    task = LightningTask(module)
+    task.metrics("val")
+    for value in (1.0, 3.0):
+        task.evaluate(task.model, torch.full((4, 2), value))
+    assert float(module.score.compute()) == 3.0  # type: ignore[operator, union-attr]

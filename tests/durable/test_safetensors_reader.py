@@ -126,3 +126,9 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error_and_not_a_crash(fil
     file.unlink()
     with pytest.raises(StorageError):
         stored["deep"].read()
+
+
+def test_the_bytes_of_one_row_of_a_column_are_those_of_its_copy() -> None:
+    """Its only dimension has the stride of the column."""
+    column = torch.arange(6.0).view(3, 2)[:1, 0]
+    assert bytes(view_bytes(column)) == bytes(view_bytes(column.clone()))

@@ -163,3 +163,76 @@ def build():
     OWN
     return task
 """
+
+
+METRICS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, BinaryPrecision
+
+from runner.adapters.lightning import LightningTask
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.auroc, self.accuracy, self.never = BinaryAUROC(), BinaryAccuracy(), BinaryAUROC()
+        self.others = MetricCollection({"f1": BinaryF1Score(), "precision": BinaryPrecision()}, prefix="val_")
+
+    def training_step(self, batch, batch_index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        scores, labels = batch[:, 0], batch[:, 1].int()
+        self.auroc.update(scores, labels)
+        of_batch = self.accuracy(scores, labels)
+        CALL(scores, labels)
+        self.log("val_auroc", self.auroc, on_epoch=True)
+        self.log_dict({"val_accuracy": self.accuracy, "val_mean": of_batch, "val_never": self.never})
+        self.log_dict(self.others)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(list(torch.ones(8, 2)), batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(SAMPLES, batch_size=4)
+
+
+generator = torch.Generator().manual_seed(3)
+LABELS = torch.randint(0, 2, (23,), generator=generator)
+SCORES = (torch.rand(23, generator=generator) + 0.3 * LABELS).clamp(max=1)
+SAMPLES = list(torch.stack([SCORES, LABELS.float()], 1))
+
+
+def build():
+    return LightningTask(Module())
+"""
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("args", [f"{TWO} parallelism.shares=[5,3]", "", "micro_batch_size=4"])
+@pytest.mark.parametrize("call", ["self.others", "self.others.update"])
+def test_logged_metrics_are_those_of_all_samples(call: str, args: str, server: ForkServer, tmp_path: Path) -> None:
+    """On ranks with unequal shares and in batches; the mean over batches of a metric differs."""
+    classification = pytest.importorskip("torchmetrics.classification", reason="torchmetrics is not installed")
+    trained(server, tmp_path, f"global_batch_size=8 updates=2 {args}", METRICS.replace("CALL", call))
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 2, (23,), generator=generator)
+    scores = (torch.rand(23, generator=generator) + 0.3 * labels).clamp(max=1)
+    found = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["metrics"]
+    kinds = {
+        "auroc": "BinaryAUROC",
+        "accuracy": "BinaryAccuracy",
+        "f1": "BinaryF1Score",
+        "precision": "BinaryPrecision",
+    }
+    expected = {f"val/{name}": float(getattr(classification, kind)()(scores, labels)) for name, kind in kinds.items()}
+    assert {name: found[name] for name in expected} == expected
+    assert "val/mean" in found
+    assert found["val/never"] is None, "NaN"

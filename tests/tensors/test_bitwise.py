@@ -18,6 +18,7 @@ KINDS = {
     "conjugated": torch.complex(NUMBERS, -NUMBERS).conj(),
     "negated": torch.complex(NUMBERS, NUMBERS)[0].conj().imag,
     "transposed": NUMBERS.T,
+    "one row of a column": NUMBERS[:1, 0],
     "expanded": NUMBERS[:1].expand(3, -1),
 }
 
