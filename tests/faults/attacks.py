@@ -122,8 +122,8 @@ def _manifests() -> Iterator[tuple[str, Attack]]:
 
 
 def _states() -> Iterator[tuple[str, Attack]]:
-    keys = ("phase", "phase_update", "epoch", "updates_before", "total", "early_stopping", "records", "closed", "kept", "precision",
-            "meter", "random", "random_of_ranks", "saving", "shares", "bests", "evaluated_at", "skipped_before", "metrics", "values",
+    keys = ("phase", "phase_update", "epoch", "updates_before", "total", "early_stopping", "records", "closed", "ended", "kept",
+            "precision", "meter", "random", "random_of_ranks", "saving", "shares", "bests", "evaluated_at", "skipped_before", "metrics", "values",
             "optimizer", "schedule")  # fmt: skip
 
     def changed(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
