@@ -61,6 +61,7 @@ class LightningTask(Task):
         self.model = LightningSteps(module, self.trainer, self.recorder)
         self._collects = False  # whether the runner requested the metrics that steps log
         self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
+        self._not_logged: set[int] = set()  # indices of metrics that a step of this evaluation has not logged
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
         _modules.add(module)
@@ -98,7 +99,7 @@ class LightningTask(Task):
 
     def metrics(self, split: str) -> Mapping[str, Any]:
         metrics = self.recorder.metrics
-        self._collects, self._metric_names = bool(metrics), {}
+        self._collects, self._metric_names, self._not_logged = bool(metrics), {}, set()
         names = self._metric_names
         return {_LOGGED: LoggedMetrics(metrics, lambda: names)} if metrics else {}
 
@@ -110,7 +111,15 @@ class LightningTask(Task):
         if recorder.logged and not self._collects:
             what = f"self.log({next(iter(recorder.logged))!r}) received a metric that metrics(split) does not return"
             raise TaskFault(what, fix="return {**super().metrics(split), ...} from metrics(split)")
-        return {_LOGGED: {"calls": recorder.calls}} if self._collects else {}
+        # Calls of other metrics are left out: a metric of which only values are logged need not be merged over ranks.
+        logged = {*self._metric_names.values()}
+        for name, index in recorder.logged.items():
+            if index in self._not_logged:
+                what = f"self.log({name!r}) received a metric that was also updated in a batch that did not log it"
+                raise TaskFault(what, fix="log the metric in each step that updates it")
+        self._not_logged |= {index for index, *_ in recorder.calls} - logged
+        calls = [call for call in recorder.calls if call[0] in logged]
+        return {_LOGGED: {"calls": calls}} if self._collects else {}
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)

@@ -248,3 +248,25 @@ def test_a_step_leaves_no_states_in_the_metrics_of_the_module() -> None:
     for value in (1.0, 3.0):
         task.evaluate(task.model, torch.full((4, 2), value))
     assert float(module.score.compute()) == 3.0  # type: ignore[operator, union-attr]
+
+
+def test_a_metric_of_which_only_values_are_logged_need_not_be_merged() -> None:
+    """Its calls are not repeated, so that it may have states that ranks cannot merge."""
+    torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+    def validation_step(self: Any, batch: Any, batch_index: int) -> None:
+        value = self.score(batch.mean())
+        self.log("val_score", self.score if batch.mean() > 1 else value)
+
+    module = with_methods(validation_step=validation_step)
+    module.score = torchmetrics.MeanMetric()
+    task = LightningTask(module)
+    (name,) = task.metrics("val")
+    evaluated: Any = task.evaluate(task.model, torch.ones(4, 2))
+    assert not evaluated[name]["calls"]
+    assert float(evaluated["score"][0]) == 4.0
+    with pytest.raises(TaskFault, match="val_score"):
+        task.evaluate(task.model, torch.full((4, 2), 2.0))
+    task.metrics("val")  # another evaluation
+    evaluated = task.evaluate(task.model, torch.full((4, 2), 2.0))
+    assert len(evaluated[name]["calls"]) == 1
