@@ -39,37 +39,37 @@ class Bound:
     holds: Callable[[Metrics, Metrics, Mapping[str, Any]], bool]
 
 
-def above(metric: str, *, times: float = 1.0, plus: float = 0.0, of: str = "the trivial model") -> Bound:
+def at_least(metric: str, *, times: float = 1.0, plus: float = 0.0, of: str = "the trivial model") -> Bound:
     """Return the bound that a metric is at least `times` its baseline + `plus`."""
-    words = "above" if times == 1.0 else f"{times:g} x"
+    words = "at least" if times == 1.0 else f"at least {times:g} x"
     more = f" + {plus:g}" if plus else ""
     return Bound(metric, f"{words} {of}{more}", lambda got, base, _: got[metric] >= times * base[metric] + plus)
 
 
-def below(metric: str, *, times: float = 1.0, of: str = "the trivial model") -> Bound:
+def at_most(metric: str, *, times: float = 1.0, of: str = "the trivial model") -> Bound:
     """Return the bound that a metric is at most `times` its baseline."""
     return Bound(metric, f"at most {times:g} x {of}", lambda got, base, _: got[metric] <= times * base[metric])
 
 
-STRAIGHT = below("mdf_mm", times=0.6, of="a straight line")
+STRAIGHT = at_most("mdf_mm", times=0.6, of="a straight line")
 # arguments of a run -> required results
 BOUNDS: Mapping[str, tuple[Bound, ...]] = {
-    "gpt": (below("bits_per_byte", of="bigram"),),
+    "gpt": (at_most("bits_per_byte", of="bigram"),),
     "tractodiff": (STRAIGHT,),
     "tractodiff task.data=bundles": (STRAIGHT,),
-    "cape": (above("pck", plus=0.15, of="copying the support"),),
-    "nmt": (above("token_accuracy", times=2, of="the most frequent token"),),
-    "hyperspectral": (above("iou", of="RX"), above("auroc", of="RX")),
+    "cape": (at_least("pck", plus=0.15, of="copying the support"),),
+    "nmt": (at_least("token_accuracy", times=2, of="the most frequent token"),),
+    "hyperspectral": (at_least("iou", of="RX"), at_least("auroc", of="RX")),
     "dynamo": (
         Bound("routing", "at least 0.95", lambda got, base, phases: got["routing"] >= 0.95),
-        *(above(task, of="the majority") for task in ("classification", "qa", "summary", "code", "translation")),
+        *(at_least(task, of="the majority") for task in ("classification", "qa", "summary", "code", "translation")),
         Bound(
             "score",
             "joint not below lora",
             lambda got, base, phases: got["score"] >= phases["lora"]["metrics"]["val/score"],
         ),
     ),
-    "dynamo task.requests=held_out": (above("routing", of="one task for all"),),
+    "dynamo task.requests=held_out": (at_least("routing", of="one task for all"),),
 }
 MINUTES = 3.0
 
