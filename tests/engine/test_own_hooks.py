@@ -324,6 +324,24 @@ def test_a_hook_may_change_the_model_that_is_evaluated(
     assert_close(torch.tensor(metrics["val/loss"]), wanted.float(), terms=64)
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_gradients_that_a_hook_leaves_behind_do_not_change_the_next_update(
+    strategy: str, write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    backward = """self.phase.parts.bare(torch.ones(1, 2)).sum().backward()
+
+    def after_evaluation(self, result):
+        pass"""
+    before, rest = TASK.split("        self.seen += 1\n")
+    file = write(f"{before}        {backward}\n\n    def state_dict{rest.partition('    def state_dict')[2]}")
+    train = ["train", "--task", str(file), *WORDS, "updates=3", f"parallelism={strategy}"]
+    train += [] if strategy == "single" else ["parallelism.world_size=2"]
+    assert main([*train, "run=own"]) == 0
+    assert main([*train, "run=none", "hook.drift.enabled=false"]) == 0
+    own, none = (final_weights(tmp_path / "outputs" / run) for run in ("own", "none"))
+    assert all(torch.equal(weight, none[name]) for name, weight in own.items())
+
+
 TEACHER = (
     TASK.replace(
         "        self.model = nn.Linear(2, 1)\n",
