@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class WorkerLoader(Loader):
         return self._raise_errors(self._iterate(self._data_loader(first, chain(first, keys))))
 
     def _data_loader(
-        self, first: list[MicroBatchKey], keys: Keys, *, keeps_workers: bool = False
+        self, first: list[MicroBatchKey], keys: Iterable[Any], *, keeps_workers: bool = False
     ) -> torch.utils.data.DataLoader[MicroBatch]:
         """Return torch's loader of `keys`, which begin with `first`, with a worker for each key in `first`."""
         with _without_core_warning():
@@ -157,11 +157,12 @@ class WorkerLoader(Loader):
             )
 
     def _iterate(self, loader: torch.utils.data.DataLoader[MicroBatch]) -> Any:
+        if self._open and loader.persistent_workers:
+            return iter(loader)
         # Workers start with stop signals blocked, so that none arrives before `init_worker` ignores them.
         with _without_core_warning(), stop_signals_blocked(self.start_method), kill_on_partial_start():
             iterator = iter(loader)
-        if iterator not in self._open:
-            self._open.append(iterator)
+        self._open.append(iterator)
         return iterator
 
     def _raise_errors(self, iterator: Any) -> Iterator[MicroBatch]:
@@ -217,7 +218,7 @@ def _without_core_warning() -> Iterator[None]:
 class KeptWorkerLoader(WorkerLoader):
     """Keep the workers for the next iterator, because spawning one takes seconds; only one iterator is open at a time.
 
-    `close` does not end them, `end_workers` does.
+    Like new workers, they receive the current state of the dataset. `close` does not end them, `end_workers` does.
     """
 
     def __init__(self, fetcher: Fetcher, **options: Any) -> None:
@@ -233,8 +234,11 @@ class KeptWorkerLoader(WorkerLoader):
         if self._loader is not None and self._loader.num_workers < len(first):
             self.end_workers()
         if self._loader is None:
+            self._keys.keys = chain(first, keys)
             self._loader = self._data_loader(first, self._keys, keeps_workers=True)
-        self._keys.keys = chain(first, keys)
+        else:  # torch passes the first keys to different workers; the memory of a tensor can be sent to one worker only
+            sent = (_FirstKey(key, WorkerFetcher(self.fetcher).pickled()) for key in first)
+            self._keys.keys = chain(sent, keys)
         return self._raise_errors(self._iterate(self._loader))
 
     def close(self) -> None:
@@ -249,9 +253,9 @@ class KeptWorkerLoader(WorkerLoader):
 class _Keys:
     """A sampler whose keys change between iterators."""
 
-    keys: Keys = ()
+    keys: Iterable[MicroBatchKey | _FirstKey] = ()
 
-    def __iter__(self) -> Iterator[MicroBatchKey]:
+    def __iter__(self) -> Iterator[MicroBatchKey | _FirstKey]:
         return iter(self.keys)
 
 
@@ -321,8 +325,10 @@ class WorkerFetcher:
     def __len__(self) -> int:
         return len(self.fetcher)
 
-    def __getitem__(self, key: MicroBatchKey) -> MicroBatch | AccelRunError | RemoteError:
+    def __getitem__(self, key: MicroBatchKey | _FirstKey) -> MicroBatch | AccelRunError | RemoteError:
         try:
+            if isinstance(key, _FirstKey):
+                self.fetcher, key = ForkingPickler.loads(key.fetcher), key.key
             read = self.fetcher[key]
             map_tensors(_share, read.batch)
             return read
@@ -337,8 +343,8 @@ class WorkerFetcher:
         except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
             return RemoteError(describe_exception(error))
 
-    def __reduce__(self) -> tuple[Callable[..., WorkerFetcher], tuple[bytes]]:
-        """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
+    def pickled(self) -> bytes:
+        """Return the fetcher without the task's model: it may be on a GPU, where each worker would allocate memory."""
         content = io.BytesIO()
         try:
             PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
@@ -346,7 +352,17 @@ class WorkerFetcher:
             what = f"dataset({self.fetcher.streams.split!r}) cannot be sent to a spawned worker: {error}"
             fix = "define its classes and functions at module level, or use dataloader.start_method=fork"
             raise TaskFault(what, fix=fix) from error
-        return _unpickle, (content.getvalue(),)
+        return content.getvalue()
+
+    def __reduce__(self) -> tuple[Callable[..., WorkerFetcher], tuple[bytes]]:
+        return _unpickle, (self.pickled(),)
+
+
+class _FirstKey(NamedTuple):
+    """The first key for a kept worker in an evaluation, with the current state of the dataset."""
+
+    key: MicroBatchKey
+    fetcher: bytes
 
 
 def _unpickle(content: bytes) -> WorkerFetcher:

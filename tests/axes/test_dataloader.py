@@ -231,6 +231,9 @@ def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -
     assert len(set(more)) == 2, "more workers are started when they have work"
     assert set(evaluate(30, num_read=2)) == set(more), "also if it stops early"
     assert evaluate(4) == [more[0], more[1]] * 2, "the rest of an evaluation that stopped is discarded"
+    held_out.dataset.offset = 10**9
+    assert evaluate(4) == [pid + 10**9 for pid in [more[0], more[1]] * 2], "they see the current state of the dataset"
+    held_out.dataset.offset = 0
     training.close()
     assert not {child.pid for child in multiprocessing.active_children()} & {*first, *more}
     assert not set(evaluate(2)) & set(more)

@@ -25,13 +25,15 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 class Readers:
-    """Returns the process that reads the sample."""
+    """Returns the process that reads the sample, plus `offset`."""
+
+    offset = 0
 
     def __len__(self) -> int:
         return 100
 
     def __getitem__(self, index: int) -> int:
-        return os.getpid()
+        return os.getpid() + self.offset
 
 
 class Owner:
