@@ -198,7 +198,7 @@ class LightningSteps(nn.Module):
 
     def forward(self, step: str, batch: Any) -> tuple[Tensor | None, dict[str, tuple[Tensor, int | None]]]:
         self._logged.clear()
-        self.recorder.begin()
+        self.recorder.begin(evaluates=step != "training_step")
         self._step = step
         method = getattr(self.module, step)
         args = (batch, 0)[: len(inspect.signature(method).parameters)]
@@ -232,7 +232,8 @@ class LightningSteps(nn.Module):
 class MetricRecorder:
     """Record the calls of a module's torchmetrics objects in a step, so that the runner can repeat them on its copies.
 
-    Each step starts from empty states, so that `compute` in a step returns the value of its batch.
+    In each evaluation step, a metric starts from an empty state at its first call, so that `compute` in the step
+    returns the value of its batch. Training steps are not changed: a metric may accumulate over updates.
 
     metrics  the metrics of the module, including members of collections; a metric inside another one is part of it
     calls    (index of the metric, positional arguments, keyword arguments) of the last step
@@ -243,13 +244,11 @@ class MetricRecorder:
         self.metrics: list[Any] = []
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.logged: dict[str, int] = {}
-        self._is_recording = True
+        self._is_recording = False
         self._attach(module)
 
-    def begin(self) -> None:
-        self.calls, self.logged = [], {}
-        for metric in self.metrics:
-            metric.reset()
+    def begin(self, *, evaluates: bool) -> None:
+        self.calls, self.logged, self._is_recording = [], {}, evaluates
 
     def find(self, value: Any) -> int | None:
         return next((index for index, metric in enumerate(self.metrics) if metric is value), None)
@@ -280,8 +279,10 @@ class MetricRecorder:
 
     def _recording(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_recording:  # `forward` calls `update`
+            if not self._is_recording:  # in a training step, or by `forward`, which calls `update`
                 return call(*args, **kwargs)
+            if all(other != index for other, *_ in self.calls):
+                self.metrics[index].reset()
             self.calls.append((index, args, kwargs))
             self._is_recording = False
             try:

@@ -250,6 +250,28 @@ def test_a_step_leaves_no_states_in_the_metrics_of_the_module() -> None:
     assert float(module.score.compute()) == 3.0  # type: ignore[operator, union-attr]
 
 
+def test_a_metric_accumulates_over_training_steps_also_across_evaluations() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+    def training_step(self: Any, batch: Any, batch_index: int) -> Any:
+        self.running.update(batch.mean())
+        self.log("running", self.running.compute())
+        return self.net(batch).mean()
+
+    def validation_step(self: Any, batch: Any, batch_index: int) -> None:
+        self.score.update(batch.mean())
+        self.log("score", self.score)
+
+    module = with_methods(training_step=training_step, validation_step=validation_step)
+    module.running, module.score = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+    task = LightningTask(module)
+    task.metrics("val")
+    for value, mean in ((1.0, 1.0), (3.0, 2.0), (5.0, 3.0)):
+        task.loss(task.model, torch.full((4, 2), value))
+        assert float(module.running.compute()) == mean
+        task.evaluate(task.model, torch.ones(4, 2))
+
+
 def test_a_metric_of_which_only_values_are_logged_need_not_be_merged() -> None:
     """Its calls are not repeated, so that it may have states that ranks cannot merge."""
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
