@@ -225,12 +225,19 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
 
 
 def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
-    """Yield the methods of the classes that derive from Task, also through classes of the file, with their class."""
+    """Yield the methods of the classes that derive from Task, also through classes of the file, with their class.
+
+    Classes with other bases are left out: a class of another file may call methods that its subclasses define.
+    """
     nodes = [*ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | {one.name for one in classes}
     tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # without: from runner import *
+    mixins = {"object"}  # classes of this file that derive from nothing else
     for node in sorted(classes, key=lambda node: node.lineno):
-        if any(ast.unparse(base) in tasks for base in node.bases):
+        bases = {ast.unparse(base) for base in node.bases}
+        if bases & tasks and bases <= tasks | mixins:
             tasks.add(node.name)
             yield from ((node, member) for member in node.body if isinstance(member, ast.FunctionDef))
+        elif bases <= mixins:
+            mixins.add(node.name)

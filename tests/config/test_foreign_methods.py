@@ -98,5 +98,14 @@ def test_methods_that_the_file_itself_uses_are_allowed(name: str, use: str, tmp_
     assert not problems_of(text.format(name=name), tmp_path)
 
 
+@pytest.mark.parametrize(("mixin", "is_known"), [("from other import Mixin", False), ("class Mixin: ...", True)])
+def test_methods_that_a_base_class_of_another_file_may_call_are_allowed(
+    mixin: str, is_known: bool, tmp_path: Path
+) -> None:
+    text = TASK.replace("from runner import Task", f"from runner import Task\n\n{mixin}")
+    text = text.replace("Mine(Task)", "Mine(Mixin, Task)").format(name="setup")
+    assert bool(problems_of(text, tmp_path)) == is_known
+
+
 def test_methods_of_the_contract_are_allowed(tmp_path: Path) -> None:
     assert not problems_of(TASK.format(name="evaluate"), tmp_path)
