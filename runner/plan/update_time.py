@@ -395,8 +395,9 @@ class _Update:
         Workers read while the device computes. In the training process, reading and launching kernels take turns.
         """
         time, read_s = UpdateTime(tuple(parts)), self.demand.read_s
-        options, workers = self.plan.choices["dataloader"].options, self.plan.num_workers
-        if read_s is None or options.get("cache", "none") != "none":
+        choice, workers = self.plan.choices["dataloader"], self.plan.num_workers
+        options = choice.options
+        if read_s is None or choice.location or options.get("cache", "none") != "none":  # own loaders read differently
             return time
         above_ms = options.get("workers_above_ms", 0)
         if 1e3 * read_s * self.phase.batch.micro_batch_size < (0 if above_ms == "auto" else above_ms):
