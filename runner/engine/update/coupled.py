@@ -330,7 +330,9 @@ class CoupledUpdate:
         old = source.constant_buffers
         kept = {key: old[key] for key, now in buffers.items() if key in old and not old[key].seen.is_changed(now)}
         new = {key: now for key, now in buffers.items() if key not in kept}
-        source.constant_buffers = kept | _record_states(new)
+        # Copies on the host, because they are kept for all updates.
+        copies = {key: _BufferState(TensorVersion.of(now), now.to("cpu", copy=True)) for key, now in new.items()}
+        source.constant_buffers = kept | copies
 
     def _newly_changed(self) -> _Buffers:
         """Return the values, before the last forward pass, of buffers that it was the first to change.
@@ -343,7 +345,8 @@ class CoupledUpdate:
         modules = {key[0] for key, state in states.items() if state.seen.is_changed(buffers_of(key[0]).get(key[1]))}
         if not modules or source.changed_buffers is None:
             return {}
-        changed = {key: states.pop(key).copy for key in [*states] if key[0] in modules}
+        device = self.world.device
+        changed = {key: states.pop(key).copy.to(device) for key in [*states] if key[0] in modules}
         source.changed_buffers |= changed.keys()
         return changed
 
