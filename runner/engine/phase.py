@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -124,7 +125,10 @@ class Phase(PhaseView):
                 f" {self.total} were requested"
             )
             self.total = self.record.total = done
-        self.is_ended = state.get("ended", False)
+        # If its settings or the requested length have changed, the hook decides again.
+        values = ({k: v for k, v in of.items() if "hook." in k} for of in (state["values"], self.run.plan.values()))
+        is_same = operator.eq(*values) and state["total"] == self.total
+        self.is_ended = self.was_ended = state.get("ended", False) and is_same
         self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
 
     def __enter__(self) -> Phase:
@@ -186,7 +190,7 @@ class Phase(PhaseView):
 
     def close(self) -> None:
         """End the phase: run a due evaluation, save, and wait until everything is on disk."""
-        if self.is_ended and self.is_over and not self.closed:
+        if self.is_ended and not self.was_ended and self.position.update < self.total:
             text = f"{self.name} ends at update {self.position.update} of {self.total}: a hook called stop()"
             self.run.observers.screen.info(text)
         for hook in self.hooks:
@@ -195,14 +199,12 @@ class Phase(PhaseView):
     def updates(self) -> Iterator[int]:
         """Run the updates with the hooks between them; yield their numbers."""
         run, parts, done = self.run, self.parts, self.position.update
-        if done >= self.total:
+        if done >= self.total or (self.is_ended and self.is_over):
             length = "updates" if self.planned.updates is not None else "epochs"
+            how = f"a hook ended it at update {done}" if done < self.total else f"{done} updates are done"
             run.observers.screen.info(
-                f"{self.name} is finished: {done} updates are done; to train longer, use {length}=N"
-                f" resume_allow=[{length}]"
+                f"{self.name} is finished: {how}; to train longer, use {length}=N resume_allow=[{length}]"
             )
-        elif self.is_over and self.is_ended:
-            self.run.observers.screen.info(f"{self.name} is finished: a hook ended it at update {done}")
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")
         self.feed.batches = self._read_batches()

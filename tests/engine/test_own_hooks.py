@@ -296,6 +296,26 @@ def test_a_hook_ends_a_phase_as_its_last_update_does(ranks: int, write: Callable
     assert rows(folder, "drift/seen") == [1, 2, *range(1, 7)]
 
 
+@pytest.mark.parametrize(
+    ("more", "allow", "seen"),
+    [
+        (["updates=6", "hook.drift.size=3"], "", [1, 2, 3]),
+        (["updates=8", "hook.drift.size=3"], "updates", [1, 2, 3, 4, 5, 6, 7, 8]),
+        (["updates=6", "hook.drift.size=5"], "hook", [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_phase_that_a_hook_has_ended_continues_with_other_settings(
+    more: list[str], allow: str, seen: list[int], write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    text = TASK.replace(
+        "self.seen += 1", "self.seen += 1\n        if self.seen == self.size:\n            self.phase.stop()"
+    )
+    train = ["train", "--task", str(write(text)), *WORDS, "run=own"]
+    assert main([*train, "updates=6", "hook.drift.size=3"]) == 0
+    assert main([*train, *more, f"resume_allow=[{allow}]"]) == 0
+    assert rows(tmp_path / "outputs" / "own", "drift/seen") == seen
+
+
 def test_a_phase_that_a_hook_ends_at_its_start_has_one_update(write: Callable[[str], Path], tmp_path: Path) -> None:
     begin = "def begin(self):\n        self.phase.stop()\n    def state_dict"
     train = ["train", "--task", str(write(TASK.replace("def state_dict", begin))), *WORDS, "run=own"]

@@ -63,6 +63,7 @@ class PhaseView:
         is_evaluating: an evaluation is running, or has ended the phase with an error.
         must_stop: the run stops after the current update, on all ranks; it resumes in this phase.
         is_ended: a hook called `stop`, in this process or before the checkpoint from which the phase resumes.
+        was_ended: a hook called it before this checkpoint.
         update_s: seconds of the last update; None for the first one of the process.
     """
 
@@ -82,7 +83,7 @@ class PhaseView:
     record: PhaseRecord
     stopwatch: Stopwatch
     progress_mark: ProgressMark
-    closed = must_stop = is_ended = is_evaluating = False
+    closed = must_stop = is_ended = was_ended = is_evaluating = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
 
