@@ -56,6 +56,14 @@ def test_nothing_is_noted_of_an_update_that_equals_that_of_one_batch(
     assert not describe_dependence(model, batch, is_sync_norm=is_sync_norm)
 
 
+def test_modes_are_not_changed_for_a_batch_that_is_not_divided() -> None:
+    class Merging(nn.Dropout):
+        def train(self, mode: bool = True) -> Merging:
+            raise AssertionError("merges weights")
+
+    assert not describe_dependence(Merging(0.5), WHOLE, is_sync_norm=False)
+
+
 def test_modules_keep_their_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     describe_dependence(model, BOTH, is_sync_norm=False)

@@ -19,6 +19,8 @@ def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -
     is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
     """
     is_accumulated, is_shared = batch.accumulation_steps > 1, batch.num_shares > 1
+    if not is_accumulated and not is_shared:  # without calling `train` of the model, which may have side effects
+        return ""
     first: dict[str, str] = {}
     counts: dict[str, int] = {}
     depends_on_ranks = False
