@@ -211,14 +211,15 @@ class LightningSteps(nn.Module):
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             what = f"self.log({name!r}) is reduced by {options['reduce_fx']}, but accel-run reports the mean"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
-        if self.recorder.find(value) is not None and self._step != "training_step":
-            self.recorder.log(name, value)
-            return
-        if self.recorder.find(value) is not None:
+        index = self.recorder.find(value)
+        if index is not None and self._step == "training_step":
             what = f"self.log({name!r}) received a metric in training_step, but training metrics are sums over batches"
             raise TaskFault(
                 what, fix="log the value that the metric returns for the batch, or log it in validation_step"
             )
+        if index is not None:
+            self.recorder.logged[name] = index
+            return
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
@@ -253,20 +254,14 @@ class MetricRecorder:
     def find(self, value: Any) -> int | None:
         return next((index for index, metric in enumerate(self.metrics) if metric is value), None)
 
-    def log(self, name: str, metric: Any) -> None:
-        index = self.find(metric)
-        assert index is not None
-        self.logged[name] = index
-
     def _attach(self, module: Any) -> None:
         if hasattr(module, "_reductions"):  # a metric: torchmetrics 1.5 to 1.9
             index = len(self.metrics)
             self.metrics.append(module)
             module.update, module.forward = (self._recording(index, call) for call in (module.update, module.forward))
             return
-        if isinstance(module, nn.ModuleDict) and hasattr(
-            module, "compute"
-        ):  # a collection updates one of equal members
+        # Replaced, because a collection updates only one of its equal members.
+        if isinstance(module, nn.ModuleDict) and hasattr(module, "compute"):
             collection: Any = module
 
             def update(*args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -126,8 +125,10 @@ class Phase(PhaseView):
             )
             self.total = self.record.total = done
         # If its settings or the requested length have changed, the hook decides again.
-        values = ({k: v for k, v in of.items() if "hook." in k} for of in (state["values"], self.run.plan.values()))
-        is_same = operator.eq(*values) and state["total"] == self.total
+        before, now = (
+            {k: v for k, v in of.items() if "hook." in k} for of in (state["values"], self.run.plan.values())
+        )
+        is_same = before == now and state["total"] == self.total
         self.is_ended = self.was_ended = state.get("ended", False) and is_same
         self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
 

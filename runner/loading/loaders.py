@@ -110,21 +110,19 @@ class WorkerLoader(Loader):
     def for_evaluation(self, fetcher: Fetcher) -> Loader:
         if self.fetcher.is_cached:  # this process has read the dataset: forked workers would share its open files
             return Loader(fetcher)
-        if self._evaluation is not None and self._evaluation.fetcher is fetcher:
-            return self._evaluation
-        kind = KeptWorkerLoader if self.start_method == "spawn" else WorkerLoader
-        loader = kind(
-            fetcher,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            prefetch_factor=self.prefetch_factor,
-            start_method=self.start_method,
-            timeout_s=self.timeout_s,
-        )
-        if isinstance(loader, KeptWorkerLoader):
+        options: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "prefetch_factor": self.prefetch_factor,
+            "start_method": self.start_method,
+            "timeout_s": self.timeout_s,
+        }
+        if self.start_method != "spawn":
+            return WorkerLoader(fetcher, **options)
+        if self._evaluation is None or self._evaluation.fetcher is not fetcher:
             self._end_evaluation()
-            self._evaluation = loader
-        return loader
+            self._evaluation = KeptWorkerLoader(fetcher, **options)
+        return self._evaluation
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         keys = iter(keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,9 @@ def demand(*, launches: int = 0) -> Demand:
         for size in (1, 8)
     )
     return Demand("train", points, ComputeCost(moved_bytes=5 * 10**10), MODEL)
+
+
+GPU = Device("cuda", 0, "device 0", "GPU-0", 1000 * GIB, capability=(9, 0))
 
 
 @cache
@@ -189,6 +193,21 @@ def test_reading_in_the_training_process_does_not_overlap_with_kernel_launches()
 def test_loading_is_unknown_if_samples_are_cached_or_were_not_read(args: tuple[str, ...]) -> None:
     need = dataclasses.replace(demand(), read_s=1.0 if args else None)
     assert LOADING not in [part.name for part in known(predict(*SIZES, *args, need=need)).parts]
+
+
+def test_the_time_of_a_custom_loader_is_unknown(tmp_path: Path) -> None:
+    file = tmp_path / "own_loader.py"
+    file.write_text(
+        "from runner import Task\ndef build() -> Task: ...\n"
+        "def fast(fetcher, device): ...\nDATALOADERS = {'fast': fast}\n"
+    )
+    need = dataclasses.replace(demand(), read_s=1.0)
+    for name, has_part in (("fast", False), ("default", True)):
+        here = Inventory((GPU,), Cpu("a processor", 8, 16, 1000 * GIB))
+        configuration = compose(Request((*SIZES, f"dataloader={name}"), file))
+        plan = make_plan(configuration, here, needs=MemoryNeeds({"train": need}))
+        time = known(predict_phase_time(plan, plan.selected[0], need, {GPU.name: DEVICE}))
+        assert (LOADING in [part.name for part in time.parts]) == has_part
 
 
 # ---------------------------------------------------------------- communication

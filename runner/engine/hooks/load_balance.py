@@ -80,15 +80,15 @@ class LoadBalance(Hook):
         screen.record_event("shares", update=update, reason=decision.reason, **row)
 
     def _add_to_tally(self) -> None:
-        ranks_s = self.phase.run.tally.ranks_s
-        ranks_s[:] = _add_ranks(ranks_s, self._seconds)
+        if self._seconds:
+            ranks_s = self.phase.run.tally.ranks_s
+            ranks_s[:] = _add_ranks(ranks_s, self._seconds)
         self._num_since_row, self._seconds = 0, []
 
 
 def _add_ranks(sums: list[dict[str, float]], seconds: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return the sums of the times of each rank; no ranks stand for zeros."""
-    zeros: list[Mapping[str, float]] = [{}] * max(len(sums), len(seconds))
-    return [add_times(*pair) for pair in zip(sums or zeros, seconds or zeros, strict=True)]
+    """Return the sums of the times of each rank; empty `sums` stand for zeros."""
+    return [add_times(*pair) for pair in zip(sums or [{}] * len(seconds), seconds, strict=True)]
 
 
 def time_columns(seconds: Sequence[Mapping[str, float]], num_updates: int) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Training:
         )
 
         def update() -> StepInfo:
-            clear(self.parameters)  # of a hook or task that has called `backward` since the last update
+            clear(self.parameters)  # a hook or task may have called `backward` since the last update
             sums = self.gradients.accumulate(parallel, passes, self.extra.track(batches))
             total = parallel.reduce(sums)
             extra = self.extra.reduce(parallel)
