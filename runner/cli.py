@@ -167,7 +167,7 @@ def _path_argument(argv: Sequence[str], flag: str) -> Path | None:
 
 
 def _custom_settings(argv: Sequence[str], text: str) -> str:
-    """Return the settings that the task file of the arguments and installed packages add, if the command has any."""
+    """Return a table of the settings from the task file and from installed packages; empty if the command uses none."""
     task_file = _path_argument(argv, "--task")
     if task_file is None and "--task" not in text:
         return ""

@@ -22,7 +22,7 @@ from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 from runner.base.task import Dataset, Progress, Sum, Task
 
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-_LOGGED = "logged"  # name of the logged torchmetrics objects in `metrics` and `evaluate`
+_LOGGED = "logged"  # key of the logged torchmetrics objects in what `metrics` and `evaluate` return
 _modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
 _configured: list[nn.Module] = []  # the module whose optimizer was configured last
 
@@ -111,7 +111,8 @@ class LightningTask(Task):
         if recorder.logged and not self._collects:
             what = f"self.log({next(iter(recorder.logged))!r}) received a metric that metrics(split) does not return"
             raise TaskFault(what, fix="return {**super().metrics(split), ...} from metrics(split)")
-        # Calls of other metrics are left out: a metric of which only values are logged need not be merged over ranks.
+        # Only calls of logged metrics are repeated: if a step logs values that a metric has returned, but not the
+        # metric, it need not be merged over ranks.
         logged = {*self._metric_names.values()}
         for name, index in recorder.logged.items():
             if index in self._not_logged:
@@ -162,7 +163,7 @@ class LightningTask(Task):
         return loader
 
     def _use_collate(self, loader: Any) -> None:
-        """Let `collate` be that of the loader, unless a subclass defines or has set its own.
+        """Set `collate` to the `collate_fn` of the loader, unless a subclass defines or has set its own.
 
         The runner reads the attribute for each split, directly after it has called `dataset(split)`.
         """
@@ -231,14 +232,14 @@ class LightningSteps(nn.Module):
 
 
 class MetricRecorder:
-    """Record the calls of a module's torchmetrics objects in a step, so that the runner can repeat them on its copies.
+    """Record the calls of a module's torchmetrics objects in a step, so that the runner can repeat them on copies.
 
     In each evaluation step, a metric starts from an empty state at its first call, so that `compute` in the step
-    returns the value of its batch. Training steps are not changed: a metric may accumulate over updates.
+    returns the value of this batch. Training steps are not changed: a metric may accumulate over updates.
 
     metrics  the metrics of the module, including members of collections; a metric inside another one is part of it
     calls    (index of the metric, positional arguments, keyword arguments) of the last step
-    logged   logged name -> index of the metric, of the last step
+    logged   logged name -> index of the metric, in the last step
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -255,12 +256,12 @@ class MetricRecorder:
         return next((index for index, metric in enumerate(self.metrics) if metric is value), None)
 
     def _attach(self, module: Any) -> None:
-        if hasattr(module, "_reductions"):  # a metric: torchmetrics 1.5 to 1.9
+        if hasattr(module, "_reductions"):  # a torchmetrics.Metric; checked with 1.5 to 1.9
             index = len(self.metrics)
             self.metrics.append(module)
             module.update, module.forward = (self._recording(index, call) for call in (module.update, module.forward))
             return
-        # Replaced, because a collection updates only one of its equal members.
+        # A collection updates only one of several members with equal states, so calls of the others would be missing.
         if isinstance(module, nn.ModuleDict) and hasattr(module, "compute"):
             collection: Any = module
 
@@ -274,7 +275,7 @@ class MetricRecorder:
 
     def _recording(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_recording:  # in a training step, or by `forward`, which calls `update`
+            if not self._is_recording:  # in a training step, or when `forward`, which is recorded, calls `update`
                 return call(*args, **kwargs)
             if all(other != index for other, *_ in self.calls):
                 self.metrics[index].reset()
@@ -291,17 +292,17 @@ class MetricRecorder:
 class LoggedMetrics(nn.Module):
     """The metrics of a module as one metric, whose `update` repeats the recorded calls of a batch.
 
-    A metric that no batch of any rank has updated is NaN.
+    The value of a metric that no batch on any rank has updated is NaN.
 
     names  returns reported name -> index of the metric
     """
 
     metrics: Any
-    num_updates: Tensor  # of each metric; merged over ranks, as a state
+    num_updates: Tensor  # of each metric; merged over ranks, like a metric state
 
     def __init__(self, metrics: Sequence[nn.Module], names: Callable[[], Mapping[str, int]]) -> None:
         super().__init__()
-        copies = [copy.deepcopy(metric) for metric in metrics]  # leaves out `update`, but not `forward`
+        copies = [copy.deepcopy(metric) for metric in metrics]  # with `forward` as replaced, but not `update`
         for metric in copies:
             vars(metric).pop("forward")
         self.metrics, self.names = nn.ModuleList(copies), names
@@ -414,7 +415,7 @@ def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
 
 
 def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return name -> (name without the prefix of its split, position of that prefix; 0: none)."""
+    """Return name -> (name without the prefix of its split, rank of that prefix in `prefixes`, 0 without a prefix)."""
     starts = ("", *(f"{prefix}{separator}" for prefix in prefixes for separator in "_/"))
     found = {name: next((start for start in starts[1:] if name.startswith(start)), "") for name in names}
     return {name: (name.removeprefix(start), starts.index(start)) for name, start in found.items()}

@@ -46,9 +46,9 @@ class TransformersTask(Task):
         data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to datasets.
         collator: samples -> batch, such as DataCollatorWithPadding(tokenizer); default: default_data_collator.
         loss: (outputs, batch) -> (sum over the items, number of items), for heads that have no loss here.
-        compute_metrics: function of a transformers.EvalPrediction of all samples, which can be unpacked into
-            predictions and labels, as for Trainer; returns {name: number}, reported as val/metrics.NAME. Predictions
-            of all batches must have the same shape.
+        compute_metrics: as for Trainer, receives a transformers.EvalPrediction of all samples, which can be unpacked
+            into predictions and labels, and returns {name: number}, reported as val/metrics.NAME. Predictions of all
+            batches must have the same shape.
 
     Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here, and for other arguments
     of Trainer.

@@ -392,7 +392,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         # Checkpoints store optimizer state by parameter name (tensors/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
-        if "base_lr" not in group:  # with an lr_scale of 0, any finite rate gives the same result
+        if "base_lr" not in group:  # with an lr_scale of 0, any finite base_lr results in a rate of 0
             group["base_lr"] = float(group["lr"]) / (group["lr_scale"] or 1.0)
     if function not in OPTIMIZERS:
         remember_numbers(optimizer)

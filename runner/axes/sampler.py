@@ -135,8 +135,8 @@ def mixture(
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
     per_epoch = _quotas(shares, count)
     unused = [number for number, quota in enumerate(per_epoch.tolist()) if not quota and shares[number] > 0]
-    if unused:  # every epoch has the same numbers
-        what = f"an epoch of {count:,} samples has none of the datasets at indices {abbreviate(unused)}"
+    if unused:  # in every epoch, because each draws the same number of samples from a dataset
+        what = f"an epoch of {count:,} samples contains no sample of the datasets at indices {abbreviate(unused)}"
         needed = int(np.ceil(1 / shares[unused].min()))
         fix = f"use sampler.num_samples={needed} or more, or larger weights"
         raise _option_error(f"weights={weights}", what, fix)

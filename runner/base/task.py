@@ -132,7 +132,7 @@ if TYPE_CHECKING:
     default = property
 else:
 
-    class default:  # noqa: N801 - a decorator, as `property`
+    class default:  # noqa: N801 - a decorator, like `property`
         """A property that a task may also set as an attribute: `self.fits = {...}` in `__init__`."""
 
         def __init__(self, function):

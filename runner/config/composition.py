@@ -88,7 +88,7 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
         if not isinstance(container.get(group, {}), (dict, NoneType))
     ]
     if not_mappings:
-        raise ConfigError(not_mappings)  # without `problems`, which may say the same of these files
+        raise ConfigError(not_mappings)  # without `problems`, which may report the same about these files
     selected = {str(group): str(option) for group, option in choices.items() if option is not None}
     return {**container, "hydra_choices": {"task": "", **selected}}
 

@@ -378,9 +378,9 @@ class _HookFamily(NamedTuple):
 
 
 def find_local_names(tree: ast.Module, qualified: Collection[str]) -> set[str]:
-    """Return the names in a file of classes of other modules, according to its imports.
+    """Return the names by which a file can refer to these classes of other modules, according to its imports.
 
-    qualified  names of the classes with their module, such as runner.Hook
+    qualified  names of the classes with their modules, such as runner.Hook
     """
     found: set[str] = set()
     for node in ast.walk(tree):

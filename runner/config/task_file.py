@@ -102,7 +102,7 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         for name, key in keys.items()
         if key.default is not REQUIRED and not isinstance(key.default, Expression)
     }
-    # Before the defaults are written to config.yaml and plan.json.
+    # Checked before the defaults are written to config.yaml and plan.json.
     secrets = [secret_problems(values, source.name) for values in (default_values, settings, sizes, phases)]
     if any(secrets):
         raise ConfigError(chain.from_iterable(secrets))
@@ -225,15 +225,15 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
 
 
 def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
-    """Yield the methods of the classes that derive from Task, also through classes of the file, with their class.
+    """Yield (class, method) for the classes that derive from Task, directly or through other classes of the file.
 
-    Classes with other bases are left out: a class of another file may call methods that its subclasses define.
+    Classes that also have a base in another file are left out: this base may call methods that its subclasses define.
     """
     nodes = [*ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | {one.name for one in classes}
-    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # without: from runner import *
-    mixins = {"object"}  # classes of this file that derive from nothing else
+    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # a `Task` not bound here: from runner import *
+    mixins = {"object"}  # classes of this file with no other bases
     for node in sorted(classes, key=lambda node: node.lineno):
         bases = {ast.unparse(base) for base in node.bases}
         if bases & tasks and bases <= tasks | mixins:

@@ -39,7 +39,7 @@ class RunRequest:
         return replace(given, overrides=overrides, task_file=task_file, config_dir=config_dir)
 
     def with_absolute_paths(self) -> RunRequest:
-        """Return the request for use in another folder: paths that exist in `folder` are absolute."""
+        """Return the request for use from another directory, with absolute paths where they exist in `folder`."""
         return replace(self, overrides=tuple(map(self._make_absolute, self.overrides)))
 
     def _make_absolute(self, override: str) -> str:

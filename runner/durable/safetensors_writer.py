@@ -140,7 +140,7 @@ def stream_tensors(tensors: Mapping[str, StoredTensor], max_bytes: int = 64 << 2
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps the stride of a dimension of size 1
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # reshape may keep another stride
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

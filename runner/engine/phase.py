@@ -124,7 +124,7 @@ class Phase(PhaseView):
                 f" {self.total} were requested"
             )
             self.total = self.record.total = done
-        # If its settings or the requested length have changed, the hook decides again.
+        # If settings of hooks or the requested length have changed, the hooks decide again when the phase ends.
         before, now = (
             {k: v for k, v in of.items() if "hook." in k} for of in (state["values"], self.run.plan.values())
         )

@@ -53,7 +53,7 @@ class PhaseTracer:
         self.trained: list[nn.Parameter] = []
         self.kept_bytes: list[int] = []  # after each update, bytes of tensors from its passes that are still alive
         self.batches: list[int] = []  # bytes of each batch
-        self.read_s: list[float] = []  # seconds per sample of each micro-batch
+        self.read_s: list[float] = []  # reading time per sample of each micro-batch, in seconds
         self.convolved: list[set[tuple[str, tuple[int, ...]]]] = []  # layers with the shapes they convolve, by update
 
     def trace(self) -> Traced:

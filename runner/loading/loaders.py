@@ -216,7 +216,7 @@ def _without_core_warning() -> Iterator[None]:
 class KeptWorkerLoader(WorkerLoader):
     """Keep the workers for the next iterator, because spawning one takes seconds; only one iterator is open at a time.
 
-    Like new workers, they receive the current state of the dataset. `close` does not end them, `end_workers` does.
+    Like new workers, kept workers receive the current state of the dataset. Only `end_workers` ends them, not `close`.
     """
 
     def __init__(self, fetcher: Fetcher, **options: Any) -> None:
@@ -234,7 +234,7 @@ class KeptWorkerLoader(WorkerLoader):
         if self._loader is None:
             self._keys.keys = chain(first, keys)
             self._loader = self._data_loader(first, self._keys, keeps_workers=True)
-        else:  # torch passes the first keys to different workers; the memory of a tensor can be sent to one worker only
+        else:  # torch sends each of these keys to another worker; shared memory of a tensor can be sent to one only
             sent = (_FirstKey(key, WorkerFetcher(self.fetcher).pickled()) for key in first)
             self._keys.keys = chain(sent, keys)
         return self._raise_errors(self._iterate(self._loader))
@@ -342,7 +342,7 @@ class WorkerFetcher:
             return RemoteError(describe_exception(error))
 
     def pickled(self) -> bytes:
-        """Return the fetcher without the task's model: it may be on a GPU, where each worker would allocate memory."""
+        """Return the pickled fetcher without the task's model, for which each worker would allocate GPU memory."""
         content = io.BytesIO()
         try:
             PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
@@ -357,7 +357,7 @@ class WorkerFetcher:
 
 
 class _FirstKey(NamedTuple):
-    """The first key for a kept worker in an evaluation, with the current state of the dataset."""
+    """The first key that a kept worker receives in an evaluation, with the pickled fetcher and its current dataset."""
 
     key: MicroBatchKey
     fetcher: bytes

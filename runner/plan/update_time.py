@@ -8,7 +8,7 @@ second class and accesses less.
 **Communication** is a ring over the slowest link between the ranks. What overlaps with computation is not added:
 `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
-**Data loading** adds the time in which the device waits for samples. Reading them is measured on this machine.
+**Data loading** adds the time in which the device waits for samples; the time to read one is measured on this machine.
 
 **Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/workload/partition.py).
 
@@ -397,7 +397,7 @@ class _Update:
         time, read_s = UpdateTime(tuple(parts)), self.demand.read_s
         choice, workers = self.plan.choices["dataloader"], self.plan.num_workers
         options = choice.options
-        if read_s is None or choice.location or options.get("cache", "none") != "none":  # own loaders read differently
+        if read_s is None or choice.location or options.get("cache", "none") != "none":  # custom loaders differ
             return time
         above_ms = options.get("workers_above_ms", 0)
         if 1e3 * read_s * self.phase.batch.micro_batch_size < (0 if above_ms == "auto" else above_ms):

@@ -14,7 +14,7 @@ def is_dense(tensor: Tensor) -> bool:
 def view_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a dense tensor in row-major order, (nbytes,); a view if it is already contiguous."""
     resolved = tensor.detach().resolve_conj().resolve_neg()  # a lazily conjugated view has other bytes in memory
-    # Not view(-1): a dimension of size 1 keeps its stride, such as that of a column, which view(dtype) refuses.
+    # Not view(-1), which keeps the stride of a tensor with one element, such as a row of a column: view(dtype) needs 1.
     return resolved.contiguous().as_strided((resolved.numel(),), (1,)).view(torch.uint8)
 
 

@@ -41,7 +41,7 @@ def list_buffers(model: nn.Module) -> list[BufferRef]:
 
 
 class _Buffers(ChainMap[str, Tensor | None]):
-    """The buffers of a module and its parameters that are treated as buffers; each is replaced where it is."""
+    """The buffers of a module and its parameters that are treated as buffers; an assignment replaces either."""
 
     def __setitem__(self, key: str, value: Tensor | None) -> None:
         (self.maps[1] if key in self.maps[1] else self.maps[0])[key] = value
@@ -53,7 +53,7 @@ _treated_as_buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = We
 def treat_as_buffer(module: nn.Module, key: str) -> None:
     """Treat a parameter of the module as a buffer in `buffers_of` and `list_buffers`.
 
-    It is not registered in the module: a task may copy the `buffers()` of one module to those of another one.
+    It is not registered as a buffer, because a task may copy the `buffers()` of one module to those of another one.
     """
     _treated_as_buffers.setdefault(module, {})[key] = module._parameters[key]
 

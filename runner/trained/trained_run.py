@@ -68,8 +68,8 @@ class TrainedModel:
 def find_source(request: Request, console: Console, checkpoint: str | None = None) -> ModelSource:
     """Return what the request names: a run, by default the last one, or the weights of `weights=`.
 
-    A run is opened with its recorded settings; those of the request override them. Recorded paths refer to the working
-    directory of the run, and paths of the request to the current one.
+    A run is opened with its recorded settings; those of the request override them. Recorded paths are relative to the
+    working directory of the run, and paths of the request to the current one.
 
     checkpoint  best, last or an update; None: the best one if there is one, else the last one
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for `weights=`
@@ -144,7 +144,7 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
 def _make_portable(configuration: Configuration) -> Configuration:
     """Return the configuration for a plain model on the CPU, without the wrappers of the runner.
 
-    A precision of the user stays, because its function may have changed the modules of the model.
+    A custom precision is kept, because its function may have changed the modules of the model.
     """
     portable = ["device=cpu", "parallelism=single", "compile=off", "memory=none", "prefetch=none"]
     if not configuration.choices["precision"].location:

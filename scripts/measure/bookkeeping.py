@@ -4,8 +4,8 @@ Ranks are processes that the local launcher forks and supervises, without a proc
 parts of a checkpoint and its manifest are those of a run. The flags after each update are also those of a run; another
 process sums them over Unix sockets. Each rank saves its rows of a tensor and reads them, as when a run resumes.
 
-complete   all ranks finish: seconds, and descriptors, bytes sent and bytes read of a rank (the largest of all ranks),
-           size of the manifest, and bytes of the times of all ranks in a row of metrics.jsonl
+complete   all ranks finish: seconds; the largest number of descriptors, bytes sent and bytes read of a rank; bytes of
+           the manifest; bytes that the times of the ranks take in a row of metrics.jsonl
 failing    rank n/2 raises while the others wait for it: seconds until it is reported, and until all have ended
 supervisor CPU seconds of this process in both runs, and the larger growth of its peak resident memory
 

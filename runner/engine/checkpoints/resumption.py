@@ -321,7 +321,7 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
 
 
 def count_repeated(metrics: Path, phase: str, update: int) -> int:
-    """Return how many updates of a phase after this one have rows; each phase counts its updates from 1."""
+    """Return how many updates of the phase after `update` metrics.jsonl contains; each phase counts from 1."""
     updates = (row.get("update") for row in read_rows(metrics) if row.get("phase") == phase)
     return max((each - update for each in updates if isinstance(each, int)), default=0)
 

@@ -35,7 +35,7 @@ RETRY_S = 60.0  # seconds until the next save after a failed one
 
 @dataclass
 class SavePolicy:
-    """Decide after each update whether to save. The keys of the options are described at the top of this file.
+    """Decide after each update whether to save. The fields `keep` to `mirror_wait_s` are keys of the options.
 
     updates  number of updates between saves, or None
     epochs   number of epochs between saves, or None

@@ -11,15 +11,15 @@ from runner.workload.division import Batch
 
 
 def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -> str:
-    """Return a note for the start report; empty if the update of these modules equals that of one whole batch.
+    """Return a note for the start report that names these modules; empty if the update equals that of the whole batch.
 
-    A dropout draws for each micro-batch, and a batch norm normalizes over each. The check sees modules of torch, but
-    not functions such as F.dropout.
+    Dropout draws a mask for each micro-batch, and batch norm normalizes over each. The check sees modules of torch,
+    but not functions such as F.dropout.
 
     is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
     """
     is_accumulated, is_shared = batch.accumulation_steps > 1, batch.num_shares > 1
-    if not is_accumulated and not is_shared:  # without calling `train` of the model, which may have side effects
+    if not is_accumulated and not is_shared:  # before calling `model.train()`, which may have side effects
         return ""
     first: dict[str, str] = {}
     counts: dict[str, int] = {}

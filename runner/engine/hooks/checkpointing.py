@@ -54,7 +54,7 @@ class Checkpointing(Hook):
         super().__init__(phase)
         self.saved_at = -1
         self.is_unsaved = False
-        self._has_reported_best = False  # no later evaluation reports that it lacks the metric `checkpoint.best`
+        self._has_reported_best = False  # True: a missing metric `checkpoint.best` is not reported, or not again
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
         self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, as in a newly built model
@@ -116,7 +116,7 @@ class Checkpointing(Hook):
         is_due = is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
         if is_due and self._has_next_update():  # `end` saves the last update
             too_late = self.save()
-            if too_late:  # a stop was requested after this update's decision: another update would be lost, too
+            if too_late:  # a stop was requested after the ranks agreed; another update could not be saved either
                 phase.interrupt()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
@@ -176,7 +176,7 @@ class Checkpointing(Hook):
         if name is None:
             return
         if name not in metrics:
-            # A later evaluation may have it. If the setting names it, Evaluation has warned.
+            # A later evaluation may have the metric. If the user set `checkpoint.best`, Evaluation has already warned.
             is_reported, self._has_reported_best = self._has_reported_best, True
             if not is_reported and "checkpoint.best" not in self.phase.run.plan.reasons:
                 text = f"no best checkpoint is kept: the evaluation has no {name}"

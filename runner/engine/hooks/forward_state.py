@@ -44,10 +44,10 @@ class ForwardState(Hook):
     """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
     A frozen parameter that a forward pass changes in place is treated as a buffer of its module: it is then
-    synchronized over ranks and restored after evaluations. For the task, it stays a parameter, because a task may
-    compute a moving average over `parameters()` and `buffers()`, as for a momentum encoder. Non-persistent buffers that
-    training changes are saved, even if they grow; those that shrink are not restored, because a module may record the
-    length of its cache elsewhere.
+    synchronized over ranks and restored after evaluations. Its module still lists it under `parameters()` only, because
+    a task may compute a moving average over `parameters()` and `buffers()`, as for a momentum encoder. Non-persistent
+    buffers that training changes are saved, even if they grow; buffers that shrink are not restored, because a module
+    may record the length of its cache elsewhere.
     """
 
     name = "forward_state"

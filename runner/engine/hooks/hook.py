@@ -63,7 +63,7 @@ class PhaseView:
         is_evaluating: an evaluation is running, or has ended the phase with an error.
         must_stop: the run stops after the current update, on all ranks; it resumes in this phase.
         is_ended: a hook called `stop`, in this process or before the checkpoint from which the phase resumes.
-        was_ended: a hook called it before this checkpoint.
+        was_ended: a hook called `stop` before this checkpoint.
         update_s: seconds of the last update; None for the first one of the process.
     """
 
@@ -245,7 +245,7 @@ class Hook:
     def readings(self) -> Mapping[str, Any]:
         """Return columns for the current row of metrics.jsonl: numbers, tensors with one element, or None.
 
-        Their names must differ from all other columns of the row, those of other hooks included.
+        Their names must differ from all other columns of the row, including those of other hooks.
         """
         return {}
 

@@ -87,12 +87,12 @@ class LoadBalance(Hook):
 
 
 def _add_ranks(sums: list[dict[str, float]], seconds: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return the sums of the times of each rank; empty `sums` stand for zeros."""
+    """Return `sums` plus the times of each rank; an empty list counts as zeros."""
     return [add_times(*pair) for pair in zip(sums or [{}] * len(seconds), seconds, strict=True)]
 
 
 def time_columns(seconds: Sequence[Mapping[str, float]], num_updates: int) -> dict[str, float]:
-    """Return column -> mean milliseconds per update: by part and rank, or over many ranks."""
+    """Return column -> mean milliseconds per update, by part and rank; with many ranks, minimum, median and maximum."""
     parts = [part for part in PARTS if any(rank_seconds.get(part) for rank_seconds in seconds)]
     means = {part: [1e3 * rank_seconds[part] / num_updates for rank_seconds in seconds] for part in parts}
     if len(seconds) > MAX_RANKS_IN_ROW:

@@ -88,7 +88,7 @@ class ProgressMark:
         self._now = (kind, update)
 
     def advance_batch(self, kind: str, update: int) -> None:
-        """Start the next batch of this kind; if it is not the first one of the phase, the previous one is complete."""
+        """Start a batch of this kind; from the second one of a phase on, the kind is recorded as completed."""
         if kind in self._started_batches:
             self.completed_kinds.add(kind)
         self._started_batches.add(kind)

@@ -321,7 +321,7 @@ class CoupledUpdate:
     def _record_constant_buffers(self) -> None:
         """Copy the buffers that no forward pass has changed so far, unless the last update has copied the same values.
 
-        A forward pass may change them later, such as a norm that is in eval mode in the first updates.
+        A later forward pass may change them, for example if a norm is in eval mode only in the first updates.
         """
         source = self.source
         if source.changed_buffers is None:  # all buffers are recorded in this update
@@ -330,15 +330,15 @@ class CoupledUpdate:
         old = source.constant_buffers
         kept = {key: old[key] for key, now in buffers.items() if key in old and not old[key].seen.is_changed(now)}
         new = {key: now for key, now in buffers.items() if key not in kept}
-        # Copies on the host, because they are kept for all updates.
+        # The copies are on the host, because they are kept for all updates.
         copies = {key: _BufferState(TensorVersion.of(now), now.to("cpu", copy=True)) for key, now in new.items()}
         source.constant_buffers = kept | copies
 
     def _newly_changed(self) -> _Buffers:
-        """Return the values, before the last forward pass, of buffers that it was the first to change.
+        """Return the buffers that the last forward pass was the first to change, with their values before it.
 
-        If one buffer of a module has changed, all are returned: the kernel of a norm changes the running statistics
-        without a new version, which `num_batches_tracked` has.
+        If one buffer of a module has changed, all of its buffers are returned: the kernel of a batch norm increments
+        the version of `num_batches_tracked`, but not of the running statistics.
         """
         source = self.source
         states = source.constant_buffers

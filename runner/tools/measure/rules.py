@@ -361,7 +361,7 @@ def cache_override(facts: Facts) -> tuple[list[str], str]:
     nbytes = num * probe.get("sample_bytes", 0)
     if probe.get("changes_with_epoch") or not nbytes or nbytes > CACHE_SHARE * facts.cpu.memory_bytes:
         return [], ""
-    return ["dataloader.cache=memory"], f"; all samples have {format_bytes(nbytes)} and do not change"
+    return ["dataloader.cache=memory"], f"; all samples take {format_bytes(nbytes)} and do not change"
 
 
 def _speedup_without(share: float) -> float:
