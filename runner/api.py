@@ -18,6 +18,7 @@ from runner.base.secret import sanitize
 from runner.commands.arguments import parse_arguments, parse_run_request
 from runner.config.configuration import compose
 from runner.config.custom_options import forget_parsed_files
+from runner.config.option_table import executing_files
 from runner.config.request import format_override, merge_overrides
 from runner.durable.checkpoint_choice import is_choice
 from runner.durable.directory import generate_run_name, has_update
@@ -101,16 +102,21 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
 
 
 class Run:
-    """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
+    """A run: its metrics, its models and its directory. Each access reads the files of the run again.
+
+    It may be an argument: evaluate(run), train(weights=run).
+    """
 
     def __init__(self, arguments: list[str], report: Callable[[str], object] = lambda _: None) -> None:
         request = parse_run_request(arguments)
         self._directory: RunDirectory
         self._directory, root = find_run(request, report)
-        # The working directory may change later.
-        absolute_root = format_override("output_root", str(root.absolute()))
-        self._request = replace(request, overrides=merge_overrides(request.overrides, (absolute_root,)))
         self.name, self.path = self._directory.name, self._directory.path.absolute()
+        # The working directory, and which run is the last one, may change later.
+        root = root.absolute()
+        run = self.name if self.path.parent == root else str(self.path)
+        fixed = (format_override("output_root", str(root)), format_override("run", run))
+        self._request = replace(request, overrides=merge_overrides(request.overrides, fixed))
 
     @property
     def state(self) -> str:
@@ -173,6 +179,13 @@ class Run:
             axes.legend()
         return figure
 
+    def arguments(self) -> list[str]:
+        """Return the arguments that select this run."""
+        return self._request.train_arguments()[1:]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.state})"
 
@@ -188,24 +201,38 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
     given = dict(settings)
     task = given.get("task")
     is_file = isinstance(task, os.PathLike) or (isinstance(task, str) and task.endswith(".py"))
-    return [
-        *map(os.fspath, arguments),
+    if not is_file and not isinstance(task, str | None):
+        what = f"must be a name or a path, but is of type {type(task).__name__}"
+        raise ConfigError(Problem(what, "task", 'pass the file that defines build: task="./my_task.py"'))
+    argv = [
+        *(word for item in arguments for word in (item.arguments() if isinstance(item, Run) else [os.fspath(item)])),
         *(["--task", os.fspath(given.pop("task"))] if is_file else []),
-        *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in given.items()),
+        *(f"{key.replace('__', '.')}={_format_value(key, value)}" for key, value in given.items()),
     ]
+    for word in argv:
+        if Path(word.removeprefix("--task=")).expanduser().absolute() in executing_files:
+            what = "calls accel-run with its own file while it is imported, so that each run would start another one"
+            raise ConfigError(Problem(what, word, 'call it under: if __name__ == "__main__":'))
+    return argv
 
 
-def _format_value(value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     """Format a value for the command line; strings are quoted, so that they are not parsed as other types."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    if isinstance(value, str | Path):
-        return format_override("", str(value)).removeprefix("=")
+    if isinstance(value, str | os.PathLike):
+        return format_override("", os.fspath(value)).removeprefix("=")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_format_value, value))}]"
+        return f"[{','.join(_format_value(key, item) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_format_value(str(key))}:{_format_value(item)}" for key, item in value.items()) + "}"
-    return repr(value.item() if hasattr(value, "item") else value)  # a number, possibly of NumPy
+        items = (f"{_format_value(key, str(name))}:{_format_value(key, item)}" for name, item in value.items())
+        return "{" + ",".join(items) + "}"
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        return _format_value(key, value.tolist())
+    if not isinstance(value, int | float):
+        what = f"must be a number, a string, a list or a dictionary, but is of type {type(value).__name__}"
+        raise ConfigError(Problem(what, key.replace("__", ".")))
+    return repr(value)
 
 
 def _raise_on_failure(code: int, command: str, allowed: tuple[Exit, ...]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -447,3 +448,52 @@ def test_paths_are_arguments_and_other_types_are_refused(run: Run, folder: Path)
     for wrong in ({"updates": 3}, 3, None):
         with pytest.raises(ConfigError, match="updates=200"):
             train(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [{1}, object(), Run])
+def test_values_without_a_form_on_the_command_line_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(max_grad_norm=value)
+    assert [problem.where for problem in caught.value.problems] == ["max_grad_norm"]
+
+
+def test_a_task_object_is_refused() -> None:
+    for task in (runner.Task(), runner.Task):
+        with pytest.raises(ConfigError) as caught:
+            train(task=task)
+        assert [problem.where for problem in caught.value.problems] == ["task"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((text, text) for text in ("null", "True", "nan", "-inf", "a b", "007")),
+        (["null", "x"], ["null", "x"]), (np.array([19, 13]), [19, 13]), (torch.tensor(3), 3), (np.bool_(True), True),
+    ],
+)  # fmt: skip
+def test_strings_and_arrays_keep_their_type(given: Any, expected: object) -> None:
+    from runner.api import build_argv
+    from runner.config.override_grammar import parse_override
+
+    (argument,) = build_argv((), {"key": given})
+    assert parse_override(argument).value() == expected
+
+
+def test_a_run_is_an_argument(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(run, split="val", checkpoint="last") == run.metrics
+    assert open_run(run).path == run.path
+    tuned = train(*WORDS, "updates=1", output_root=tmp_path, weights=run, optimizer__lr=1e-30)
+    assert torch.allclose(next(tuned.model().parameters()), next(run.model().parameters()))
+    last = open_run(output_root=".")
+    train(*WORDS, "updates=1", output_root=tmp_path)
+    assert open_run(last).path == tuned.path
+
+
+def test_a_task_file_that_trains_itself_when_imported_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trains_itself.py"
+    again = "import os\nassert not os.environ.get('AGAIN')\nos.environ['AGAIN'] = '1'\n"
+    file.write_text(f"{TASK.read_text(encoding='utf-8')}\n{again}from runner import train\ntrain(task=__file__)\n")
+    with pytest.raises(ConfigError) as caught:
+        train(task=file, output_root=tmp_path)
+    assert [problem.where for problem in caught.value.problems] == [str(file)]

@@ -16,6 +16,7 @@ from runner.base.errors import AccelRunError, MissingPackage, TaskFault
 from runner.config.custom_tables import HOOK_TABLE, hook_name
 
 Result = TypeVar("Result")
+executing_files: list[Path] = []  # task files whose module code runs at present
 
 
 def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *args: Any, **keys: Any) -> Result:
@@ -82,7 +83,11 @@ def load_file(file: Path) -> ModuleType:
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
+    executing_files.append(file)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        executing_files.remove(file)
     return module
 
 

@@ -45,8 +45,9 @@ def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
 
 
 def format_override(key: str, text: str) -> str:
-    """Return the command-line argument that sets the key to exactly this text."""
-    if re.fullmatch(r"[\w./@:+-]+", text, re.ASCII):
+    """Return the command-line argument that sets the key to this text. Text that is a number stays a number."""
+    is_word = re.fullmatch(r"[\w./@:+-]+", text, re.ASCII)
+    if is_word and not re.fullmatch("null|true|false|[+-]?(nan|inf)", text, re.IGNORECASE):
         return f"{key}={text}"
     escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text)
     return f'{key}="{escaped}"'
