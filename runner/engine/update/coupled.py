@@ -10,7 +10,7 @@ Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,8 @@ from runner.distributed.parallel import Discarded, ForwardPasses, Parallel, Sums
 from runner.engine.contract.contract_checks import Number, describe_value, validate_loss
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.update.gradients import ForwardWrapper, GradientSource
-from runner.tensors.bitwise import bitwise_equal, is_dense
-from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable
+from runner.engine.update.model_states import ModelState, ModelStates
 
-_BufferKey = tuple[nn.Module, str]  # the module that owns a buffer, and its key in `buffers_of`
-_Buffers = dict[_BufferKey, Tensor]
 EMBED_FIX = "return a tensor with one row per sample, or a tuple or dictionary of such tensors"
 
 
@@ -154,8 +151,7 @@ class CoupledSource(GradientSource):
     source: Path
     seed: int
     update: Callable[[], int]
-    changed_buffers: set[_BufferKey] | None = None  # buffers that forward passes change; None before the first update
-    constant_buffers: dict[_BufferKey, _BufferState] = field(default_factory=dict)  # other buffers, with their values
+    states: ModelStates = field(default_factory=ModelStates)
     counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, which may not be checked yet
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
@@ -190,14 +186,14 @@ class _EmbeddedBatch:
 
     tensors     its embeddings; those of the last micro-batch keep their autograd graph
     rng_states  states of the global random number generators before the forward pass
-    buffers     values, before the forward pass, of the model's buffers that it changed
+    state       buffers and frozen parameters before the forward pass
     gradients   gradients of the loss with respect to `tensors`
     """
 
     micro: MicroBatch
     tensors: tuple[Tensor, ...] = ()
     rng_states: list[bytes] = field(default_factory=list)
-    buffers: _Buffers = field(default_factory=dict)
+    state: ModelState = field(default_factory=dict)
     gradients: tuple[Tensor | None, ...] = ()
 
 
@@ -214,7 +210,7 @@ class CoupledUpdate:
         self.count: Number = 0
         self._with_graph: _EmbeddedBatch | None = None  # the micro-batch whose activations are kept
         self._rng_states: list[bytes] = []
-        self._buffers: dict[_BufferKey, tuple[Tensor, Tensor]] = {}
+        self._state: ModelState = {}
 
     def embed_and_yield(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Embed all micro-batches, compute gradients of the embeddings, then yield each micro-batch for `recompute`."""
@@ -231,8 +227,9 @@ class CoupledUpdate:
         self._compute_gradients(failed=failed)
         self.parallel.stopwatch.lap("forward")
         self._rng_states = [generator.get_state() for generator in global_generators()]
-        buffers = _find_dense_buffers(self._buffers_to_record())
-        self._buffers = {key: (buffer, buffer.clone()) for key, buffer in buffers.items()}
+        if len(self.embedded) > 1:
+            self._state = self.source.states.record(self.passes.model)
+            self.source.states.is_first = False
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
@@ -243,7 +240,7 @@ class CoupledUpdate:
         """Return a scalar whose backward pass backpropagates the gradients of this micro-batch's embeddings."""
         tensors = batch.tensors
         if batch is not self._with_graph:
-            _restore_buffers(batch.buffers)
+            self.source.states.restore(batch.state)
             _restore_generators(batch.rng_states)
             noise.start_pass(batch.micro.samples)
             tensors = self.source.embed(model, batch.micro.batch).tensors
@@ -256,18 +253,14 @@ class CoupledUpdate:
         return _make_backward_root([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]), 0
 
     def close(self) -> None:
-        """Restore generators and buffers to their state after the first forward passes."""
+        """Restore generators, buffers and frozen parameters to their state after the first forward passes."""
         if len(self.embedded) > 1:
             _restore_generators(self._rng_states)
-            for (module, key), (tensor, after) in self._buffers.items():
-                buffers_of(module)[key] = tensor
-                with torch.no_grad():
-                    tensor.copy_(after)
+            self.source.states.restore(self._state)
 
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
         stopwatch, model = self.parallel.stopwatch, self.passes.model
-        changed_buffers: set[_BufferKey] = set()
-        last = has_recorded = False
+        last = False
         while not last:
             micro = next(batches)
             stopwatch.lap("data")
@@ -277,10 +270,7 @@ class CoupledUpdate:
             if not micro.is_counted:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
-            if not last and not has_recorded:
-                self._record_constant_buffers()
-                has_recorded = True
-            before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
+            batch.state = {} if last else self.source.states.record(model)
             versions = [] if last else _versions(micro.batch)
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
             # must compute the same embeddings.
@@ -292,10 +282,6 @@ class CoupledUpdate:
                     where=locate_definition(getattr(self.source.embed, "loss", self.source.embed), self.source.source),
                     fix="compute new tensors, such as x = x / 255 instead of x /= 255",
                 )
-            batch.buffers = {key: state.copy for key, state in before.items() if state.is_changed(key)}
-            if not last:
-                batch.buffers |= self._newly_changed()
-            changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)
             if self.kind is not None and self.kind != embedding.kind:
                 what = f"embed() returned {self.kind} for one micro-batch and {embedding.kind} for another"
@@ -305,50 +291,7 @@ class CoupledUpdate:
             batch.tensors = tensors if last else tuple(tensor.detach().clone() for tensor in tensors)
             del embedding, tensors
             stopwatch.lap("forward")
-        if len(self.embedded) > 1 and self.source.changed_buffers is None:
-            self.source.changed_buffers = changed_buffers
         self._with_graph = self.embedded[-1] if self.embedded[-1].micro.is_counted else None
-
-    def _buffers_to_record(self) -> Iterable[_BufferKey]:
-        """Return the buffers that forward passes may change: all buffers, until the first update shows which change."""
-        if self.source.changed_buffers is not None:
-            return self.source.changed_buffers
-        return self._all_buffers()
-
-    def _all_buffers(self) -> list[_BufferKey]:
-        return [(module, key) for module in self.passes.model.modules() for key in buffers_of(module)]
-
-    def _record_constant_buffers(self) -> None:
-        """Copy the buffers that no forward pass has changed so far, unless the last update has copied the same values.
-
-        A later forward pass may change them, for example if a norm is in eval mode only in the first updates.
-        """
-        source = self.source
-        if source.changed_buffers is None:  # all buffers are recorded in this update
-            return
-        buffers = _find_dense_buffers(key for key in self._all_buffers() if key not in source.changed_buffers)
-        old = source.constant_buffers
-        kept = {key: old[key] for key, now in buffers.items() if key in old and not old[key].seen.is_changed(now)}
-        new = {key: now for key, now in buffers.items() if key not in kept}
-        # The copies are on the host, because they are kept for all updates.
-        copies = {key: _BufferState(TensorVersion.of(now), now.to("cpu", copy=True)) for key, now in new.items()}
-        source.constant_buffers = kept | copies
-
-    def _newly_changed(self) -> _Buffers:
-        """Return the buffers that the last forward pass was the first to change, with their values before it.
-
-        If one buffer of a module has changed, all of its buffers are returned: the kernel of a batch norm increments
-        the version of `num_batches_tracked`, but not of the running statistics.
-        """
-        source = self.source
-        states = source.constant_buffers
-        modules = {key[0] for key, state in states.items() if state.seen.is_changed(buffers_of(key[0]).get(key[1]))}
-        if not modules or source.changed_buffers is None:
-            return {}
-        device = self.world.device
-        changed = {key: states.pop(key).copy.to(device) for key in [*states] if key[0] in modules}
-        source.changed_buffers |= changed.keys()
-        return changed
 
     def _compute_gradients(self, *, failed: bool) -> None:
         """Compute the loss of the embeddings of all ranks, and its gradient with respect to those of this rank."""
@@ -389,37 +332,6 @@ class CoupledUpdate:
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(scaled, trained, allow_unused=True))
         return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
-
-
-class _BufferState(NamedTuple):
-    """A buffer before a forward pass, and a copy of it."""
-
-    seen: TensorVersion
-    copy: Tensor
-
-    def is_changed(self, key: _BufferKey) -> bool:
-        now = buffers_of(key[0]).get(key[1])
-        # The fake tensors of a memory prediction have no values to compare.
-        return self.seen.is_changed(now) or (type(now) is Tensor and not bitwise_equal(now, self.copy))
-
-
-def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _BufferState]:
-    return {key: _BufferState(TensorVersion.of(tensor), tensor.clone()) for key, tensor in buffers.items()}
-
-
-def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
-    buffers = {(module, key): buffers_of(module).get(key) for module, key in keys}
-    return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
-
-
-def _restore_buffers(buffers: _Buffers) -> None:
-    for (module, key), saved in buffers.items():
-        current = buffers_of(module).get(key)
-        if current is None or current.shape != saved.shape or not is_writable(current):
-            buffers_of(module)[key] = saved
-            continue
-        with torch.no_grad():
-            current.copy_(saved)
 
 
 def _restore_generators(rng_states: Sequence[bytes]) -> None:

@@ -1,0 +1,249 @@
+"""Buffers and frozen parameters that the forward passes of a coupled loss change have the values of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adamw
+from runner.axes.parallelism import ddp
+from runner.base.order import Order
+from runner.engine.update.loop import train_updates
+from tests.distributed.ranks import run_ranks
+from tests.laws.test_coupled import (
+    ALONE,
+    GLOBAL,
+    NUM_SAMPLES,
+    UPDATES,
+    WIDTH,
+    Clip,
+    batches_of,
+    result,
+    trained,
+    training,
+)
+from tests.rounding import PROMISED, distance
+
+
+class Dropped(Clip):
+    """Draws from the global generator, and changes buffers that affect its output."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.image.append(nn.Dropout(0.5))
+        self.model.register_buffer("mean", torch.zeros(WIDTH, dtype=dtype))
+        self.model.text.append(nn.BatchNorm1d(8, dtype=dtype))
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        model.mean = 0.9 * model.mean + batch[0].mean(0)
+        return model(batch[0] - model.mean, batch[1])
+
+
+class Growing(Dropped):
+    """Also has a buffer of another shape after each pass, and behind it one that is changed in place."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.register_buffer("all", torch.zeros(0, WIDTH, dtype=dtype))
+        self.model.register_buffer("total", torch.zeros(WIDTH, dtype=dtype))
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        model.all = torch.cat([model.all, batch[0]])
+        model.total += batch[1].sum(0)
+        shifted = batch[0] - model.all.mean(0), batch[1] - model.total
+        return super().embed(model, (*shifted, *batch[2:]))
+
+
+class Late(Dropped):
+    """Changes its buffers only from the second update on."""
+
+    is_late = False
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        model.text[-1].train(self.is_late)
+        return super().embed(model, batch) if self.is_late else model(*batch[:2])
+
+
+class Frozen(Dropped):
+    """Changes a frozen parameter in place."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.center = nn.Parameter(torch.zeros(WIDTH, dtype=dtype), requires_grad=False)
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            model.center.lerp_(batch[1].mean(0), 0.5)
+        return super().embed(model, (batch[0], batch[1] - model.center, batch[2]))
+
+
+class LateFrozen(Frozen):
+    """Changes its frozen parameter, and its buffers, only from the second update on."""
+
+    is_late = False
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        return super().embed(model, batch) if self.is_late else model(*batch[:2])
+
+
+class Once(Dropped):
+    """Changes state on which all passes depend only in the last micro-batch of an update."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.model.register_buffer("shift", torch.zeros(WIDTH, dtype=dtype))
+        self.model.center = nn.Parameter(torch.zeros(WIDTH, dtype=dtype), requires_grad=False)
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        model.calls += 1
+        if model.calls == 4:
+            model.shift += batch[0].mean(0)
+            with torch.no_grad():
+                model.center.add_(1)
+        return super().embed(model, (batch[0] + model.shift, batch[1] + model.center, batch[2]))
+
+
+class Unwritable(Dropped):
+    """Replaces buffers that cannot be written in place: an inference tensor, an expanded one and None."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        with torch.inference_mode():
+            self.model.register_buffer("inferred", torch.zeros(WIDTH, dtype=dtype))
+            self.model.register_buffer("constant", torch.ones(WIDTH, dtype=dtype))
+        self.model.register_buffer("expanded", torch.zeros(1, dtype=dtype).expand(WIDTH))
+        self.model.register_buffer("absent", None)
+        self.model.register_buffer("nothing", None)
+        self.model.register_buffer("sparse", torch.eye(WIDTH, dtype=dtype).to_sparse())
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        with torch.inference_mode():
+            model.inferred = model.inferred + batch[0].mean(0)
+        model.expanded = (model.expanded[:1] + batch[0].mean()).expand(WIDTH)
+        before = 0 if model.absent is None else model.absent
+        model.absent = before + batch[1].mean(0)
+        shifted = batch[0] - model.inferred.clone() - model.expanded - model.constant.clone()
+        return super().embed(model, (shifted, (model.sparse @ (batch[1] - model.absent).T).T, batch[2]))
+
+
+class Unversioned(Dropped):
+    """Changes a buffer without a new version; its norm keeps no count of batches."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.register_buffer("seen", torch.zeros(WIDTH, dtype=dtype))
+        self.model.register_buffer("spread", torch.ones(WIDTH, dtype=dtype))
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        x = F.batch_norm(batch[0], model.seen, model.spread, training=True)
+        return super().embed(model, (x - model.seen, batch[1] / model.spread, batch[2]))
+
+
+@pytest.mark.parametrize("kind", [Dropped, Growing, Late, Frozen, LateFrozen, Once, Unwritable, Unversioned])
+def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
+    """The output of each second pass is bitwise equal to that of the first one, and state advances once."""
+    task: Any = kind(torch.float64)
+    seen: list[Any] = []
+
+    def embed(model: Any, batch: Any) -> Any:
+        actual = task.embed(model, batch)
+        seen.append((batch[0].clone(), [each.detach().clone() for each in actual]))
+        return actual
+
+    run = training(task, ddp(ALONE), embed=embed)
+    order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True)
+    batches = batches_of(order, torch.float64)
+    if hasattr(kind, "is_late"):
+        next(train_updates(run, batches, 2))
+        task.is_late = True
+        seen.clear()
+    plain = copy.deepcopy(task)
+    torch.manual_seed(5)
+    next(train_updates(run, batches, 2))
+    after = torch.get_rng_state()
+    first, again = seen[:4], seen[4:]
+    assert len(again) == 3
+    for x, outputs in again:
+        (before,) = (kept for batch, kept in first if torch.equal(batch, x))
+        assert all(torch.equal(one, other) for one, other in zip(before, outputs, strict=True))
+    torch.manual_seed(5)
+    batches = batches_of(order, torch.float64)
+    for micro in itertools.islice(batches, 4, 8) if hasattr(kind, "is_late") else itertools.islice(batches, 4):
+        plain.embed(plain.model, micro.batch)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, buffer in plain.model.named_buffers():
+        assert torch.equal(buffer.to_dense(), task.model.get_buffer(name).to_dense()), name
+    for name, weight in plain.model.named_parameters():
+        assert weight.requires_grad or torch.equal(weight, task.model.get_parameter(name)), name
+
+
+def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
+    """They may be much larger than what is trained; a copy per micro-batch would not fit."""
+    size, most = 54321, 0
+    task: Any = Dropped(torch.float64)
+    task.model.register_buffer("table", torch.ones(size))
+    task.model.backbone = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def embed(model: Any, batch: Any) -> Any:
+        nonlocal most
+        alive = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.numel() == size]
+        most = max(most, len({each.data_ptr() for each in alive}))
+        return task.embed(model, batch)
+
+    run = training(task, ddp(ALONE), embed=embed)
+    list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2))
+    assert most == 4
+
+
+class Momentum(Clip):
+    """Has a frozen weight that follows a trained one in each forward pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.slow = nn.Linear(WIDTH, 8, dtype=dtype).requires_grad_(False)
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        image, text = model(*batch[:2])
+        with torch.no_grad():
+            model.slow.weight.lerp_(model.text[2].weight[:, :WIDTH], 0.5)
+        return image * model.slow(batch[0]), text
+
+
+@pytest.mark.parametrize("shares", [(32,), (16, 16)], ids=str)
+def test_a_frozen_parameter_that_forward_passes_change_equals_that_of_a_plain_loop(shares: tuple[int, ...]) -> None:
+    """Each rank runs four micro-batches, which change the parameter four times per update."""
+    micro = GLOBAL // len(shares) // 4
+    actual = run_ranks(
+        lambda world: trained(world, Momentum, shares=shares, micro=micro, dtype=torch.float64, drop_last=True),
+        len(shares),
+    )
+    task = Momentum(torch.float64)
+    optimizer = adamw([(name, each) for name, each in task.model.named_parameters() if each.requires_grad], lr=0.01)
+    orders = [
+        Order(NUM_SAMPLES, GLOBAL, micro, seed=3, shares=shares[1:] and shares, rank=rank, drop_last=True)
+        for rank in range(len(shares))
+    ]
+    ranks = [batches_of(order, torch.float64) for order in orders]
+    losses = []
+    for _ in range(UPDATES):
+        before, embedded = copy.deepcopy(task.model.slow.weight.data), []
+        for batches in ranks:
+            task.model.slow.weight.data.copy_(before)
+            embedded += [task.embed(task.model, next(batches).batch) for _ in range(4)]
+        loss, count = task.couple(tuple(map(torch.cat, zip(*embedded, strict=True))))
+        (loss / count).backward()
+        losses.append(float(loss.detach()) / count)
+        nn.utils.clip_grad_norm_(task.model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for one in actual:
+        assert distance(losses, one["losses"]) <= PROMISED[torch.float64]
+        assert distance(result(task.model, [])["weights"], one["weights"]) <= PROMISED[torch.float64]
