@@ -459,7 +459,10 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
         what, fix = "is a method", f"write @property above def {name}(self):"
         raise TaskFault(f"{name} must be a property, but {what}", where=locate_definition(value, source), fix=fix)
     what = f"{name} must be a mapping, but is {describe_value(value)}"
-    raise TaskFault(what, where=locate_definition(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
+    fix = f"@property\ndef {name}(self): return {{}}"
+    if not isinstance(inspect.getattr_static(type(task), name), property):  # assigned, perhaps for another purpose
+        fix = f"use another name if accel-run should not read it, or assign a mapping: self.{name} = {{...}}"
+    raise TaskFault(what, where=locate_definition(type(task), source), fix=fix)
 
 
 def _is_positive(value: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from runner.base.errors import TaskFault
@@ -102,6 +103,17 @@ def test_a_wrong_value_in_a_mapping_is_named(name: str) -> None:
     vars(task).pop(name, None)
     with pytest.raises(TaskFault, match=rf"{name}\['\w+'\] must be a"):
         check_members(task, HERE)
+
+
+def test_the_fix_for_a_wrong_mapping_depends_on_how_it_is_defined(snapshot: SnapshotAssertion) -> None:
+    assigned: Any = Task()
+    assigned.losses = []  # for its own record of losses
+    messages = []
+    for task in (assigned, type("Wrong", (Task,), {"losses": property(lambda self: [])})()):
+        with pytest.raises(TaskFault) as raised:
+            check_members(task, HERE)
+        messages += [(problem.what, problem.fix) for problem in raised.value.problems]
+    assert messages == snapshot
 
 
 @pytest.mark.parametrize("name", ["begin", "after_update", "after_evaluation", "wants", "state_dict", "close"])
