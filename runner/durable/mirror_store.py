@@ -8,6 +8,7 @@ accel-run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,8 @@ class MirrorStore:
                 fix = "install the package for the protocol: pip install s3fs (s3://), gcsfs (gs://) or adlfs (abfs://)"
                 raise MissingPackage(error.problems[0].what, where="checkpoint.mirror", fix=fix) from error.__cause__
             raise
+        # gcsfs logs a traceback for an error that it raises as well, which `_convert_errors` reports in one line.
+        logging.getLogger(type(self._fs).__module__.partition(".")[0]).setLevel(logging.CRITICAL)
         self._root = f"{root.rstrip('/')}/{name}"
 
     def names(self, folder: str = "") -> list[str]:
@@ -125,9 +128,13 @@ class MirrorStore:
 
 
 def _is_permission_error(error: BaseException) -> bool:
-    """Return whether credentials are missing or wrong; packages report it in different ways."""
+    """Return whether credentials are missing, wrong or insufficient; packages report it in different ways."""
     kind = type(error).__name__
-    return isinstance(error, PermissionError) or "Credential" in kind or "Authentication" in kind or "Auth" in kind
+    if isinstance(error, PermissionError) or any(word in kind for word in ("Credential", "Authentication", "Auth")):
+        return True
+    statuses = {getattr(error, "status_code", None), getattr(error, "code", None)}  # of azure-core, of gcsfs
+    # A key of google-auth that cannot be used raises RefreshError; gcsfs converts status 403 to an OSError.
+    return bool(statuses & {401, 403}) or kind == "RefreshError" or str(error).startswith("Forbidden: ")
 
 
 _CHUNK_BYTES = 8 << 20

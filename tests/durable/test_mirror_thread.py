@@ -435,10 +435,32 @@ class HttpAuthError(Exception):
     pass
 
 
+class HttpResponseError(Exception):
+    """With a status, as azure-core reports an answer of the server."""
+
+    def __init__(self, status_code: int) -> None:
+        super().__init__("Server failed to authenticate the request")
+        self.status_code = status_code
+
+
+class HttpError(Exception):
+    """With a status, as gcsfs reports an answer of the server."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("Invalid Credentials")
+        self.code = code
+
+
+class RefreshError(Exception):
+    """Raised by google-auth for a key that cannot be used."""
+
+
 @pytest.mark.parametrize(
     ("error", "is_permission"),
     [
         (PermissionError("denied"), True), (CredentialRetrievalError("none"), True), (HttpAuthError("401"), True),
+        (HttpResponseError(403), True), (HttpError(401), True), (RefreshError("invalid_grant"), True),
+        (OSError("Forbidden: b/bucket"), True), (HttpResponseError(503), False), (HttpError(500), False),
         (ConnectionResetError("reset"), False), (Unauthenticated("x"), False), (OSError(28, "full"), False),
     ],
     ids=lambda value: type(value).__name__,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import torch
 from runner.cli import main
 from runner.durable.checkpoint import checkpoint_path, load, newest_first
 from tests.durable.faulty_storage import FaultyStorage
-from tests.faults import s3_server
-from tests.faults.s3_server import S3Server
+from tests.faults import cloud_servers, s3_server
+from tests.faults.cloud_servers import CloudServer
 
 TASK = Path(__file__).with_name("task_with_everything.py")
 WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=6", "checkpoint.every=2"]
@@ -101,12 +100,7 @@ def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> No
     assert not list(there.rglob("*.safetensors"))
 
 
-# ---------------------------------------------------------------- an S3 server
-
-needs_s3 = pytest.mark.skipif(
-    importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
-    reason="needs a server of S3: pip install s3fs 'moto[server]'",
-)
+# ---------------------------------------------------------------- servers of object storage
 
 
 @pytest.fixture(scope="module")
@@ -114,42 +108,60 @@ def storage_threads() -> None:
     s3_server.start_storage_threads()
 
 
-@pytest.fixture
-def server(storage_threads: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server.with_bucket(monkeypatch) as result:
+@pytest.fixture(params=["s3", "gs", "abfs"])
+def cloud(
+    request: pytest.FixtureRequest, storage_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CloudServer]:
+    if reason := cloud_servers.reason_to_skip(request.param):
+        pytest.skip(reason)
+    with cloud_servers.started(request.param, monkeypatch) as result:
         yield result
 
 
-@needs_s3
 @pytest.mark.filterwarnings("ignore")
-def test_an_empty_machine_resumes_from_s3_and_no_credential_is_written(
-    server: S3Server, there: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_empty_machine_resumes_from_object_storage_and_no_credential_is_written(
+    cloud: CloudServer, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
+    args = [*WORDS, f"checkpoint.mirror={cloud.url()}"]
     assert main(args) == 0
     (there / "b").mkdir()
     monkeypatch.chdir(there / "b")
     assert main(args) == 0
     assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
+    assert rows(there / "b") == rows(there / "a")
     for file in there.rglob("*"):
         if file.is_file():
             content = file.read_bytes()
-            assert s3_server.SECRET.encode() not in content, file
-            assert s3_server.KEY_ID.encode() not in content, file
+            assert not [secret for secret in cloud.secrets if secret.encode() in content], file
 
 
-@needs_s3
 @pytest.mark.filterwarnings("ignore")
-def test_a_missing_bucket_ends_a_new_run_at_its_start(server: S3Server, there: Path) -> None:
-    assert main([*WORDS, "checkpoint.mirror=s3://nosuchbucket/runs"]) in (74, 77)
+def test_a_missing_bucket_ends_a_new_run_at_its_start(
+    cloud: CloudServer, there: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, f"checkpoint.mirror={cloud.url('nosuchbucket')}"]) in (74, 77)
     assert not list(there.rglob("*.safetensors"))
+    assert "Traceback" not in capfd.readouterr().err
 
 
-@needs_s3
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(bool(cloud_servers.reason_to_skip("abfs")), reason=cloud_servers.reason_to_skip("abfs") or "-")
+def test_a_wrong_key_of_azure_ends_a_new_run_at_its_start(
+    storage_threads: None, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = cloud_servers.ACCOUNT_KEY[::-1].lstrip("=") + "=="
+    with cloud_servers.started("abfs", monkeypatch) as server:
+        cloud_servers.replace_azure_key(monkeypatch, wrong)
+        assert main([*WORDS, f"checkpoint.mirror={server.url()}"]) == 77
+    assert not list(there.rglob("*.safetensors"))
+    assert wrong not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(bool(cloud_servers.reason_to_skip("s3")), reason=cloud_servers.reason_to_skip("s3") or "-")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_through_throttling_is_mirrored_completely(
-    server: S3Server, there: Path, monkeypatch: pytest.MonkeyPatch
+    storage_threads: None, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every fourth request is throttled."""
     count = [0]
@@ -158,12 +170,15 @@ def test_a_run_through_throttling_is_mirrored_completely(
         count[0] += 1
         return count[0] % 4 == 0
 
-    server.throttles = fourth
-    args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
-    assert main(args) == 0
-    assert server.num_throttled > 0
-    (there / "b").mkdir()
-    monkeypatch.chdir(there / "b")
-    assert main(args) == 0
-    assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
-    assert rows(there / "b") == rows(there / "a")
+    with s3_server.with_bucket(monkeypatch) as server:
+        server.throttles = fourth
+        args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
+        assert main(args) == 0
+        assert server.num_throttled > 0
+        (there / "b").mkdir()
+        monkeypatch.chdir(there / "b")
+        assert main(args) == 0
+        assert all(
+            torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items()
+        )
+        assert rows(there / "b") == rows(there / "a")

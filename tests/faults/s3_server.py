@@ -72,8 +72,13 @@ class S3Server:
 
 
 def start_storage_threads() -> None:
-    """Start the two threads of fsspec for asynchronous storage, which never end."""
+    """Start the threads that never end: two of fsspec for asynchronous storage, and one of gcsfs."""
     from fsspec.asyn import get_loop
+
+    with suppress(ImportError, AttributeError):  # not installed, or a version without this thread
+        from gcsfs import core
+
+        core._start_deferred_close_worker()  # lint-tests: private: of gcsfs
 
     loop = get_loop()
     loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
