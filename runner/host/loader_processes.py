@@ -16,14 +16,15 @@ from multiprocessing import active_children, get_context, parent_process, queues
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError  # noqa: TID251 - only the exception
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runner.base.errors import Exit
-from runner.base.text import RemoteError, describe_exception
+from runner.base.errors import Exit, TaskFault
+from runner.base.text import RemoteError, describe_exception, error_message, first_line
 from runner.host.output import make_streams_nonblocking
 from runner.host.parent_death import die_with_parent
 from runner.host.scratch import shared_folder
@@ -63,7 +64,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
     sends only errors, and sends them directly. Checked on Python 3.11 to 3.13.
     """
 
-    _error: RemoteError | None = None
+    _error: RemoteError | TaskFault | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         if parent_process() is None:  # in the main process: a queue of indices for a worker
@@ -79,13 +80,18 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
 
     def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
         self._error = RemoteError(describe_exception(error))
+        if isinstance(error, (TypeError, AttributeError, PicklingError)):
+            self._error = TaskFault(
+                f"a batch cannot be sent from a data worker: {first_line(error_message(error))}",
+                fix="return only tensors, numbers and text from collate, or use dataloader.num_workers=0",
+            )
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
         for item in lost:
             if item is not None:  # None requests the end of the feeder thread; the worker is then killed
                 self._send(item[0], self._error)
 
-    def _send(self, number: int, error: RemoteError) -> None:
+    def _send(self, number: int, error: RemoteError | TaskFault) -> None:
         self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
         with self._wlock:  # type: ignore[attr-defined]
             self._writer.send_bytes(ForkingPickler.dumps((number, error)))  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.base.batch import BatchSamples, MicroBatch
-from runner.base.errors import AccelRunError, DataError
+from runner.base.errors import AccelRunError, DataError, TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import SampleSeeding, seeded_generators
 from runner.base.task import Dataset, Task
@@ -129,7 +129,13 @@ class Fetcher:
     def _collate(self, samples: list[Any], key: MicroBatchKey) -> Any:
         if not _is_default(self.collate):
             self.streams.begin("collate", key.seed, key.epoch, key.indices)
-            return self.collate(samples)  # errors in task code are reported with their own source lines
+            batch = self.collate(samples)  # errors in task code are reported with their own source lines
+            if isinstance(batch, Iterator):
+                raise TaskFault(
+                    f"collate() must return a batch, but returned a {type(batch).__name__}",
+                    fix="return a tensor, or a tuple, list or dictionary of tensors: use tuple(...) instead of yield",
+                )
+            return batch
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:

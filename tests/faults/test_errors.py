@@ -64,6 +64,7 @@ WITHOUT_ADVICE = {
     "the caller has the requirement": {
         "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
+        "Problem(what, key.replace('__', '.'))",
     },
     "problems that have their own advice": {
         "SharedConfigError(problems)", "SharedConfigError(error.problems)", "RepeatedConfigError(problems)",
@@ -351,6 +352,27 @@ RAISED = {
             "in a thread": "dataloader=thread",
         }.items()
     },
+    **{
+        f"a generator as collate, {where}": Told(
+            method("def collate(self, samples):", "    yield samples"),
+            "collate() must return a batch, but returned a generator",
+            old="    def loss(",
+            words=words,
+        )
+        for where, words in {
+            "in this process": "dataloader.num_workers=0",
+            "in a worker": "dataloader.num_workers=1",
+            "in a thread": "dataloader=thread",
+        }.items()
+    },
+    "a batch that a worker cannot send": Told(
+        method(
+            "def collate(self, samples):", "    return torch.stack([x for x, _ in samples]), (y for _, y in samples)"
+        ),
+        "a batch cannot be sent from a data worker: cannot pickle 'generator' object",
+        old="    def loss(",
+        words="dataloader.num_workers=1",
+    ),
     "an assertion": Told(in_loss("assert y is None"), "raised AssertionError", ("assert y is None",)),
     "a module that is missing": Told(in_loss("import nowhere"), "No module named 'nowhere'", ("import nowhere",)),
     "a helper with a slip": Told(
