@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from runner.engine.checks.batch_dependence import describe_dependence
+from runner.engine.contract.batch_dependent_calls import BatchDependentCalls
 from runner.workload.division import Batch
 from tests.forkserver import ForkServer
 
@@ -89,3 +93,63 @@ def test_the_start_report_has_the_note(size: int, is_noted: bool, server: ForkSe
     result = server.run(f"train --task dropping.py device=cpu monitor=off micro_batch_size={size}", tmp_path)
     assert result.code == 0, result.err
     assert ("Dropout1d" in result.out + result.err) == is_noted
+
+
+FUNCTIONS = (
+    TASK.replace("nn.Dropout1d(0.5)", "Own()")
+    .replace(
+        "class Dropping",
+        """
+class Own(nn.Module):
+    def forward(self, x):
+        x = nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=self.training)
+        x = x + runner.per_sample_noise(x).normal(4)
+        scores = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+        return nn.functional.dropout(nn.functional.dropout(scores, 0.0), 0.5, self.training)
+class Dropping""",
+    )
+    .replace("import torch\n", "import runner, torch\n")
+)
+
+
+@pytest.mark.parametrize("kind", [FUNCTIONS, TASK])
+@pytest.mark.parametrize("size", [4, 8])
+def test_functions_that_depend_on_the_division_are_named_after_the_first_update(
+    kind: str, size: int, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "dropping.py").write_text(kind)
+    result = server.run(f"train --task dropping.py device=cpu monitor=off micro_batch_size={size}", tmp_path)
+    assert result.code == 0, result.err
+    lines = kind.splitlines()
+    places = {f"dropping.py:{number}" for number in range(1, len(lines) + 1)}
+    named = {place for place in places if re.search(rf"{place}\b", result.out + result.err)}
+    depends = {f"dropping.py:{number}" for number, line in enumerate(lines, 1) if "self.training)" in line}
+    assert named == (depends if size == 4 else set())
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: nn.functional.dropout2d(x[..., None], 0.5), {"random numbers"}),
+        (lambda x: nn.functional.alpha_dropout(x, 0.5, training=True), {"random numbers"}),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), {"random numbers"}),
+        (lambda x: x.new_empty(4, 1, 1).bernoulli_(0.5) * x, {"random numbers"}),  # as timm's DropPath
+        (lambda x: x[torch.randperm(4)], {"random numbers"}),
+        (lambda x: nn.functional.batch_norm(x, None, None, training=True), {"batch norm"}),
+        (lambda x: nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4)), set()),
+        (nn.functional.instance_norm, set()),
+        (lambda x: nn.functional.group_norm(x, 2), set()),
+        (lambda x: nn.functional.dropout(x, 0.5, training=False), set()),
+        (lambda x: nn.functional.dropout(x, 0.0), set()),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), set()),
+        (lambda x: x + torch.rand(x.shape, generator=torch.Generator()), set()),
+        (NORMS[0], set()), (nn.Dropout(0.5), set()), (nn.Dropout1d(0.5), set()),
+        (lambda x: DROPOUTS["attention"](x, x, x), set()), (DROPOUTS["recurrent"], set()),
+    ],
+)  # fmt: skip
+def test_calls_of_functions_are_found(call: Callable[[torch.Tensor], object], expected: set[str]) -> None:
+    calls = BatchDependentCalls()
+    with calls:
+        call(torch.ones(4, 4, 4, requires_grad=True))
+    assert {*calls.found.values()} == expected
+    assert all(place.startswith(Path(__file__).name) for place in calls.found)

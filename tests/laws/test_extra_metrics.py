@@ -54,7 +54,7 @@ def measured(
     parallel.wrap(model, list, [])
     named = list(model.named_parameters())
     parallel.begin([weight for _, weight in named])
-    checked = CheckedLoss(kind, HERE, records_attention=False)
+    checked = CheckedLoss(kind, HERE, records_operations=False)
     checked.observe = extra.add
     run = Training(
         position=Position("train"), model=model, loss=checked, parameters=[weight for _, weight in named],

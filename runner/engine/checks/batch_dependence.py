@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from runner.base.text import abbreviate
 from runner.distributed.batch_norm import training_modules
 from runner.workload.division import Batch
 
@@ -13,8 +16,8 @@ from runner.workload.division import Batch
 def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -> str:
     """Return a note for the start report that names these modules; empty if the update equals that of the whole batch.
 
-    Dropout draws a mask for each micro-batch, and batch norm normalizes over each. The check sees modules of torch,
-    but not functions such as F.dropout.
+    Dropout draws a mask for each micro-batch, and batch norm normalizes over each. Functions such as F.dropout are
+    known only after the first forward pass: see `describe_calls`.
 
     is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
     """
@@ -36,8 +39,25 @@ def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -
             depends_on_ranks |= depends
     if not counts:
         return ""
-    parts = [part for part, applies in (("micro-batches", is_accumulated), ("ranks", depends_on_ranks)) if applies]
     named = ", ".join(f"{kind} ({_with_others(first[kind], count)})" for kind, count in counts.items())
+    return _note(named, is_accumulated, depends_on_ranks)
+
+
+def describe_calls(calls: Mapping[str, str], batch: Batch) -> str:
+    """Return a note on calls that depend on the division; empty if the update is one whole batch.
+
+    calls  place -> what it does, see `BatchDependentCalls`
+    """
+    is_accumulated, is_shared = batch.accumulation_steps > 1, batch.num_shares > 1
+    if not calls or not (is_accumulated or is_shared):
+        return ""
+    kinds = dict.fromkeys(calls.values())
+    named = (f"{kind} ({abbreviate([place for place in calls if calls[place] == kind])})" for kind in kinds)
+    return _note(", ".join(named), is_accumulated, is_shared)
+
+
+def _note(named: str, is_accumulated: bool, is_shared: bool) -> str:
+    parts = [part for part, applies in (("micro-batches", is_accumulated), ("ranks", is_shared)) if applies]
     return f"the update depends on {' and '.join(parts)}: {named}; see docs/unequal.md"
 
 

@@ -25,6 +25,7 @@ from runner.config.task_file import find_changed_declarations
 from runner.distributed.deferred_init import DeferredInit
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
+from runner.engine.contract.batch_dependent_calls import BatchDependentCalls
 from runner.engine.contract.contract_checks import (
     Number,
     check_members,
@@ -125,12 +126,13 @@ class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "
 
 
 class CheckedLoss:
-    """Calls the task's loss or embedding, checks what it returns, and records the attention kernels of the first call.
+    """Calls the task's loss or embedding, checks what it returns, and records operations of the first call.
 
-    records_attention   whether to record the attention kernels
+    records_operations  whether to record the attention kernels and the calls that depend on the batch
     check               (answer, method, source, sync=) -> checked answer
     objective           name of the objective, for messages
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
+    batch_dependent     place -> what depends on the batch there, see `BatchDependentCalls`; empty if not recorded
     first_call_context  context for the first call
     observe             receives the metrics that a loss returns as its third value
     """
@@ -142,24 +144,32 @@ class CheckedLoss:
         loss: Callable[..., Any],
         source: Path,
         *,
-        records_attention: bool,
+        records_operations: bool,
         check: Callable[..., Any] = validate_loss,
         objective: str = "",
     ) -> None:
-        self.loss, self.source, self.records_attention = loss, source, records_attention
+        self.loss, self.source, self.records_operations = loss, source, records_operations
         self.check = partial(validate_loss, objective=objective) if objective else check
         self.returns_metrics = check is validate_loss
         self.checked = False
         self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _discard_metrics
         self.attention: dict[tuple[str, str], int] = {}
+        self.batch_dependent: dict[str, str] = {}
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if self.checked:
             return self._check(self.loss(model, batch))
         answers: list[Any] = []
         with self.first_call_context():
-            if self.records_attention:
-                self.attention = count_calls(lambda: answers.append(self.loss(model, batch)))
+            if self.records_operations:
+                calls = BatchDependentCalls()
+
+                def call_loss() -> None:
+                    with calls:  # inside the mode of count_calls, whose frame belongs to accel-run
+                        answers.append(self.loss(model, batch))
+
+                self.attention = count_calls(call_loss)
+                self.batch_dependent = calls.found
             else:
                 answers.append(self.loss(model, batch))
         answer = self._check(answers[0], sync=True)
@@ -167,8 +177,8 @@ class CheckedLoss:
         return answer
 
     def check_next_call(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Treat the next call as the first one, inside `context`; attention kernels are not recorded again."""
-        self.checked, self.records_attention, self.first_call_context = False, False, context
+        """Treat the next call as the first one, inside `context`; operations are not recorded again."""
+        self.checked, self.records_operations, self.first_call_context = False, False, context
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:

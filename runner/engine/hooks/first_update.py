@@ -18,6 +18,7 @@ from runner.engine.checks.additivity_check import (
     check_loss_is_sum,
     check_metrics_are_sums,
 )
+from runner.engine.checks.batch_dependence import describe_calls
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -100,6 +101,8 @@ class FirstUpdate(Hook):
             self._is_first = False
             self._refuse_added_buffers()
             self._warn_missing_gradients()
+            if note := describe_calls(self.phase.work.batch_dependent, self.phase.run.plan.batch):
+                self.phase.run.observers.screen.info(f"{self.phase.name}: {note}")
         if not self.phase.run.has_started:
             self.phase.run.has_started = True
             self._finish_startup(step)

@@ -53,7 +53,10 @@ class ObjectivesPhase(GradientPhase):
         for index, spec in enumerate(self.specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(
-                self.task_losses[spec.name], parts.source, records_attention=self.records_attention, objective=spec.name
+                self.task_losses[spec.name],
+                parts.source,
+                records_operations=self.records_operations,
+                objective=spec.name,
             )
             training = self._make_training(
                 spec, loss, self.parameters[spec.name],

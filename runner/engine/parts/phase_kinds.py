@@ -65,6 +65,11 @@ class PhaseKind:
         """Return the attention kernels that `CheckedLoss` recorded in the first forward pass."""
         return {}
 
+    @property
+    def batch_dependent(self) -> Mapping[str, str]:
+        """Return the places of batch-dependent calls that `CheckedLoss` recorded in the first forward pass."""
+        return {}
+
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         """Run the remaining updates."""
         raise NotImplementedError
@@ -150,7 +155,7 @@ class GradientPhase(PhaseKind):
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         self.is_additive = parts.task.loss_is_additive
         # Kernels are recorded with a dispatch mode, which does not work with torch.compile.
-        self.records_attention = parts.plan.choices["compile"].uses("off")
+        self.records_operations = parts.plan.choices["compile"].uses("off")
         self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self._select(phase)
@@ -244,6 +249,12 @@ class GradientPhase(PhaseKind):
     def attention(self) -> Mapping[tuple[str, str], int]:
         return self.loss.attention
 
+    @property
+    def batch_dependent(self) -> Mapping[str, str]:
+        losses = [self.loss, *(training.loss for training in self.trainings.values())]
+        calls = (loss.batch_dependent for loss in losses if isinstance(loss, CheckedLoss))
+        return {place: kind for found in calls for place, kind in found.items()}
+
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         return train_updates(self.inputs, batches, self.total)
 
@@ -330,12 +341,12 @@ class LossPhase(GradientPhase):
 
     def _build(self, phase: PhasePlan) -> None:
         parts, position = self.parts, self.position
-        checked = self.loss = CheckedLoss(self.task_loss, parts.source, records_attention=self.records_attention)
+        checked = self.loss = CheckedLoss(self.task_loss, parts.source, records_operations=self.records_operations)
         gradients = GradientSource()
         if is_coupled(parts.task, phase.name):
             self.is_additive = False
             self.loss = CheckedLoss(
-                parts.task.embed, parts.source, records_attention=self.records_attention, check=validate_embedding
+                parts.task.embed, parts.source, records_operations=self.records_operations, check=validate_embedding
             )
             seed = parts.plan.settings.seed
             gradients = self.coupled = CoupledSource(

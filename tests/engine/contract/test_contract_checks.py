@@ -57,7 +57,7 @@ class Wrong(Task):
 
 
 def loss_of(task: Task) -> Any:
-    return CheckedLoss(task.loss, HERE, records_attention=False)(task.model, torch.ones(4, 1))
+    return CheckedLoss(task.loss, HERE, records_operations=False)(task.model, torch.ones(4, 1))
 
 
 def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
