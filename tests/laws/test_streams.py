@@ -321,6 +321,23 @@ def test_a_limit_is_divided_among_the_shards(limit: int, lengths: tuple[int, ...
     assert source_of(Files, 3, limit=limit).lengths() == lengths
 
 
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5), limit=st.integers(0, 70))
+def test_a_limit_takes_more_of_longer_shards_if_others_are_too_short(lengths: list[int], limit: int) -> None:
+    source = StreamSource("train", len(lengths), make=lambda _, shard, __: [0] * lengths[shard], limit=limit)
+    limited = source.lengths()
+    assert limited is not None
+    assert sum(limited) == min(limit, sum(lengths))
+    incomplete = [limited[shard] for shard, length in enumerate(lengths) if limited[shard] < length]
+    assert max(limited) <= min(incomplete, default=limit) + 1
+    assert incomplete == sorted(incomplete, reverse=True)
+
+
+def test_a_shard_that_is_too_short_for_a_limit_is_named_with_the_limit() -> None:
+    with pytest.raises(DataError) as raised:
+        read(source_of(Files, 3, limit=71), 12)
+    assert "data.train_samples=71" in str(raised.value)
+
+
 class RaisingLater(Files):
     """Fails in its second pass."""
 

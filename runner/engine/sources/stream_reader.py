@@ -152,6 +152,13 @@ class ShardReader:
 
     def _start_next_pass(self) -> Any:
         count = self._next - self._pass_start
+        if self._length is not None and self._source.limit is not None:
+            raise DataError(
+                f"{self._name()} ended after {count:,} samples, but {self._length:,} of it are to be used",
+                where=f"data.train_samples={self._source.limit}",
+                fix="use fewer samples, or fewer shards with data.shards, or return an object from stream() whose len()"
+                " is that of the shard",
+            )
         if self._length is not None:
             raise DataError(
                 f"{self._name()} ended after {count:,} samples, but its length is {self._length:,}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,12 +93,12 @@ class StreamSource:
 
     def lengths(self) -> tuple[int, ...] | None:
         """Return the number of samples in use per shard, None if it is unknown."""
-        shards = range(self.num_shards)
-        parts = [_even_part(self.limit, shard, self.num_shards) for shard in shards] if self.limit is not None else None
         full = self._full_lengths()
-        if parts is None or full is None:
-            return tuple(parts) if parts is not None else full
-        return tuple(map(min, full, parts))
+        if self.limit is None:
+            return full
+        if full is None:
+            return tuple(_even_part(self.limit, shard, self.num_shards) for shard in range(self.num_shards))
+        return _limit_lengths(full, self.limit)
 
     def _full_lengths(self) -> tuple[int, ...] | None:
         shards = range(self.num_shards)
@@ -178,6 +179,14 @@ def _length(value: Any) -> int | None:
 
 def _even_part(total: int, shard: int, num_shards: int) -> int:
     return -(-(total - shard) // num_shards) if total > shard else 0
+
+
+def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return the number of samples to use of each shard, `limit` in total: even parts, or complete shorter shards."""
+    part = bisect_right(range(limit + 1), limit, key=lambda part: sum(min(length, part) for length in lengths)) - 1
+    num_longer = limit - sum(min(length, part) for length in lengths)
+    longer = [shard for shard, length in enumerate(lengths) if length > part][:num_longer]
+    return tuple(min(length, part + (shard in longer)) for shard, length in enumerate(lengths))
 
 
 @contextmanager
