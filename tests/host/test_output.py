@@ -57,10 +57,15 @@ def pipe() -> Iterator[Pipe]:
 
 
 @contextmanager
-def printing(to: Pipe | TextIO) -> Iterator[None]:
-    """Print to the stream without blocking; not a fixture, since pytest replaces the streams before the test."""
+def printing(to: Pipe | TextIO, *, is_read: bool = False) -> Iterator[None]:
+    """Print to the stream without blocking; not a fixture, since pytest replaces the streams before the test.
+
+    is_read  a thread reads; on a busy machine, it may make no progress for longer than a command waits at its end
+    """
     with contextlib.redirect_stdout(to.stream if isinstance(to, Pipe) else to), nonblocking_streams():
         yield
+        if is_read:
+            output.finish(LIMIT_S)
 
 
 def lines_of(number: int) -> list[str]:
@@ -83,7 +88,7 @@ def read_slowly(pipe: Pipe, got: bytearray, piece: int = 3000) -> threading.Thre
 @pytest.mark.slow
 def test_a_slow_reader_gets_every_line_in_order(pipe: Pipe) -> None:
     written, got = lines_of(20_000), bytearray()
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         reader = read_slowly(pipe, got)
         for line in written:
             print(line)
@@ -94,7 +99,7 @@ def test_a_slow_reader_gets_every_line_in_order(pipe: Pipe) -> None:
 
 def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
     written, got = lines_of(5_000), bytearray()
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         for line in written:
             print(line)  # everything is printed before the first byte is read, without blocking
         reader = read_slowly(pipe, got, 1 << 16)
@@ -107,7 +112,7 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
 def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MAX_BUFFERED_BYTES", 50_000)
     written, got = lines_of(5_000), bytearray()
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         for line in written:
             print(line)
         reader = read_slowly(pipe, got, 1 << 16)
@@ -137,7 +142,7 @@ def test_both_streams_of_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pyte
     twin = os.fdopen(os.dup(pipe.writer), "w", encoding="utf-8")
     monkeypatch.setattr(sys, "stderr", twin)
     written, got = lines_of(3_000), bytearray()
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         for number, line in enumerate(written):
             print(line, file=sys.stderr if number % 2 else sys.stdout)
         reader = read_slowly(pipe, got)
@@ -149,7 +154,7 @@ def test_both_streams_of_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pyte
 
 def test_other_writes_to_the_descriptor_do_not_block_either(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "STALLED_S", 0.0)
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         print("x" * 200_000)
         wait_until(lambda: fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "the descriptor still waits")
         with pytest.raises(BlockingIOError):
@@ -164,7 +169,7 @@ def test_other_writes_to_the_descriptor_do_not_block_either(pipe: Pipe, monkeypa
 
 def test_a_forked_process_does_not_repeat_queued_lines(pipe: Pipe) -> None:
     got = bytearray()
-    with printing(pipe):
+    with printing(pipe, is_read=True):
         print("x" * 200_000)
         pid = os.fork()
         if pid == 0:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from runner.axes.optimizer import adamw
 from runner.axes.parallelism import ddp
+from runner.base.errors import TaskFault
 from runner.base.order import Order
+from runner.engine.update import model_states
 from runner.engine.update.loop import train_updates
 from tests.distributed.ranks import run_ranks
 from tests.laws.test_coupled import (
@@ -201,6 +203,25 @@ def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     run = training(task, ddp(ALONE), embed=embed)
     list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2))
     assert most == 4
+
+
+def test_large_frozen_parameters_are_not_copied_and_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may have no room for a copy of a pretrained model."""
+    monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", 100)
+
+    def train(task: Any) -> None:
+        run = training(task, ddp(ALONE))
+        list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2))
+
+    backbone = nn.Parameter(torch.ones(100), requires_grad=False)
+    constant: Any = Dropped(torch.float64)
+    constant.model.backbone = backbone
+    train(constant)
+    changed: Any = Frozen(torch.float64)
+    changed.model.backbone = backbone
+    with pytest.raises(TaskFault) as caught:
+        train(changed)
+    assert "center" in caught.value.problems[0].fix
 
 
 class Momentum(Clip):
