@@ -62,6 +62,7 @@ class LightningTask(Task):
         self._collects = False  # whether the runner requested the metrics that steps log
         self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
         self._not_logged: set[int] = set()  # indices of metrics that a step of this evaluation has not logged
+        self._has_begun = False
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
         _modules.add(module)
@@ -128,6 +129,13 @@ class LightningTask(Task):
         self._call("on_train_start")
 
     def begin_update(self, progress: Progress) -> None:
+        if not self._has_begun and self.module not in _configured:
+            warnings.warn(
+                f"{type(self.module).__name__}.configure_optimizers is not used, because the settings name another"
+                " optimizer; to use it, define OPTIMIZERS and SCHEDULERS as docs/examples/own_lightning.py does",
+                stacklevel=2,
+            )
+        self._has_begun = True
         trainer, epoch = self.trainer, int(progress.epoch)
         is_new, trainer.current_epoch, trainer.global_step = epoch != trainer.current_epoch, epoch, progress.update
         if is_new or not progress.update:

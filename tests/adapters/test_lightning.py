@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from runner.adapters.lightning import LightningTask, configure, configured_schedule
+from runner.adapters.lightning import LightningTask, configure, configured_optimizer, configured_schedule
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 
@@ -78,10 +78,20 @@ def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
     calls: list[str] = []
     names = ("prepare_data", "setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
     task = LightningTask(with_methods(**{name: lambda self, *args, name=name: calls.append(name) for name in names}))
+    configured_optimizer(list(task.model.named_parameters()))
     task.begin_phase("train")
     for update, epoch in enumerate((0.0, 0.5, 1.0, 1.5)):
         task.begin_update(Progress("train", update, 4, epoch))
     assert calls == [*names, "on_train_epoch_start"]
+
+
+def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
+    from runner.base.task import Progress
+
+    task = LightningTask(Module())
+    with pytest.warns(UserWarning, match="Module.configure_optimizers"):
+        task.begin_update(Progress("train", 0, 2, 0.0))
+    task.begin_update(Progress("train", 1, 2, 0.5))  # a warning fails the test
 
 
 @pytest.mark.parametrize(
@@ -136,8 +146,6 @@ def different(optimizer: torch.optim.Optimizer) -> Any:
     ids=["plateau", "epochs unknown", "factors of groups"],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(schedule: Any, epochs: float | None) -> None:
-    from runner.adapters.lightning import configured_optimizer
-
     def configure_optimizers(self: Any) -> Any:
         groups = [{"params": [weight]} for weight in self.net.parameters()]
         optimizer = torch.optim.SGD(groups, lr=0.1)
