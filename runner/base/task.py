@@ -315,7 +315,8 @@ class Task:
         Define it as `def predict(self, model, generator, *, samples: int = 3, ...)`: parameters after `*` are the keys
         of `inference` in the configuration, with these types and defaults.
 
-        generator  seeded, on the model's device; the only source of randomness
+        generator  on the model's device, with the same seed on every rank: draw the numbers of all predictions from it
+                   at once, or seed another generator for each prediction
         """
         raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
 

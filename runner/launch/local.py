@@ -92,6 +92,7 @@ def run_ranks(
     attempt: int = 0,
     grace_s: float = 2.0,
     on_notice: Notify | None = None,
+    saves: bool = True,
 ) -> LaunchResult:
     """Call `main(member)` in a forked process per rank; return how they ended once all have exited.
 
@@ -107,11 +108,12 @@ def run_ranks(
     initialized CUDA, and SystemLimit or CannotCreate if the ranks cannot be started.
 
     on_notice  called immediately when a rank fails, or a process does not exit after SIGKILL; default: a warning
+    saves      the ranks have something to save after a stop request; otherwise the first request kills them (130)
     """
     output.stop_threads()  # a thread writes the output while the terminal is stalled
     _check_can_fork(num_ranks)
     _check_descriptors(num_ranks)
-    with private_folder() as folder, _SignalRequests() as requests, _cleanup() as ranks:
+    with private_folder() as folder, _SignalRequests(saves) as requests, _cleanup() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
             member = RankInfo(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
@@ -350,7 +352,8 @@ class _Supervisor:
         if now >= self.leave_at and not self.left_early and not self.failures and self.hangs.has_nothing_to_save():
             self.left_early, self.limit = True, now
             output.write_if_ready(f"{LEFT_EARLY}\n")
-        if self.requests.num_stops > 1 + self.hangs.is_ending():
+        is_first_enough = self.requests.stop is not None and not self.requests.saves
+        if is_first_enough or self.requests.num_stops > 1 + self.hangs.is_ending():
             self.is_forced = True
             self.limit = min(self.limit, now)
         if now >= self.limit:
@@ -364,9 +367,13 @@ class _Supervisor:
 
 
 class _SignalRequests:
-    """Records the requests that signals make inside the context; `wakeup_fd` becomes readable after each signal."""
+    """Records the requests that signals make inside the context; `wakeup_fd` becomes readable after each signal.
 
-    def __init__(self) -> None:
+    saves  the ranks have something to save; otherwise, the first request kills them
+    """
+
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
         self.stop: str | None = None
         self.should_suspend = False
         self.num_stops = 0  # SIGINT and SIGTERM; SIGUSR1 and SIGHUP do not count, as in a run of one process

@@ -39,6 +39,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     """Call `function(plan, world)` on every rank of the plan; return the result of rank 0.
 
     A rank of torchrun or srun returns its own result. If ranks fail, the error of the one that failed first is raised.
+    Raises KeyboardInterrupt after a signal, which kills the ranks: `function` does not save anything on request.
     """
     member = detect_rank(os.environ)
     if member is not None and member.world_size > 1:
@@ -49,9 +50,11 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     plan = make_plan(configuration, inventory, needs=needs)
     if plan.world_size > 1:
         import_before_fork(plan)
-        ending = run_ranks(partial(_call_on_rank, plan, function), plan.world_size)
+        ending = run_ranks(partial(_call_on_rank, plan, function), plan.world_size, saves=False)
         if ending.cause is not None:
             raise to_error(ending)
+        if ending.code == Exit.INTERRUPTED:
+            raise KeyboardInterrupt
         return Exit(ending.code), ending.results[0]
     with private_folder():
         return run_as_rank(plan, RankInfo(), partial(function, plan))

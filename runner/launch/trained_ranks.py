@@ -83,7 +83,7 @@ def start_evaluation(
 
     checkpoint  best, last or the number of an update; None: best if there is one, otherwise last
     level       minimum level of printed messages; None: $ACCEL_RUN_LOG_LEVEL
-    The record is None after a signal, and on every rank except 0 if torchrun or srun started the ranks.
+    The record is None on every rank except 0 if torchrun or srun started the ranks.
     """
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0

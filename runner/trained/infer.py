@@ -25,10 +25,11 @@ from runner.base.oom_errors import halve
 from runner.base.sample_rng import seeded_generators
 from runner.base.stopwatch import Lap, new_stopwatch
 from runner.base.task import Content, Prediction
-from runner.base.text import format_rate
+from runner.base.text import abbreviate, format_rate
 from runner.config.chosen_option import make_chosen
 from runner.config.phases import INFERENCE
 from runner.distributed.world import World
+from runner.durable import files
 from runner.durable.directory import INFERENCE_FILES, RunDirectory
 from runner.engine.contract.contract_checks import describe_value, validate_prediction
 from runner.engine.contract.error_diagnosis import locate_definition
@@ -67,7 +68,9 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         check_packages(parts.task, [INFERENCE], parts.source)
         get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
-        directory.subfolder("predictions")
+        folder = directory.subfolder("predictions")
+        if world.is_first and files.exists(folder / "summary.json"):  # it must not describe an incomplete inference
+            files.remove(folder / "summary.json")
         monitor = stack.enter_context(_make_monitor(plan, parts, directory.predictions / f"gpu{suffix}.csv"))
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
@@ -77,7 +80,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                 lambda plan: _predict_all(plan, parts, directory, progress_mark, console),
                 plan, parts.world.device, console,
             )  # fmt: skip
-        result = _merge_ranks(own, names, world, str(parts.source))
+        result, names = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = summarize_predictions(result, parts.task.item, trained.update)
@@ -94,8 +97,18 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
         console.info(f"\n{_format_summary(result, parts.task.item)}")
-        console.info(f"written to {directory.shown / directory.predictions.name}")
+        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1  # others compute the other shards
+        others = "" if is_part else _describe_others(folder, names)
+        console.info(f"written to {directory.shown / folder.name}{others}")
     return Exit.DONE, summary
+
+
+def _describe_others(folder: Path, names: Collection[str]) -> str:
+    """Return a note on the predictions in the folder that are not among `names`; empty if there are none."""
+    own = {name.split("/")[1] for name in names}
+    others = [name for name in files.list_names(folder) if not (name in own or INFERENCE_FILES.fullmatch(name))]
+    others = [name for name in others if not name.startswith(files.TEMPORARY)]
+    return f", which also has {len(others)} other file{'s' * (len(others) > 1)}: {abbreviate(others)}" if others else ""
 
 
 def _make_monitor(plan: Plan, parts: Parts, file: Path) -> NoMonitor:
@@ -150,8 +163,8 @@ def _predict_all(
     return PredictionSummary(num, items, time.perf_counter() - began, calls), names
 
 
-def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> PredictionSummary:
-    """Merge the summaries of all ranks; the time is that of the slowest one."""
+def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> Predicted:
+    """Merge the summaries and file names of all ranks; the time is that of the slowest one."""
     calls = [result.calls.seconds, result.calls.samples]
     gathered = world.gather([result.num, result.items, result.seconds, calls, sorted(names)])
     nums, items, seconds, rank_calls, rank_names = zip(*gathered, strict=True)
@@ -165,7 +178,7 @@ def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World
     first = [call for calls in calls_by_rank for call in calls[:1]]
     later = [call for calls in calls_by_rank for call in calls[1:]]
     merged = PredictCalls([call[0] for call in first + later], [call[1] for call in first + later], len(first))
-    return PredictionSummary(sum(nums), sum(items), max(seconds), merged)
+    return PredictionSummary(sum(nums), sum(items), max(seconds), merged), seen
 
 
 @dataclass
@@ -310,12 +323,15 @@ def iterate_predictions(
     """
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
+    first, step = options.get("shard"), options.get("num_shards")
+    # As with one process: no two ranks may draw the same numbers.
+    numbers = itertools.count(first, step) if isinstance(first, int) and isinstance(step, int) else itertools.count()
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
         with seeded_generators(seed, "predict"), task_errors(parts.source, "predict()"):
             result = parts.task.predict(parts.model, generator, **options)
         predictions = _get_iterator(result, parts)
-        for number in itertools.count():
+        for number in numbers:
             on_next()
             # Random draws in a dataset read by `predict` must not depend on earlier predictions.
             with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict()"):

@@ -16,7 +16,6 @@ from runner.base.task import Task
 from runner.base.text import format_metric
 from runner.config.schema import did_you_mean
 from runner.distributed.world import World
-from runner.durable.signals import StopRequest
 from runner.engine.checkpoints import oom_history
 from runner.engine.contract.task_loading import task_errors
 from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, evaluate
@@ -37,12 +36,11 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
     Model, batch size, precision and seed are those of the run, so the metrics of split val are those of its training.
 
     level  least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
-    Returns the exit code and the content of the file; 130 and None after a signal.
+    Returns the exit code and the content of the file.
     Raises ConfigError if the task has no such split.
     """
     console = Console(level=level or terminal_log_level(), is_enabled=world.is_first)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
         trained = open_source(broadcast_name(source, world), plan, console, stack, world)
         directory, parts = trained.directory, trained.parts
         stacks = f"{FOLDER}/stacks{'' if world.is_first else f'-rank{world.rank}'}.txt"
@@ -55,9 +53,9 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)
 
-        def must_stop() -> bool:
+        def begin_batch() -> bool:
             progress_mark.advance_batch(EVALUATION, trained.update)
-            return stop.requested is not None
+            return False
 
         def begin_summary() -> None:
             progress_mark.advance(SUMMARY, trained.update)
@@ -68,11 +66,10 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             parts.source, f"the evaluation of split {split}", micro_batch_size=phase.batch.micro_batch_size
         ):
             result = evaluate(
-                parts, loader, samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
+                parts, loader, samples, sizes, should_stop=begin_batch, on_last_batch=begin_summary, split=split
             )
         seconds = time.perf_counter() - began
-        if result is None:
-            return Exit.INTERRUPTED, None
+        assert result is not None, "begin_batch never stops it"
         record = _make_record(trained, source, split, result, len(samples), seconds)
         if world.is_first:
             checkpoint = source.checkpoint.name if source.checkpoint else "weights"

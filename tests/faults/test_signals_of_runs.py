@@ -363,3 +363,61 @@ def test_a_stop_before_the_first_update_does_not_wait_for_it(
         assert (recorded.state, recorded.exit_code) in ((STATES[code], code), (None, None)), "or it had not begun"
     assert server.run([*args, "updates=4", "resume_allow=[updates]"], tmp_path).code == 0
     tally.tried += 1
+
+
+# ---------------------------------------------------------------- evaluation and inference
+
+WAITING = """
+import os
+import torch
+from torch import nn
+from runner import Prediction, Task
+
+SETTINGS = {"updates": 1, "global_batch_size": 4}
+
+def build() -> Task:
+    return Waiting()
+
+def wait(rank):
+    if os.environ.get("WAITS"):
+        open(f"waits-{rank}", "w").close()
+        os.read(os.pipe()[0], 1)
+
+class Waiting(Task):
+    def __init__(self): self.model = nn.Linear(2, 1)
+    def dataset(self, split): return torch.utils.data.TensorDataset(torch.ones(8, 2))
+    def loss(self, model, batch): return model(batch[0]).square().sum(), len(batch[0])
+    def evaluate(self, model, batch):
+        wait(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        return {"loss": self.loss(model, batch)}
+    def predict(self, model, generator, *, shard: int = 0, num_shards: int = 1):
+        wait(shard)
+        yield Prediction({f"{shard}.txt": "done"})
+"""
+
+
+@pytest.mark.parametrize("command", ["inference", "evaluate"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_ends_a_command_that_saves_nothing_at_once(
+    num_ranks: int, command: str, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    trained = server.run(["train", "--task", "./waiting.py", "run=mine", "device=cpu", "monitor=off"], tmp_path)
+    assert trained.code == 0, trained.err
+    folder = tmp_path / "outputs" / "mine" / {"inference": "predictions", "evaluate": "evaluations"}[command]
+    args = [command, "mine", *ranks(num_ranks)]
+    assert server.run(args, tmp_path).code == 0
+    (summary,) = folder.glob("*.json")
+    if command == "evaluate":
+        summary.unlink()
+    pid = server.start(args, tmp_path, {"WAITS": "yes"})
+    wait_until(lambda: len(list(tmp_path.glob("waits-*"))) == num_ranks, "all ranks wait")
+    processes = family(pid)
+    os.kill(pid, signal.SIGTERM)
+    result = server.wait()
+    assert result.code == 130, result
+    assert_no_error(result)
+    wait_until(lambda: not [each for each in processes if is_alive(each)], "no process outlives the command")
+    assert not summary.exists(), "incomplete results have no summary"
+    assert server.run(args, tmp_path).code == 0
+    assert summary.exists()

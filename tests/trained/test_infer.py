@@ -309,7 +309,8 @@ class Mine(Task):
         for number in range(shard, 9, num_shards):
             x = torch.full((1, 4), float(number), device=generator.device)
             name = "same" if same else f"{number}"
-            yield Prediction({f"{name}.npy": model(x).cpu().numpy()}, items=2)
+            drawn = torch.rand(1, 2, device=generator.device)
+            yield Prediction({f"{name}.npy": torch.cat([model(x), drawn]).cpu().numpy()}, items=2)
 """
 
 
@@ -328,6 +329,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
             path.unlink()
     assert len(actual[0]) == 9
     assert actual[0] == actual[1]
+    assert len(set(actual[0].values())) == 9
     assert [summary["world_size"] for summary in summaries] == [1, 2]
     for summary in summaries:
         assert (summary["predictions"], summary["items"], summary["model"]["calls"]) == (9, 18, 9)
@@ -338,9 +340,13 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     alone = server.run(["inference", "first", "inference.same=true"], tmp_path)
     assert alone.code == 70, "one prediction would replace the others"
     assert "same.npy" in alone.err
+    (folder / "old.npy").touch()
     part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
+    assert {path.name: path.read_bytes() for path in folder.glob("[0-9].npy")}.items() <= actual[0].items()
+    assert "old.npy" not in part.out, "other shards write other files"
+    assert "old.npy" in server.run(["inference", "first"], tmp_path).out
 
 
 def test_ranks_wait_for_each_other_without_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
