@@ -16,7 +16,6 @@ from multiprocessing import active_children, get_context, parent_process, queues
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from pickle import PicklingError  # noqa: TID251 - only the exception
 from types import TracebackType
 from typing import Any
 
@@ -79,8 +78,9 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
             self._send(obj[0], self._error)
 
     def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
-        self._error = RemoteError(describe_exception(error))
-        if isinstance(error, (TypeError, AttributeError, PicklingError)):
+        info = describe_exception(error)
+        self._error = RemoteError(info)
+        if not {"PicklingError", "TypeError", "AttributeError"}.isdisjoint(info.bases):
             self._error = TaskFault(
                 f"a batch cannot be sent from a data worker: {first_line(error_message(error))}",
                 fix="return only tensors, numbers and text from collate, or use dataloader.num_workers=0",
