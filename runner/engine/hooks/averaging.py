@@ -65,6 +65,8 @@ class Averaging(Hook):
     def load_state_dict(self, state: Any) -> None:
         if self._rule is None or state is None or not state["num_averaged"]:
             return
+        if self.phase.start is not None and self.phase.start.state["values"].get(self.name) != self._choice.name:
+            return  # an EMA is not the mean of `num_averaged` updates, and vice versa
         self._num_averaged = state["num_averaged"]
         self._averages = {name: weight.clone() for name, weight in self._weights().items()}
         for name, average in self._averages.items():

@@ -99,6 +99,15 @@ def test_a_run_stopped_before_its_average_starts_resumes(tmp_path: Path) -> None
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
+def test_another_average_starts_with_the_first_update_of_the_resumed_run(tmp_path: Path) -> None:
+    trained(tmp_path, *EMA)
+    more = ("averaging=swa", f"updates={UPDATES + 3}", "resume_allow=[averaging,updates]")
+    with open_phase(request_of(tmp_path, *more)) as phase:
+        seen = [weights_of(phase) for _ in phase.updates()]
+        phase.close()
+    assert_close(saved(tmp_path, update=UPDATES + 3), by_hand(seen, "swa"))
+
+
 def test_averaging_does_not_change_training(tmp_path: Path) -> None:
     trained(tmp_path / "with", *EMA, "evaluate.every=2")
     trained(tmp_path / "without", "evaluate.every=2")
