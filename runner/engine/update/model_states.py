@@ -67,7 +67,7 @@ class ModelStates:
         tensors = {(module, key): tensor for module in model.modules() for key, tensor in _list_state(module)}
         before, self._constant, states = self._constant, {}, {}
         # Writes through .data, by the kernel of a batch norm or by compiled code increment no version, so the bits of
-        # all buffers are compared in the first update. In later updates, the bits of all buffers of a module are
+        # all tensors are compared in the first update. In later updates, the bits of all tensors of a module are
         # compared if one has a new version: a batch norm increments that of num_batches_tracked.
         modules = {key[0] for key, state in before.items() if state.seen.is_changed(tensors.get(key))}
         frozen = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
@@ -75,8 +75,7 @@ class ModelStates:
         for key, tensor in tensors.items():
             old = before.get(key)
             is_copied = copies_frozen or not isinstance(tensor, nn.Parameter)
-            in_bits = (self.is_first or key[0] in modules) and not isinstance(tensor, nn.Parameter)
-            if old is not None and old.differs(tensor, in_bits=in_bits):
+            if old is not None and old.differs(tensor, in_bits=self.is_first or key[0] in modules):
                 if not is_copied:
                     raise _large_frozen_fault(key)
                 self._changing.add(key)
