@@ -24,7 +24,7 @@ from runner.base.task import Dataset, Progress, Sum, Task
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOGGED = "logged"  # key of the logged torchmetrics objects in what `metrics` and `evaluate` return
 _modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
-_configured: list[nn.Module] = []  # the module whose optimizer was configured last
+_configured: dict[nn.Module, bool] = {}  # the module whose optimizer was configured last -> its schedule is not used
 
 
 class LightningTask(Task):
@@ -129,10 +129,12 @@ class LightningTask(Task):
         self._call("on_train_start")
 
     def begin_update(self, progress: Progress) -> None:
-        if not self._has_begun and self.module not in _configured:
+        unused = "" if self.module in _configured else "optimizer"
+        if not self._has_begun and (unused or _configured[self.module]):
             warnings.warn(
-                f"{type(self.module).__name__}.configure_optimizers is not used, because the settings name another"
-                " optimizer; to use it, define OPTIMIZERS and SCHEDULERS as docs/examples/own_lightning.py does",
+                f"the {unused or 'schedule'} of {type(self.module).__name__}.configure_optimizers is not used, because"
+                " the settings name another one; to use it, define OPTIMIZERS and SCHEDULERS as"
+                " docs/examples/own_lightning.py does",
                 stacklevel=2,
             )
         self._has_begun = True
@@ -340,6 +342,11 @@ class LoggedMetrics(nn.Module):
 class TrainerStub:
     """Replaces the trainer of a module. Attributes of a trainer that are not here raise AttributeError."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"accel-run replaces the trainer: it has no {name!r}, only {', '.join(sorted(vars(self)))}"
+        )
+
     def __init__(self) -> None:
         self.estimated_stepping_batches = self.max_steps = 1  # until the length of the run is known
         self.max_epochs: float | None = None
@@ -353,8 +360,9 @@ def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Opti
     owner = next((module for module in _modules if any(id(weight) in ids for weight in module.parameters())), None)
     if owner is None:
         raise TaskFault("the parameters do not belong to a LightningTask", fix="return a LightningTask from build")
-    _configured[:] = [owner]
-    optimizer, _ = configure(owner)
+    optimizer, schedule = configure(owner)
+    _configured.clear()
+    _configured[owner] = schedule is not None
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])  # a schedule has set the first rate
         group["params"] = [weight for weight in group["params"] if id(weight) in ids]
@@ -369,7 +377,11 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
     updates  number of updates of the run
     epochs   number of epochs of the run; needed for a schedule that steps once per epoch, as Lightning's do by default
     """
-    module: Any = _configured[0]
+    module: Any = next(iter(_configured), None)
+    if module is None:
+        what = "the schedule of configure_optimizers can only be used with its optimizer"
+        raise TaskFault(what, fix="select configured_optimizer as the optimizer as well")
+    _configured[module] = False
     module.trainer.estimated_stepping_batches = module.trainer.max_steps = updates
     module.trainer.max_epochs = epochs
     optimizer, config = configure(module)

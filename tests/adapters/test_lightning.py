@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from runner.adapters import lightning as adapter
 from runner.adapters.lightning import LightningTask, configure, configured_optimizer, configured_schedule
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
@@ -92,6 +94,39 @@ def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
     with pytest.warns(UserWarning, match="Module.configure_optimizers"):
         task.begin_update(Progress("train", 0, 2, 0.0))
     task.begin_update(Progress("train", 1, 2, 0.5))  # a warning fails the test
+
+
+@pytest.mark.parametrize("uses_schedule", [True, False])
+def test_a_schedule_of_the_module_that_is_not_used_is_reported(uses_schedule: bool) -> None:
+    from runner.base.task import Progress
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved(optimizer), "interval": "step"}}
+
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    task = LightningTask(with_methods(configure_optimizers=configure_optimizers))
+    configured_optimizer(list(task.model.named_parameters()))
+    with contextlib.ExitStack() as stack:
+        if uses_schedule:
+            configured_schedule(2)  # afterwards, a warning fails the test
+        else:
+            stack.enter_context(pytest.warns(UserWarning, match="schedule of Lit.configure_optimizers"))
+        task.begin_update(Progress("train", 0, 2, 0.0))
+
+
+def test_an_attribute_that_the_trainer_lacks_is_named_with_those_that_it_has() -> None:
+    task = LightningTask(Module())
+    with pytest.raises(AttributeError, match=r"callback_metrics.*max_epochs"):
+        task.trainer.callback_metrics  # noqa: B018
+
+
+def test_a_schedule_of_the_module_needs_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_configured", {})  # lint-tests: private: earlier tests have configured an optimizer
+    with pytest.raises(TaskFault):
+        configured_schedule(2)
 
 
 @pytest.mark.parametrize(
