@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,17 @@ class Mirror:
 
     def checkpoints(self, uid: str) -> list[str]:
         """Return the names of the complete checkpoints of a run, newest first."""
-        return [name for name in self._folders(uid) if self._is_complete(f"{uid}/{name}")]
+        return [name for name in self._folders(uid) if self.is_complete(uid, name)]
 
     def candidates(self, uid: str) -> list[str]:
         """Return the names of the checkpoints of a run that have a manifest, newest first, damaged or not."""
         return [name for name in self._folders(uid) if self.store.size(f"{uid}/{name}/{MANIFEST}") is not None]
 
-    def _is_complete(self, folder: str) -> bool:
-        """Return whether a folder has a valid manifest; some stores keep a partial file after an interrupted upload."""
-        content = self.store.read(f"{folder}/{MANIFEST}", _MAX_SMALL_BYTES) or b""
+    def is_complete(self, uid: str, name: str) -> bool:
+        """Return whether a checkpoint has a valid manifest; some stores keep a part of an interrupted upload."""
+        content = self.store.read(f"{uid}/{name}/{MANIFEST}", _MAX_SMALL_BYTES) or b""
         manifest = parse_object(content) or {}
-        return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and has_valid_hash(manifest, content)
+        return str(manifest.get("sha256"))[:_NUM_DIGITS] == name[-_NUM_DIGITS:] and has_valid_hash(manifest, content)
 
     def _folders(self, uid: str) -> list[str]:
         return [name for name in reversed(self.store.names(uid)) if _NAME.fullmatch(name)]
@@ -168,10 +169,15 @@ class Mirror:
         This includes incomplete checkpoints, which are never kept.
         Call it only when no upload is running. Returns the removed names.
         """
-        complete = self.checkpoints(uid)
-        keep = {*kept, *complete[: max(keep_last, _MIN_COMPLETE)]}
-        newest = complete[0] if complete else ""
-        superfluous = [name for name in self._folders(uid) if name not in keep and name < newest]
+        folders = self._folders(uid)
+        if set(folders) <= set(kept):
+            return []
+        # Each check is a request: older checkpoints, of which there may be many, are not checked.
+        complete = list(
+            islice((name for name in folders if self.is_complete(uid, name)), max(keep_last, _MIN_COMPLETE))
+        )
+        keep, newest = {*kept, *complete}, max(complete, default="")
+        superfluous = [name for name in folders if name not in keep and name < newest]
         for name in superfluous:
             self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: after a crash the rest must not look complete
             self.store.remove(f"{uid}/{name}")

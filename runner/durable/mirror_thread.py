@@ -220,7 +220,7 @@ class MirrorThread(NoMirror):
         try:
             self.mirror.check_owner(self.uid, self._writer)
             key = mirrored_name(path)
-            if key not in self.mirror.checkpoints(self.uid):
+            if not self.mirror.is_complete(self.uid, key):
                 self.mirror.upload(path, self.run.metrics, self.uid)
         except StorageError as error:
             if files.exists(path):

@@ -331,6 +331,23 @@ def test_pruning_keeps_the_newest_the_chosen_and_what_is_newer_than_the_newest(m
     assert mirror.prune(UID, [], 2) == [of_update[1]]
 
 
+def test_pruning_takes_no_more_requests_if_there_are_many_copies(mirror: Mirror, tmp_path: Path) -> None:
+    """After each copy: otherwise, a run that keeps a thousand checkpoints would need thousands of requests for one."""
+
+    def requests(names: list[str]) -> int:
+        FaultyStorage.calls.clear()
+        mirror.prune(UID, names, 2)
+        return len(FaultyStorage.calls)
+
+    counts = []
+    with machine(tmp_path, *range(1, 10)) as run:
+        for last in (4, 9):
+            copied(mirror, run, *range(1, last + 1))
+            names = mirror.store.names(UID)
+            counts.append((requests(names), requests(names[1:])))
+    assert counts[0] == counts[1]
+
+
 def test_the_manifest_is_removed_first(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
         copied(mirror, run, 1, 2, 3)
