@@ -103,6 +103,40 @@ class LateFrozen(Frozen):
         return super().embed(model, batch) if self.is_late else model(*batch[:2])
 
 
+class Follower(Dropped):
+    """Has a momentum encoder that equals its source at first, so that early passes leave its norm as it is."""
+
+    is_late = False  # the second update is compared
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.source = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.LayerNorm(WIDTH, dtype=dtype))
+        self.model.follower = copy.deepcopy(self.model.source).requires_grad_(False)
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        for slow, fast in zip(model.follower.parameters(), model.source.parameters(), strict=True):
+            slow.data = slow.data * 0.99 + fast.data * 0.01
+        return super().embed(model, (batch[0], model.source(batch[1]) * model.follower(batch[1]), batch[2]))
+
+
+class Counted(Dropped):
+    """Counts all passes in a buffer, and records statistics with a kernel of torch from the second update on."""
+
+    is_late = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.norm = nn.Module()
+        for name, value in (("count", 0), ("mean", torch.zeros(WIDTH)), ("spread", torch.ones(WIDTH))):
+            self.model.norm.register_buffer(name, torch.as_tensor(value, dtype=dtype))
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        norm = model.norm
+        norm.count += 1
+        x = F.batch_norm(batch[0], norm.mean, norm.spread, training=True) if self.is_late else batch[0]
+        return super().embed(model, (x - norm.mean, batch[1], batch[2]))
+
+
 class Once(Dropped):
     """Changes state on which all passes depend only in the last micro-batch of an update."""
 
@@ -157,7 +191,9 @@ class Unversioned(Dropped):
         return super().embed(model, (x - model.seen, batch[1] / model.spread, batch[2]))
 
 
-@pytest.mark.parametrize("kind", [Dropped, Growing, Late, Frozen, Replaced, LateFrozen, Once, Unwritable, Unversioned])
+@pytest.mark.parametrize(
+    "kind", [Dropped, Growing, Late, Frozen, Replaced, Follower, Counted, Once, Unwritable, Unversioned]
+)
 def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
     """The output of each second pass is bitwise equal to that of the first one, and state advances once."""
     task: Any = kind(torch.float64)
@@ -211,6 +247,50 @@ def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     run = training(task, ddp(ALONE), embed=embed)
     list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2))
     assert most == 4
+
+
+def test_a_frozen_parameter_that_passes_change_only_later_is_refused() -> None:
+    """A copy of each frozen parameter, in case a later pass changes it, would cost too much."""
+    task: Any = LateFrozen(torch.float64)
+    updates = train_updates(
+        training(task, ddp(ALONE)), batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64), 2
+    )
+    next(updates)
+    task.is_late = True
+    with pytest.raises(TaskFault) as caught:
+        next(updates)
+    assert "center" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 100])
+def test_what_changes_between_updates_is_neither_refused_nor_restored(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a hook that moves a momentum encoder after each update, and `couple` that fills a queue."""
+    monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", limit)
+    task: Any = Dropped(torch.float64)
+    task.model.slow = nn.Parameter(torch.zeros(1000), requires_grad=False)
+    task.model.sparse = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    task.model.register_buffer("queue", torch.zeros(1000))
+    couple = task.couple
+
+    def fill(embeddings: Any) -> Any:
+        task.model.queue += 1
+        return couple(embeddings)
+
+    task.couple = fill
+    run = training(task, ddp(ALONE))
+    batches = batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float64)
+    for update, _ in enumerate(train_updates(run, batches, UPDATES), 1):
+        with torch.no_grad():
+            task.model.slow += 1
+        assert task.model.slow.eq(update).all()
+        assert task.model.queue.eq(update).all()
+    gc.collect()
+    alive = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == 1000]
+    assert len({each.data_ptr() for each in alive} - {task.model.queue.data_ptr()}) <= 1, (
+        "of the queue, for all updates"
+    )
 
 
 def test_large_frozen_parameters_are_not_copied_and_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:

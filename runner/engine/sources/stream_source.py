@@ -185,7 +185,7 @@ def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
     """Return the number of samples to use of each shard, `limit` in total: even parts, or complete shorter shards."""
     part = bisect_right(range(limit + 1), limit, key=lambda part: sum(min(length, part) for length in lengths)) - 1
     num_longer = limit - sum(min(length, part) for length in lengths)
-    longer = [shard for shard, length in enumerate(lengths) if length > part][:num_longer]
+    longer = {*[shard for shard, length in enumerate(lengths) if length > part][:num_longer]}
     return tuple(min(length, part + (shard in longer)) for shard, length in enumerate(lengths))
 
 

@@ -228,8 +228,7 @@ class CoupledUpdate:
         self.parallel.stopwatch.lap("forward")
         self._rng_states = [generator.get_state() for generator in global_generators()]
         if len(self.embedded) > 1:
-            self._state = self.source.states.record(self.passes.model)
-            self.source.states.is_first = False
+            self._state = self.source.states.record(self.passes.model, passed=False)  # with changes by `couple`
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
@@ -260,7 +259,7 @@ class CoupledUpdate:
 
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
         stopwatch, model = self.parallel.stopwatch, self.passes.model
-        last = False
+        last = has_passed = False
         while not last:
             micro = next(batches)
             stopwatch.lap("data")
@@ -270,12 +269,13 @@ class CoupledUpdate:
             if not micro.is_counted:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
-            batch.state = {} if last else self.source.states.record(model)
+            batch.state = {} if last else self.source.states.record(model, passed=has_passed)
             versions = [] if last else _versions(micro.batch)
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
             # must compute the same embeddings.
             with self.passes.forward():
                 embedding = self.source.embed(model, micro.batch)
+            has_passed = True
             if not last and versions != _versions(micro.batch):
                 raise TaskFault(
                     "embed() is called twice for most micro-batches, but changes its batch in place",
@@ -291,6 +291,8 @@ class CoupledUpdate:
             batch.tensors = tensors if last else tuple(tensor.detach().clone() for tensor in tensors)
             del embedding, tensors
             stopwatch.lap("forward")
+        if has_passed and len(self.embedded) > 1:
+            self.source.states.end_passes(model)
         self._with_graph = self.embedded[-1] if self.embedded[-1].micro.is_counted else None
 
     def _compute_gradients(self, *, failed: bool) -> None:

@@ -12,23 +12,31 @@ from runner.base.errors import TaskFault
 from runner.tensors.bitwise import bitwise_equal, is_dense
 from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable
 
+# Larger frozen parameters belong to a pretrained model, of which the host may not have room for a copy.
+MAX_FROZEN_BYTES = 1 << 30
+
 
 class _TensorState(NamedTuple):
     """A buffer or frozen parameter at some time.
 
-    copy  None if there was no tensor, or one that is not dense, which is restored without its values
+    address  of its data, which an assignment to `.data` changes without a new version
+    copy     None if there was no tensor, or one that is not copied: it is restored without its values
     """
 
     seen: TensorVersion
+    address: int
     copy: Tensor | None
 
+    def is_written(self, now: Tensor | None) -> bool:
+        """Return whether the tensor is another one, or a write to it was recorded; its value may be the same."""
+        return self.seen.is_changed(now) or self.address != _address(now)
+
     def differs(self, now: Tensor | None, *, in_bits: bool) -> bool:
-        """Return whether the value has changed; without `in_bits`, compare only if torch recorded a change."""
-        is_changed = self.seen.is_changed(now)
+        """Return whether the value has changed; without `in_bits`, compare only if a write was recorded."""
         # The fake tensors of a memory prediction have no values to compare.
-        if self.copy is None or now is None or type(now) not in (Tensor, nn.Parameter) or not is_dense(now):
-            return is_changed
-        return (is_changed or in_bits) and not bitwise_equal(now, self.copy)
+        if self.copy is None or now is None or not _has_values(now) or not is_dense(now):
+            return self.is_written(now)
+        return (in_bits or self.is_written(now)) and not bitwise_equal(now, self.copy)
 
     def restore(self) -> Tensor | None:
         """Return the tensor with its value at that time."""
@@ -36,57 +44,73 @@ class _TensorState(NamedTuple):
         if tensor is None or self.copy is None:
             return tensor
         if tensor.shape != self.copy.shape or not is_writable(tensor):
-            return self.copy.to(tensor.device, copy=True)
+            copy = self.copy.to(tensor.device, copy=True)
+            return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
         with torch.no_grad():
             return tensor.copy_(self.copy)
 
-
-# Larger ones belong to a pretrained model, of which the host may not have room for a copy.
-MAX_FROZEN_BYTES = 1 << 30
 
 _TensorKey = tuple[nn.Module, str]  # the module that owns a buffer or parameter, and its name in this module
 ModelState = dict[_TensorKey, _TensorState]
 
 
 class ModelStates:
-    """Records the buffers and frozen parameters of a model before each forward pass.
+    """Records the buffers and frozen parameters of a model between the forward passes of an update.
 
-    A tensor has one copy, which all states share, until a pass changes it; then it is copied before each pass. The
-    shared copies are kept for later updates, because a norm in eval mode may be in training mode later, for example.
-    They are on the host, because they would take device memory during backward passes. Frozen parameters of more than
-    `MAX_FROZEN_BYTES` in total are not copied, so a pass must not change them.
+    Only what passes change is restored, not what changes between updates. Consecutive states share the copy of a tensor
+    that is the same. Copies of a tensor that no pass has changed are on the host, because they are kept for all
+    updates: a norm in eval mode may be in training mode later, for example.
+
+    Frozen parameters may be large, and a hook may change all of them after each update. They are copied only if passes
+    of the first update change one of them, and in that update, if they have at most `MAX_FROZEN_BYTES` in total.
     """
 
     def __init__(self) -> None:
-        self.is_first = True  # in the first update
-        self._constant: ModelState = {}
+        self._is_first = True  # in the first update
+        self._last: ModelState = {}
         self._changing: set[_TensorKey] = set()
 
-    def record(self, model: nn.Module) -> ModelState:
-        """Return the state of the model. Raises TaskFault if a pass has changed a parameter that was not copied."""
+    def record(self, model: nn.Module, *, passed: bool) -> ModelState:
+        """Return the state of the model.
+
+        passed  forward passes, and nothing else, may have changed the model since the last call
+        Raises TaskFault if a pass has changed a frozen parameter that was not copied.
+        """
         tensors = {(module, key): tensor for module in model.modules() for key, tensor in _list_state(module)}
-        before, self._constant, states = self._constant, {}, {}
+        copies_frozen = self._copies_frozen(tensors)
         # Writes through .data, by the kernel of a batch norm or by compiled code increment no version, so the bits of
         # all tensors are compared in the first update. In later updates, the bits of all tensors of a module are
         # compared if one has a new version: a batch norm increments that of num_batches_tracked.
-        modules = {key[0] for key, state in before.items() if state.seen.is_changed(tensors.get(key))}
-        frozen = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
-        copies_frozen = sum(tensor.nbytes for tensor in frozen) <= MAX_FROZEN_BYTES
+        modules = {key[0] for key, state in self._last.items() if state.seen.is_changed(tensors.get(key))}
+        states: ModelState = {}
         for key, tensor in tensors.items():
-            old = before.get(key)
-            is_copied = copies_frozen or not isinstance(tensor, nn.Parameter)
-            if old is not None and old.differs(tensor, in_bits=self.is_first or key[0] in modules):
+            old, is_frozen = self._last.get(key), isinstance(tensor, nn.Parameter)
+            in_bits = self._is_first or key in self._changing or key[0] in modules
+            seen, address = TensorVersion.of(tensor), _address(tensor)
+            is_copied = copies_frozen or not is_frozen
+            differs = old is None or old.differs(tensor, in_bits=in_bits)
+            # A momentum encoder that equals its source may be written without changing.
+            if passed and old is not None and (differs or (is_frozen and old.is_written(tensor))):
                 if not is_copied:
-                    raise _large_frozen_fault(key)
+                    raise _frozen_fault(key)
                 self._changing.add(key)
-            seen, is_constant = TensorVersion.of(tensor), key not in self._changing
-            if old is not None and is_constant:
-                states[key] = old._replace(seen=seen)
-            else:
-                states[key] = _TensorState(seen, _copy_dense(tensor, on_host=is_constant) if is_copied else None)
-            if is_constant:
-                self._constant[key] = states[key]
+            copy = None if not is_copied or old is None else old.copy
+            if is_copied and differs:
+                copy = _copy_dense(tensor, on_host=key not in self._changing)
+            states[key] = _TensorState(seen, address, copy)
+        self._last = states
         return states
+
+    def end_passes(self, model: nn.Module) -> None:
+        """Find what the last pass of an update has changed."""
+        states = self.record(model, passed=True)
+        if self._is_first:
+            frozen = {key for key, state in states.items() if isinstance(state.seen.tensor, nn.Parameter)}
+            if (
+                frozen & self._changing
+            ):  # a momentum encoder: the first update may leave some of its tensors as they are
+                self._changing |= frozen
+        self._is_first = False
 
     def restore(self, states: ModelState) -> None:
         """Restore the tensors that any pass has changed."""
@@ -96,13 +120,27 @@ class ModelStates:
                 tensors: Any = module._parameters if name in module._parameters else buffers_of(module)
                 tensors[name] = state.restore()
 
+    def _copies_frozen(self, tensors: dict[_TensorKey, Tensor | None]) -> bool:
+        frozen = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        if not self._is_first:
+            return not self._changing.isdisjoint(frozen)
+        return sum(tensor.numel() * tensor.element_size() for tensor in frozen.values()) <= MAX_FROZEN_BYTES
+
 
 def _list_state(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the buffers and frozen parameters of a module, not of its children."""
     yield from buffers_of(module).items()
     for key, weight in module._parameters.items():
-        if weight is not None and not weight.requires_grad and is_writable(weight):
+        if weight is not None and not weight.requires_grad and is_dense(weight) and is_writable(weight):
             yield key, weight
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None and _has_values(tensor) and is_dense(tensor) else 0
 
 
 def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
@@ -111,11 +149,11 @@ def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
     return tensor.detach().to("cpu" if on_host else tensor.device, copy=True)
 
 
-def _large_frozen_fault(key: _TensorKey) -> TaskFault:
+def _frozen_fault(key: _TensorKey) -> TaskFault:
     module, name = key
     return TaskFault(
         f"embed() changes a frozen parameter of {type(module).__name__}, {name}, but is called twice for most"
-        f" micro-batches, and parameters are restored only if those that are frozen have at most"
-        f" {MAX_FROZEN_BYTES >> 30} GiB in total",
-        fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in begin_update',
+        " micro-batches, and the parameter is not restored: frozen parameters are restored if the first update changes"
+        f" one, and they have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
+        fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in after_update of a hook',
     )
