@@ -111,6 +111,7 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
         map_tensors(lambda tensor: tensor.to(device), samples) if where == "device" else samples, len(fetcher)
     )
     cached = Fetcher(kept, identity, bad_samples="stop")
+    cached.source = fetcher.dataset
     cached.streams = NoSeeding()
     cached.is_cached = True
     return cached

@@ -47,6 +47,7 @@ class Fetcher:
         split: str = "train",
     ) -> None:
         self.dataset = dataset
+        self.source = dataset  # the dataset of the task, if `dataset` is a cache of it
         self.streams = SampleSeeding(split)
         self.collate = collate
         self.model = model

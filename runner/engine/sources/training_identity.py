@@ -105,12 +105,15 @@ class _HashingFetcher(Fetcher):
 
 
 def hash_sample(fetcher: Fetcher, index: int) -> str | None:
-    """Return the hash of a sample, read with seeded global generators; None for one that cannot be read."""
+    """Return the hash of a sample, read with seeded global generators; None for one that cannot be read.
+
+    A cache is not read: it returns tensors in a list, even for samples that are tuples of numbers.
+    """
     with seeded_generators(0, "content", index):
         try:
             if fetcher.set_epoch is not None:
                 fetcher.set_epoch(0)
-            return hash_content(fetcher.dataset[index])
+            return hash_content(fetcher.source[index])
         except BaseException:  # a task may raise anything, including SystemExit
             return None
 

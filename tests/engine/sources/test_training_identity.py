@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner.axes.dataloader import cache_samples
 from runner.engine.sources.training_identity import (
     changed_files,
     changed_samples,
@@ -81,6 +82,19 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
         "train": ["0", "4", "8"],
         "val": ["0", "1", "2"],
     }
+
+
+@pytest.mark.parametrize("where", ["memory", "device"])
+def test_a_cache_has_the_content_of_its_dataset(where: str) -> None:
+    fetcher = fetcher_of([(torch.tensor([index, 0.5]), index) for index in range(5)])
+    loader = Loader(fetcher)
+    before, _ = fingerprint_data({"train": fetcher}, loader)
+    cached = {"train": cache_samples(fetcher, where, torch.device("cpu"))}
+    assert fingerprint_data(cached, Loader(cached["train"]))[0] == before
+    other = fetcher_of([(torch.tensor([index, 1.5]), index) for index in range(5)])
+    changed = {"train": cache_samples(other, where, torch.device("cpu"))}
+    after, _ = fingerprint_data(changed, Loader(changed["train"]))
+    assert len(changed_samples(before, after, changed, Loader(changed["train"]))) == 3
 
 
 class Drawing:
