@@ -44,13 +44,18 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
 
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".
-        settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. Strings are taken literally. `task` is
-            a name or the path of a task file: task="gpt", task="./my_task.py".
+        settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
+            as a number. `task` is a name or the path of a task file: task="gpt", task="./my_task.py".
 
     Raises:
         AccelRunError: with the message and the exit code of the command.
     """
     argv = build_argv(arguments, settings)
+    words = {Path(word.removeprefix("--task=")).expanduser().absolute() for word in argv}
+    _refuse_recursion([file for file in executing_files if file in words])
+    if any(isinstance(item, Run) for item in arguments):
+        fix = "resume it with run=NAME and its settings, or start from its weights: train(weights=run)"
+        raise ConfigError(Problem("train() starts or resumes a run, and takes no run as argument", "train", fix))
     if {"-m", "--multirun"} & set(argv):
         fix = "call train() once per combination of values"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
@@ -71,6 +76,7 @@ def evaluate(*arguments: str | os.PathLike[str], **settings: Any) -> dict[str, f
 
     A metric without items is NaN. Raises as `train` does.
     """
+    _refuse_recursion(executing_files)  # of any file: a run that is given by its name may be trained with it
     result = run_command(["evaluate", *build_argv(arguments, settings), "--json"], relay_output=False)
     _raise_on_failure(result.code, "evaluate", allowed=(Exit.DONE,))
     return none_to_nan(json.loads(result.out)["metrics"])
@@ -204,30 +210,32 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
     if not is_file and not isinstance(task, str | None):
         what = f"must be a name or a path, but is of type {type(task).__name__}"
         raise ConfigError(Problem(what, "task", 'pass the file that defines build: task="./my_task.py"'))
-    argv = [
+    return [
         *(word for item in arguments for word in (item.arguments() if isinstance(item, Run) else [os.fspath(item)])),
         *(["--task", os.fspath(given.pop("task"))] if is_file else []),
         *(f"{key.replace('__', '.')}={_format_value(key, value)}" for key, value in given.items()),
     ]
-    for word in argv:
-        if Path(word.removeprefix("--task=")).expanduser().absolute() in executing_files:
-            what = "calls accel-run with its own file while it is imported, so that each run would start another one"
-            raise ConfigError(Problem(what, word, 'call it under: if __name__ == "__main__":'))
-    return argv
+
+
+def _refuse_recursion(files: Sequence[Path]) -> None:
+    """Raise ConfigError for a call in one of these task files while it is imported."""
+    if files:
+        what = "calls accel-run while it is imported, so that each process that imports it would start another one"
+        raise ConfigError(Problem(what, str(files[0]), 'call it under: if __name__ == "__main__":'))
 
 
 def _format_value(key: str, value: Any) -> str:
-    """Format a value for the command line; strings are quoted, so that they are not parsed as other types."""
+    """Format a value for the command line; strings are quoted unless they are numbers or plain words."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str | os.PathLike):
         return format_override("", os.fspath(value)).removeprefix("=")
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence):
         return f"[{','.join(_format_value(key, item) for item in value)}]"
     if isinstance(value, Mapping):
         items = (f"{_format_value(key, str(name))}:{_format_value(key, item)}" for name, item in value.items())
         return "{" + ",".join(items) + "}"
-    if hasattr(value, "tolist"):  # of NumPy or torch
+    if hasattr(value, "tolist") and type(value.tolist()) is not type(value):  # of NumPy or torch, but not longdouble
         return _format_value(key, value.tolist())
     if not isinstance(value, int | float):
         what = f"must be a number, a string, a list or a dictionary, but is of type {type(value).__name__}"

@@ -60,7 +60,7 @@ RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
     "restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
     "_restore_buffer", "restore", "set_state",
-    "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
+    "load_for_inference", "checkpoint.restore_moved",
     "forward_state._load", "forward_state.ForwardState._convert_to_buffers",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
     "oom_retry.OomRetry._restore_and_reduce", "resumption.find_resume_point", "rewind._undo_rewind",

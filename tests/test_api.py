@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import runner
 from runner import Run, evaluate, open_run, train
@@ -450,11 +451,23 @@ def test_paths_are_arguments_and_other_types_are_refused(run: Run, folder: Path)
             train(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [{1}, object(), Run])
+@pytest.mark.parametrize("value", [{1}, object(), Run, np.longdouble(0.5)])
 def test_values_without_a_form_on_the_command_line_are_refused(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         train(max_grad_norm=value)
     assert [problem.where for problem in caught.value.problems] == ["max_grad_norm"]
+
+
+def test_a_run_is_no_argument_of_train(run: Run) -> None:
+    with pytest.raises(ConfigError):
+        train(run, updates=4)
+
+
+def test_a_task_file_may_open_a_run_when_it_is_imported(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "opens_its_run.py"
+    opened = f"from runner.api import open_run\nTEACHER = open_run({str(run.path)!r}, task=__file__)\n"
+    file.write_text(f"{TASK.read_text(encoding='utf-8')}\n{opened}")
+    assert train(*WORDS[2:], "updates=1", task=file, output_root=tmp_path).state == "finished"
 
 
 def test_a_task_object_is_refused() -> None:
@@ -468,7 +481,8 @@ def test_a_task_object_is_refused() -> None:
     ("given", "expected"),
     [
         *((text, text) for text in ("null", "True", "nan", "-inf", "a b", "007")),
-        (["null", "x"], ["null", "x"]), (np.array([19, 13]), [19, 13]), (torch.tensor(3), 3), (np.bool_(True), True),
+        (["null", "x"], ["null", "x"]), (np.array([19, 13]), [19, 13]),
+        (OmegaConf.create([1, 2]), [1, 2]), (torch.tensor(3), 3), (np.bool_(True), True),
     ],
 )  # fmt: skip
 def test_strings_and_arrays_keep_their_type(given: Any, expected: object) -> None:
@@ -490,10 +504,12 @@ def test_a_run_is_an_argument(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert open_run(last).path == tuned.path
 
 
-def test_a_task_file_that_trains_itself_when_imported_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["train(task=__file__)", "evaluate('last')"], ids=["train", "evaluate"])
+def test_a_task_file_that_trains_or_evaluates_itself_when_imported_is_refused(call: str, tmp_path: Path) -> None:
     file = tmp_path / "trains_itself.py"
     again = "import os\nassert not os.environ.get('AGAIN')\nos.environ['AGAIN'] = '1'\n"
-    file.write_text(f"{TASK.read_text(encoding='utf-8')}\n{again}from runner import train\ntrain(task=__file__)\n")
+    calls = f"from runner.api import evaluate, train\n{call}\n"
+    file.write_text(f"{TASK.read_text(encoding='utf-8')}\n{again}{calls}")
     with pytest.raises(ConfigError) as caught:
         train(task=file, output_root=tmp_path)
     assert [problem.where for problem in caught.value.problems] == [str(file)]

@@ -48,8 +48,9 @@ class MirrorStore:
                 fix = "install the package for the protocol: pip install s3fs (s3://), gcsfs (gs://) or adlfs (abfs://)"
                 raise MissingPackage(error.problems[0].what, where="checkpoint.mirror", fix=fix) from error.__cause__
             raise
-        # gcsfs logs a traceback for an error that it raises as well, which `_convert_errors` reports in one line.
-        logging.getLogger(type(self._fs).__module__.partition(".")[0]).setLevel(logging.CRITICAL)
+        if type(self._fs).__module__.startswith("gcsfs."):
+            # It logs a traceback for an error that it also raises, which `_convert_errors` reports in one line.
+            logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         self._root = f"{root.rstrip('/')}/{name}"
 
     def names(self, folder: str = "") -> list[str]:
@@ -132,9 +133,11 @@ def _is_permission_error(error: BaseException) -> bool:
     kind = type(error).__name__
     if isinstance(error, PermissionError) or any(word in kind for word in ("Credential", "Authentication", "Auth")):
         return True
-    statuses = {getattr(error, "status_code", None), getattr(error, "code", None)}  # of azure-core, of gcsfs
+    statuses = (getattr(error, "status_code", None), getattr(error, "code", None))  # of azure-core, of gcsfs
+    if any(status in (401, 403) for status in statuses):
+        return True
     # A key of google-auth that cannot be used raises RefreshError; gcsfs converts status 403 to an OSError.
-    return bool(statuses & {401, 403}) or kind == "RefreshError" or str(error).startswith("Forbidden: ")
+    return kind == "RefreshError" or str(error).startswith("Forbidden: ")
 
 
 _CHUNK_BYTES = 8 << 20

@@ -138,6 +138,8 @@ def test_functions_that_depend_on_the_division_are_named_after_the_first_update(
         (lambda x: nn.functional.batch_norm(x, None, None, training=True), {"batch norm"}),
         (lambda x: nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4)), set()),
         (nn.functional.instance_norm, set()),
+        (nn.functional.rrelu, set()),
+        (lambda x: nn.functional.rrelu(x, training=True), {"random numbers"}),
         (lambda x: nn.functional.group_norm(x, 2), set()),
         (lambda x: nn.functional.dropout(x, 0.5, training=False), set()),
         (lambda x: nn.functional.dropout(x, 0.0), set()),

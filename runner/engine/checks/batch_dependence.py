@@ -53,12 +53,13 @@ def describe_calls(calls: Mapping[str, str], batch: Batch) -> str:
         return ""
     kinds = dict.fromkeys(calls.values())
     named = (f"{kind} ({abbreviate([place for place in calls if calls[place] == kind])})" for kind in kinds)
-    return _note(", ".join(named), is_accumulated, is_shared)
+    # Whether the result of a draw affects the loss, or was seeded for the sample, is not known.
+    return _note(", ".join(named), is_accumulated, is_shared, verb="may depend")
 
 
-def _note(named: str, is_accumulated: bool, is_shared: bool) -> str:
+def _note(named: str, is_accumulated: bool, is_shared: bool, verb: str = "depends") -> str:
     parts = [part for part, applies in (("micro-batches", is_accumulated), ("ranks", is_shared)) if applies]
-    return f"the update depends on {' and '.join(parts)}: {named}; see docs/unequal.md"
+    return f"the update {verb} on {' and '.join(parts)}: {named}; see docs/unequal.md"
 
 
 def _draws(module: nn.Module) -> bool:

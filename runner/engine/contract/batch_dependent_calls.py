@@ -53,8 +53,8 @@ def _kind_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     values |= {**dict(zip(values, args, strict=False)), **kwargs}
     if is_norm:
         return "batch norm" if values.get("training", True) else ""
-    # Attention kernels have the tag whether they drop weights or not.
-    draws = values.get("generator") is None and values.get("dropout_p", 1) != 0
+    # Attention kernels have the tag whether they drop weights or not, and so has rrelu if it does not train.
+    draws = values.get("generator") is None and values.get("dropout_p", 1) != 0 and values.get("training", True)
     return "random numbers" if draws else ""
 
 
