@@ -110,6 +110,15 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, b
     assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
+def test_another_scheduler_may_have_other_state(server: ForkServer, begun: Path) -> None:
+    words = "evaluate.every=10 scheduler.metric=val/loss resume_allow=[scheduler]"
+    result = server.run(f"resume scheduler=plateau {words}", begun, ON)
+    assert result.code == 0, result.err
+    result = server.run("resume scheduler=constant updates=62 resume_allow=[scheduler,updates]", begun, ON)
+    assert result.code == 0, result.err
+    assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 62)).state["schedule"] == {}
+
+
 @pytest.mark.slow
 def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume updates=10", begun, ON)

@@ -97,7 +97,7 @@ class ObjectivesPhase(GradientPhase):
             prefix, saved = f"{spec.name}/", state[spec.name]
             selected = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             import_state(training.optimizer, selected, saved["optimizer"])
-            training.schedule.load(saved["schedule"])
+            self._load_schedule(training.schedule, saved["schedule"], start)
             if training.precision is not self.parts.precision:
                 training.precision.load(saved["precision"])
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, suggest_module
 from runner.axes.precision import Precision
-from runner.axes.scheduler import build_schedule
+from runner.axes.scheduler import Schedule, build_schedule
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
@@ -245,6 +245,12 @@ class GradientPhase(PhaseKind):
         method = self.coupled.couple if self.coupled else self.task_loss
         return locate_definition(method, self.parts.source)
 
+    def _load_schedule(self, schedule: Schedule, saved: Mapping[str, Any], start: LoadedCheckpoint) -> None:
+        """Restore a schedule; with `resume_allow`, it may be another one than in the checkpoint, with other state."""
+        is_another = start.state["values"].get("scheduler") != self.parts.plan.choices["scheduler"].name
+        if not (is_another and set(saved) != set(schedule.state())):
+            schedule.load(saved)
+
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
         return self.loss.attention
@@ -389,7 +395,7 @@ class LossPhase(GradientPhase):
         saved = start.state["optimizer"]
         saved = {**saved, "numbers": select_owned(saved["numbers"])}
         import_state(self.training.optimizer, select_owned(start.stored("optimizer")), saved)
-        self.training.schedule.load(start.state["schedule"])
+        self._load_schedule(self.training.schedule, start.state["schedule"], start)
 
     def start_lines(self) -> list[str]:
         if self.prefixes is None:
