@@ -98,7 +98,8 @@ def saved(phase: PhaseKind) -> Any:
     """Return what a checkpoint of the phase has, as read from it."""
     tensors, numbers = phase.state(lambda tensor: tensor.clone())
     copies = {stem: dict(named) for stem, named in tensors.items()}
-    return SimpleNamespace(tensors=copies.__getitem__, stored=copies.__getitem__, state=numbers)
+    state = {**numbers, "values": {"scheduler": phase.parts.plan.choices["scheduler"].name}}
+    return SimpleNamespace(tensors=copies.__getitem__, stored=copies.__getitem__, state=state)
 
 
 # ---------------------------------------------------------------- training
