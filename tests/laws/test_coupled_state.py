@@ -293,6 +293,27 @@ def test_what_changes_between_updates_is_neither_refused_nor_restored(
     )
 
 
+def test_second_passes_see_the_state_before_couple() -> None:
+    """`couple` moves a center that `embed` subtracts."""
+    task: Any = Dropped(torch.float64)
+    task.model.register_buffer("center", torch.zeros(WIDTH, dtype=torch.float64))
+    couple, seen = task.couple, []
+
+    def move(embeddings: Any) -> Any:
+        task.model.center += 1
+        return couple(embeddings)
+
+    def embed(model: Any, batch: Any) -> Any:
+        seen.append(float(model.center[0]))
+        return task.embed(model, (batch[0], batch[1] - model.center, batch[2]))
+
+    task.couple = move
+    run = training(task, ddp(ALONE), embed=embed)
+    list(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True), torch.float64), 2))
+    assert seen == [0.0] * 7 + [1.0] * 7
+    assert task.model.center.eq(2).all()
+
+
 def test_large_frozen_parameters_are_not_copied_and_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may have no room for a copy of a pretrained model."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", 100)

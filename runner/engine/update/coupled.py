@@ -227,8 +227,9 @@ class CoupledUpdate:
         self._compute_gradients(failed=failed)
         self.parallel.stopwatch.lap("forward")
         self._rng_states = [generator.get_state() for generator in global_generators()]
-        if len(self.embedded) > 1:
-            self._state = self.source.states.record(self.passes.model, passed=False)  # with changes by `couple`
+        if self._has_states:
+            self._state = self.source.states.record(self.passes.model, passed=True)  # `couple` may have changed it
+            self.source.states.end_record()
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
@@ -256,6 +257,11 @@ class CoupledUpdate:
         if len(self.embedded) > 1:
             _restore_generators(self._rng_states)
             self.source.states.restore(self._state)
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether a state was recorded: not if the last micro-batch is the only one that is counted."""
+        return any(batch.state for batch in self.embedded)
 
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
         stopwatch, model = self.parallel.stopwatch, self.passes.model
@@ -291,8 +297,8 @@ class CoupledUpdate:
             batch.tensors = tensors if last else tuple(tensor.detach().clone() for tensor in tensors)
             del embedding, tensors
             stopwatch.lap("forward")
-        if has_passed and len(self.embedded) > 1:
-            self.source.states.end_passes(model)
+        if self._has_states:
+            self.source.states.record(model, passed=True)
         self._with_graph = self.embedded[-1] if self.embedded[-1].micro.is_counted else None
 
     def _compute_gradients(self, *, failed: bool) -> None:

@@ -73,7 +73,7 @@ class ModelStates:
     def record(self, model: nn.Module, *, passed: bool) -> ModelState:
         """Return the state of the model.
 
-        passed  forward passes, and nothing else, may have changed the model since the last call
+        passed  only passes and `couple` may have changed the model since the last call, so that changes are restored
         Raises TaskFault if a pass has changed a frozen parameter that was not copied.
         """
         tensors = {(module, key): tensor for module in model.modules() for key, tensor in _list_state(module)}
@@ -101,11 +101,10 @@ class ModelStates:
         self._last = states
         return states
 
-    def end_passes(self, model: nn.Module) -> None:
-        """Find what the last pass of an update has changed."""
-        states = self.record(model, passed=True)
+    def end_record(self) -> None:
+        """Finish the last record of an update."""
         if self._is_first:
-            frozen = {key for key, state in states.items() if isinstance(state.seen.tensor, nn.Parameter)}
+            frozen = {key for key, state in self._last.items() if isinstance(state.seen.tensor, nn.Parameter)}
             if (
                 frozen & self._changing
             ):  # a momentum encoder: the first update may leave some of its tensors as they are
@@ -152,8 +151,8 @@ def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
 def _frozen_fault(key: _TensorKey) -> TaskFault:
     module, name = key
     return TaskFault(
-        f"embed() changes a frozen parameter of {type(module).__name__}, {name}, but is called twice for most"
-        " micro-batches, and the parameter is not restored: frozen parameters are restored if the first update changes"
-        f" one, and they have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
+        f"embed() or couple() changes a frozen parameter of {type(module).__name__}, {name}, but embed() is called"
+        " twice for most micro-batches, and the parameter is not restored: frozen parameters are restored if the first"
+        f" update changes one, and they have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
         fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in after_update of a hook',
     )
