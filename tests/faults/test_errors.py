@@ -340,24 +340,16 @@ RAISED = {
         }.items()
     },
     **{
-        f"an exit in collate, {where}": Told(
-            method("def collate(self, samples):", "    raise SystemExit(3)"),
-            "SystemExit: 3",
-            old="    def loss(",
-            words=words,
+        f"{what}, {where}": Told(
+            method("def collate(self, samples):", f"    {line}"), expected, old="    def loss(", words=words
         )
-        for where, words in {
-            "in this process": "dataloader.num_workers=0",
-            "in a worker": "dataloader.num_workers=1",
-            "in a thread": "dataloader=thread",
-        }.items()
-    },
-    **{
-        f"a generator as collate, {where}": Told(
-            method("def collate(self, samples):", "    yield samples"),
-            "collate() must return a batch, but returned a generator",
-            old="    def loss(",
-            words=words,
+        for what, line, expected in (
+            ("an exit in collate", "raise SystemExit(3)", "SystemExit: 3"),
+            (
+                "a generator as collate",
+                "yield samples",
+                "collate() must return a batch, but returned a generator",
+            ),
         )
         for where, words in {
             "in this process": "dataloader.num_workers=0",

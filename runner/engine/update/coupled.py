@@ -229,7 +229,7 @@ class CoupledUpdate:
         self._rng_states = [generator.get_state() for generator in global_generators()]
         if self._has_states:
             self._state = self.source.states.record(self.passes.model, passed=True)  # `couple` may have changed it
-            self.source.states.end_record()
+            self.source.states.end_update()
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]

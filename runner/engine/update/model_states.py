@@ -95,20 +95,21 @@ class ModelStates:
                     raise _frozen_fault(key)
                 self._changing.add(key)
             copy = None if not is_copied or old is None else old.copy
-            if is_copied and differs:
-                copy = _copy_dense(tensor, on_host=key not in self._changing)
+            on_host = key not in self._changing
+            # A copy that was made before any pass changed the tensor would be downloaded for each comparison.
+            is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
+            if is_copied and (differs or is_far):
+                copy = _copy_dense(tensor, on_host=on_host)
             states[key] = _TensorState(seen, address, copy)
         self._last = states
         return states
 
-    def end_record(self) -> None:
-        """Finish the last record of an update."""
+    def end_update(self) -> None:
+        """Decide after the first update whether frozen parameters are copied in later ones."""
         if self._is_first:
             frozen = {key for key, state in self._last.items() if isinstance(state.seen.tensor, nn.Parameter)}
-            if (
-                frozen & self._changing
-            ):  # a momentum encoder: the first update may leave some of its tensors as they are
-                self._changing |= frozen
+            # The first update may leave some tensors of a momentum encoder as they are.
+            self._changing |= frozen if frozen & self._changing else set()
         self._is_first = False
 
     def restore(self, states: ModelState) -> None:
