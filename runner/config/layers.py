@@ -29,8 +29,8 @@ from runner.config.custom_tables import ENABLED, HOOK
 from runner.config.known_keys import PhaseKeys, Schema, explain_unused, settings_for_auto, unknown_key_problem
 from runner.config.options import AXES, GROUPS, implemented_options, list_options, unknown_option
 from runner.config.phases import LENGTHS, PHASE_GROUPS, TASK_GROUPS, DeclaredPhase
-from runner.config.request import Request, format_value
-from runner.config.schema import default_values, to_yaml_value
+from runner.config.request import Request, format_value, override_key
+from runner.config.schema import default_values, describe_mismatch, to_yaml_value
 from runner.config.settings import MAIN_KEYS
 from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS
 from runner.config.task_file import TaskFile
@@ -284,9 +284,8 @@ def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) ->
     if not isinstance(value, dict):
         key = MAIN_KEYS.get(key, key)
     if key in schema.keys:
-        yield replace(
-            setting, key=key, value=_stringify_names(schema.keys[key].type, value), for_phase=key.startswith("phase.")
-        )
+        value = _text_of_number(setting, schema.keys[key].type)
+        yield replace(setting, key=key, value=value, for_phase=key.startswith("phase."))
         return
     parent = schema.canonical_key(key)
     if parent != key and isinstance(schema.keys[parent].default, dict):  # optimizer.lr_scales.head=0.1
@@ -299,6 +298,15 @@ def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) ->
         problems.append(unknown_key_problem(key, setting.where, schema))
     else:
         problems.append(Problem("unknown key", setting.where, LIST_KEYS_HINT))
+
+
+def _text_of_number(setting: Setting, kind: Any) -> Any:
+    """Return the value; for a type of text, a number as it was written: run=007, task.date=2026, task.tag=1e-3."""
+    value, text = setting.value, setting.where.partition("=")[2]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and override_key(setting.where) == setting.key and describe_mismatch(kind, value):
+        return value if describe_mismatch(kind, text) else text
+    return _stringify_names(kind, value)
 
 
 def _stringify_names(kind: Any, value: Any) -> Any:

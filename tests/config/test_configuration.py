@@ -261,6 +261,17 @@ def test_any_text_can_be_given_as_an_override(text: str) -> None:
     assert compose(Request((format_override("output_root", text),))).settings.output_root == text
 
 
+@pytest.mark.parametrize("text", ["2026", "007", "1e-3", "2.50", "-1", "nan"])
+def test_a_number_given_to_a_text_setting_is_used_as_written(text: str) -> None:
+    settings = compose(Request((f"run={text}", f"weights={text}"))).settings
+    assert (settings.run, settings.weights.source) == (text, text)
+
+
+@pytest.mark.parametrize("text", ["true", "null", "[1,2]"])
+def test_only_a_number_is_used_as_text(text: str) -> None:
+    assert where(refused(f"output_root={text}")) == [f"output_root={text}"]
+
+
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp_path: Path) -> None:
