@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,8 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".
         settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
-            as a number. `task` is a name or the path of a task file: task="gpt", task="./my_task.py".
+            as a number, unless the setting is a text. `task` is a name or the path of a task file: task="gpt",
+            task="./my_task.py".
 
     Raises:
         AccelRunError: with the message and the exit code of the command.
@@ -154,8 +156,10 @@ class Run:
             InputMissing: if there is no such checkpoint.
             DataError: if it is damaged.
         """
+        drawn = random.getstate()
         from runner.trained.trained_run import load_trained_model
 
+        random.setstate(drawn)  # the first import of rich draws a number
         choice = None if checkpoint is None else str(checkpoint)
         if choice is not None and not is_choice(choice):
             what = f"must be best, last or the number of an update, but is {choice}"

@@ -95,6 +95,17 @@ def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) 
         run.model(5)
 
 
+@pytest.mark.slow
+def test_opening_a_model_changes_neither_random_numbers_nor_the_environment(run: Run, folder: Path) -> None:
+    """In a new process, because modules may draw random numbers when they are imported."""
+    program = (
+        "import os, random; from runner import open_run\n"
+        "def state(): return random.getstate(), dict(os.environ)\n"
+        f"before = state(); open_run({str(run.path)!r}, task={str(TASK)!r}).model(); assert state() == before"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_evaluate_returns_the_metrics_of_the_run(run: Run, folder: Path) -> None:
     result = evaluate("first", f"output_root={folder}", split="val", checkpoint="last")
     assert result == run.metrics

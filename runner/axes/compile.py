@@ -27,7 +27,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import Auto, NonNegative
 
-# torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
+# torch itself caches compiled code on disk between runs, in the folder of host/scratch.private_compile_cache.
 
 
 # The function that a run calls at the start of each forward pass, if any.

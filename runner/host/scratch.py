@@ -15,6 +15,7 @@ from pathlib import Path
 
 from runner.base.errors import CannotCreate, Exit
 from runner.base.paths import cache_folder
+from runner.base.rank_env import patched_environment
 
 PREFIX = "accelrun-"
 _EXIT_CODES = {
@@ -66,20 +67,21 @@ def _cannot_create(error: OSError, what: str, where: str, fix: str) -> CannotCre
     return refusal
 
 
-def keep_compiled_code_private() -> None:
-    """Make Inductor and Triton cache compiled code in a folder of mode 0700, temporary if there is no other.
+@contextmanager
+def private_compile_cache() -> Iterator[None]:
+    """Inside the context, Inductor and Triton cache compiled code in a folder of mode 0700.
 
     Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates
-    that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
+    that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed. The
+    folder is temporary if there is no private one.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    if all(os.environ.get(name) for name in names):
-        return
+    names = {variable: name for variable, name in names.items() if not os.environ.get(variable)}
     folder = cache_folder().resolve() / "compiled"
-    if not _create_private(folder):
+    if names and not _create_private(folder):
         folder = (shared_folder() or _create_locked()[0]) / "compiled"
-    for variable, name in names.items():
-        os.environ[variable] = os.environ.get(variable) or str(folder / name)
+    with patched_environment({variable: str(folder / name) for variable, name in names.items()}):
+        yield
 
 
 def _create_private(folder: Path) -> bool:

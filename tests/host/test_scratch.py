@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import CannotCreate, Exit
-from runner.host.scratch import check_compile_cache, keep_compiled_code_private, private_folder
+from runner.host.scratch import check_compile_cache, private_compile_cache, private_folder
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -35,8 +35,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def chosen() -> list[Path]:
     for name in VARIABLES:
         os.environ[name] = ""
-    keep_compiled_code_private()
-    return [Path(os.environ[name]) for name in VARIABLES]
+    with private_compile_cache():
+        return [Path(os.environ[name]) for name in VARIABLES]
 
 
 def nearest(path: Path) -> os.stat_result:
@@ -80,8 +80,17 @@ def test_a_folder_created_by_another_user_is_not_used(home: Path) -> None:
 
 def test_a_given_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    keep_compiled_code_private()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    with private_compile_cache():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+def test_the_cache_is_chosen_inside_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/given")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    with private_compile_cache():
+        assert os.environ["TRITON_CACHE_DIR"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/given"
+    assert "TRITON_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.parametrize("variable", VARIABLES)

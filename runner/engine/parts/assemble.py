@@ -39,7 +39,7 @@ from runner.engine.contract.task_loading import build_task, task_errors
 from runner.engine.sources.splits import Splits
 from runner.engine.update.coupled import check_strategy, is_coupled
 from runner.engine.update.objectives import parse_objectives, unsupported_error
-from runner.host.scratch import check_compile_cache, keep_compiled_code_private
+from runner.host.scratch import check_compile_cache, private_compile_cache
 from runner.plan.run_plan import Plan
 from runner.tensors.global_rng import seed_everything
 
@@ -78,6 +78,7 @@ def assemble(
     """
     choices = plan.choices
     _check_compile_caches(plan)
+    stack.enter_context(private_compile_cache())
     world = world or World(torch.device(plan.device))
     stack.enter_context(make_chosen(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = make_chosen(ATTENTIONS, choices["attention"], world.device)
@@ -113,7 +114,6 @@ def _check_compile_caches(plan: Plan) -> None:
         check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
         if plan.device.startswith("cuda"):
             check_compile_cache("TRITON_CACHE_DIR")
-    keep_compiled_code_private()
 
 
 def _make_parallel(choice: Choice, world: World) -> Parallel:
