@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 from runner.base.errors import CannotCreate, Exit
@@ -40,6 +41,8 @@ def private_folder() -> Iterator[Path]:
         yield folder
     finally:
         settings["tempdir"] = before
+        with suppress(OSError, EOFError):
+            resource_sharer.stop()  # removes the socket through which spawned workers get tensors; at exit, it is gone
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

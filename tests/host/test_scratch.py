@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from runner.base.errors import CannotCreate, Exit
 from runner.host.scratch import check_compile_cache, private_compile_cache, private_folder
 
+ROOT = Path(__file__).parents[2]
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -91,6 +94,14 @@ def test_the_cache_is_chosen_inside_the_context_only(monkeypatch: pytest.MonkeyP
         assert os.environ["TRITON_CACHE_DIR"]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/given"
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_a_process_that_has_sent_tensors_to_a_spawned_worker_ends_without_an_error() -> None:
+    """The socket of torch's queues is in the folder, and multiprocessing removes it when the process ends."""
+    program = "from multiprocessing.resource_sharer import DupFd; from runner.host.scratch import private_folder\n"
+    program += "with private_folder(): DupFd(2)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not done.stderr
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
