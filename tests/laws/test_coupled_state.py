@@ -231,6 +231,30 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
         assert weight.requires_grad or torch.equal(weight, task.model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("is_aliased", [True, False])
+def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool) -> None:
+    """Restoring it must not write into the trained parameter, as after `slow.data = fast.data`."""
+    task: Any = Dropped(torch.float64)
+    task.model.fast = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64))
+    task.model.slow = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64), requires_grad=False)
+    embed, seen = task.embed, []
+
+    def embed_shifted(model: Any, batch: Any) -> Any:
+        model.slow.data = model.fast.data if is_aliased else model.fast.data.clone()
+        seen.append(model.slow.clone())
+        return embed(model, (batch[0], (batch[1] + model.fast) * model.slow, batch[2]))
+
+    run = training(task, ddp(ALONE), embed=embed_shifted)
+    order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True)
+    updates = train_updates(run, batches_of(order, torch.float64), UPDATES)
+    for _ in updates:
+        weight = task.model.fast.detach().clone()
+        assert torch.equal(task.model.slow, weight) is is_aliased
+        assert len(seen) == 7
+        assert all(torch.equal(each, seen[0]) for each in seen)
+        seen.clear()
+
+
 def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     """They may be much larger than what is trained; a copy per micro-batch would not fit."""
     size, most = 54321, 0
@@ -288,9 +312,8 @@ def test_what_changes_between_updates_is_neither_refused_nor_restored(
         assert task.model.queue.eq(update).all()
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == 1000]
-    assert len({each.data_ptr() for each in alive} - {task.model.queue.data_ptr()}) <= 1, (
-        "of the queue, for all updates"
-    )
+    own = {task.model.queue.data_ptr(), task.model.slow.data_ptr()}
+    assert len({each.data_ptr() for each in alive} - own) <= 1, "of the queue, for all updates"
 
 
 def test_second_passes_see_the_state_before_couple() -> None:

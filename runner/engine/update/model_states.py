@@ -19,17 +19,21 @@ MAX_FROZEN_BYTES = 1 << 30
 class _TensorState(NamedTuple):
     """A buffer or frozen parameter at some time.
 
-    address  of its data, which an assignment to `.data` changes without a new version
-    copy     None if there was no tensor, or one that is not copied: it is restored without its values
+    data  shares its memory, which an assignment to `.data` replaces without a new version; None if there was no
+          tensor, or one whose address says nothing
+    copy  None if there was no tensor, or one that is not copied: it is restored without its values
     """
 
     seen: TensorVersion
-    address: int
+    data: Tensor | None
     copy: Tensor | None
 
     def is_written(self, now: Tensor | None) -> bool:
         """Return whether the tensor is another one, or a write to it was recorded; its value may be the same."""
-        return self.seen.is_changed(now) or self.address != _address(now)
+        return self.seen.is_changed(now) or self._has_other_data(now)
+
+    def _has_other_data(self, now: Tensor | None) -> bool:
+        return _address(self.data) != _address(_data_of(now))
 
     def differs(self, now: Tensor | None, *, in_bits: bool) -> bool:
         """Return whether the value has changed; without `in_bits`, compare only if a write was recorded."""
@@ -43,6 +47,8 @@ class _TensorState(NamedTuple):
         tensor = self.seen.tensor
         if tensor is None or self.copy is None:
             return tensor
+        if self._has_other_data(tensor) and self.data is not None:
+            tensor.data = self.data  # the other memory may be that of a trained parameter
         if tensor.shape != self.copy.shape or not is_writable(tensor):
             copy = self.copy.to(tensor.device, copy=True)
             return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
@@ -86,7 +92,7 @@ class ModelStates:
         for key, tensor in tensors.items():
             old, is_frozen = self._last.get(key), isinstance(tensor, nn.Parameter)
             in_bits = self._is_first or key in self._changing or key[0] in modules
-            seen, address = TensorVersion.of(tensor), _address(tensor)
+            seen, data = TensorVersion.of(tensor), _data_of(tensor)
             is_copied = copies_frozen or not is_frozen
             differs = old is None or old.differs(tensor, in_bits=in_bits)
             # A momentum encoder that equals its source may be written without changing.
@@ -100,7 +106,7 @@ class ModelStates:
             is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
             if is_copied and (differs or is_far):
                 copy = _copy_dense(tensor, on_host=on_host)
-            states[key] = _TensorState(seen, address, copy)
+            states[key] = _TensorState(seen, data, copy)
         self._last = states
         return states
 
@@ -139,8 +145,12 @@ def _has_values(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None and _has_values(tensor) and is_dense(tensor) else 0
+def _data_of(tensor: Tensor | None) -> Tensor | None:
+    return tensor.data if tensor is not None and _has_values(tensor) and is_dense(tensor) else None
+
+
+def _address(data: Tensor | None) -> int:
+    return 0 if data is None else data.data_ptr()
 
 
 def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
