@@ -94,13 +94,13 @@ def plain(name: str) -> str:
 # ---------------------------------------------------------------- changelog
 
 
-@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
-def test_changelog_fragments_have_a_known_kind(path: Path) -> None:
-    name = re.fullmatch(r"\+[a-z0-9-]+\.(\w+)\.md", path.name)
-    assert name, "named +what.added.md"
-    assert name[1] in PROJECT["tool"]["towncrier"]["fragment"]
-    text = path.read_text(encoding="utf-8")
-    assert re.fullmatch(r"\S.*\.\n", text), "one line that ends with a full stop"
+def test_changelog_fragments_have_a_known_kind() -> None:
+    for path in FRAGMENTS:
+        name = re.fullmatch(r"\+[a-z0-9-]+\.(\w+)\.md", path.name)
+        assert name, f"{path.name}: named +what.added.md"
+        assert name[1] in PROJECT["tool"]["towncrier"]["fragment"], path.name
+        text = path.read_text(encoding="utf-8")
+        assert re.fullmatch(r"\S.*\.\n", text), f"{path.name}: one line that ends with a full stop"
 
 
 def test_the_changelog_has_the_release_marker() -> None:

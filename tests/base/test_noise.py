@@ -338,6 +338,7 @@ def test_a_prediction_runs_the_operators_of_a_run() -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("shape", "num", "max_kept"), [((512, 512), 40, 4), ((), 400, 32)])
 def test_draws_keep_a_bounded_number_of_hashed_elements(shape: tuple[int, ...], num: int, max_kept: int) -> None:
     noise.start_pass(samples(INDICES[:2]))

@@ -40,6 +40,7 @@ POLICY = "OMP_WAIT_POLICY"
 RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("environment", "num_lines"),
@@ -68,6 +69,7 @@ def test_the_first_line_is_printed_before_torch_is_imported(
     assert all("mine" in line for line in lines)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_beside_other_processes_threads_sleep_before_torch_is_imported(is_busy: bool, tmp_path: Path) -> None:
     reports_policy = CUSTOMIZED.replace(f'b"{IMPORTED}\\n"', f'os.environ.get("{POLICY}", "unset").encode()')

@@ -24,6 +24,7 @@ class Normed(Task):
 """
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", ["", "task.width=4000 global_batch_size=64 +hardware=t4"])
 def test_a_batch_norm_of_vectors_is_planned(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "normed.py").write_text(TASK)

@@ -125,6 +125,7 @@ def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
         path.write_text(kept)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kill_at", "is_known"), [(2, False), (20, True)])
 def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
     kill_at: int, is_known: bool, tmp_path: Path, server: ForkServer

@@ -206,6 +206,7 @@ def compiled(world: World) -> list[Any]:
     return [first[0], outputs_of(run, 3 - 2 * world.rank)[0]]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_may_be_called_different_numbers_of_times() -> None:
     run = Run(World(CPU))
     expected = []

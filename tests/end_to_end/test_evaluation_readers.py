@@ -45,6 +45,7 @@ def inline(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list
     return trained(server, tmp_path_factory.mktemp("inline"), "dataloader.num_workers=0")
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("args", WORKERS)
 def test_workers_of_the_settings_read_evaluations_and_change_no_bit(
     args: str, inline: list[dict[str, Any]], server: ForkServer, tmp_path: Path
@@ -65,6 +66,7 @@ def test_workers_of_the_settings_read_evaluations_and_change_no_bit(
     assert len(pids - {main}) == alone
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["fails", "dies"])
 def test_a_worker_that_fails_in_an_evaluation_is_reported(kind: str, server: ForkServer, tmp_path: Path) -> None:
     args = ("dataloader.num_workers=2", f"task.{kind}=17", "evaluate.every=2")

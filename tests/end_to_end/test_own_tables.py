@@ -87,6 +87,7 @@ def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16")])
 def test_a_precision_that_changes_nothing_trains_bitwise_like_the_extended_one(
     server: ForkServer, tmp_path: Path, custom: str, base: str
@@ -266,6 +267,7 @@ def test_plan_explain_and_completion_know_the_options(server: ForkServer, tmp_pa
     assert [line for line in shown.splitlines() if "benchmark small" in line and "micro_batch_size=4" in line]
 
 
+@pytest.mark.slow
 def test_a_technique_of_the_task_file_is_measured(server: ForkServer, tmp_path: Path) -> None:
     args = f"benchmark small --task {TASK} device=cpu monitor=off steps=2 rounds=1 budget_s=60"
     result = server.run(args, tmp_path, {})

@@ -265,6 +265,7 @@ def test_a_stop_just_before_a_save_without_time_ends_with_this_update(
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1, 2, 3]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hook_ends_a_phase_as_its_last_update_does(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
     """The phase is evaluated and finished, the next one follows, and a resumed run does not continue the first one."""
@@ -344,6 +345,7 @@ def test_a_hook_may_change_the_model_that_is_evaluated(
     assert_close(torch.tensor(metrics["val/loss"]), wanted.float(), terms=64)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_gradients_that_a_hook_leaves_behind_do_not_change_the_next_update(
     strategy: str, write: Callable[[str], Path], tmp_path: Path
@@ -386,6 +388,7 @@ TEACHER = (
 )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hook_may_copy_the_parameters_and_buffers_of_a_student(
     ranks: int, write: Callable[[str], Path], tmp_path: Path

@@ -291,6 +291,7 @@ def refused(*args: str) -> None:
         compose(Request(args))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
 def test_overrides_of_any_length_and_depth_take_bounded_steps(
@@ -312,6 +313,7 @@ def test_overrides_of_any_length_and_depth_take_bounded_steps(
             tally.tried += 1
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
@@ -343,7 +345,7 @@ for words in json.load(sys.stdin):
 
 
 def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[int, int], int], tally: Tally) -> None:
-    asked = [case.words for case in cases(known, amount(12, 600)) if not case.files]
+    asked = [case.words for case in cases(known, amount(5, 600)) if not case.files]
     done = subprocess.run(
         [sys.executable, "-c", ASK], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
     )

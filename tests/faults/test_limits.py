@@ -112,6 +112,7 @@ def plans(kind: Kind, seed: int, count: int) -> list[tuple[int, int, int]]:
     return known + random.Random(seed).sample(others, min(count, len(others)))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_under_a_limit_works_or_ends_with_a_message(
     server: ForkServer, tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally,

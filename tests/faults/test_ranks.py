@@ -118,6 +118,7 @@ def processes(word: str) -> list[int]:
     ]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks(

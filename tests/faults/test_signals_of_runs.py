@@ -396,6 +396,7 @@ class Waiting(Task):
 """
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("command", ["inference", "evaluate"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_ends_a_command_that_saves_nothing_at_once(

@@ -36,6 +36,7 @@ def run_within(mib: int, folder: Path, *args: str) -> subprocess.CompletedProces
     return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.2, 0.66, 0.7, 0.8, 0.87, 0.92, 0.97, 1.0])
 def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
@@ -49,6 +50,7 @@ def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("more_mib", [170, 240])
 def test_a_run_fits_into_a_little_more_than_the_import_needs(more_mib: int, import_mib: int, tmp_path: Path) -> None:
     # With an arena of malloc per thread, threads of the worker would take 64 MiB each, and others could not start.

@@ -134,6 +134,7 @@ def predictions(folder: Path) -> list[str]:
     return sorted(path.stem for path in (folder / "n0/outputs/r/predictions").glob("*.npy"))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("parameters", "world_size"), [(SHARDED, 2), (WHOLE, 1)])
 def test_ranks_started_elsewhere_compute_each_prediction_once(parameters: str, world_size: int, tmp_path: Path) -> None:
     train_predictor(tmp_path, parameters)

@@ -165,6 +165,7 @@ def test_values_that_were_not_summed_over_the_samples_are_refused(size: int) -> 
         measured(world, NotSummed(), size)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
 def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
     result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
@@ -355,6 +356,7 @@ class Generated(Points):
         return {"fid": tuple((255 * each).to(torch.uint8) for each in (images.sigmoid(), images.cos().abs()))}
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_and_ranks_do_not_change_a_frechet_distance(world_size: int) -> None:
     task, metric = Generated(), Distance()

@@ -97,6 +97,7 @@ NMT_RANDOM = "task=nmt task.data=random"
 ONE_EACH = "phase.pretrain.updates=1 phase.lora.updates=1 phase.router.updates=1"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("args", "phase"),

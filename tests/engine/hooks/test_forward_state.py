@@ -82,6 +82,7 @@ def forward_state(folder: Path) -> dict[str, Tensor]:
     return load(path).tensors("forward_state")
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_resumed_run_has_the_state_that_forward_passes_changed(
@@ -98,6 +99,7 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
     assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 def test_a_phase_in_a_later_command_starts_with_the_state_that_the_previous_phase_changed(
     words: str, server: ForkServer, tmp_path: Path

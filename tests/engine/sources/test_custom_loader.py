@@ -207,6 +207,7 @@ def test_an_error_outside_of_the_task_names_the_option() -> None:
     assert raised.value.problems[0].where == "task.py"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_torch_ignore_stop_signals(method: str) -> None:
     """They are needed until the update is complete; a scheduler sends signals to every process."""
