@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import stat
@@ -304,23 +305,25 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, key: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in the lines of the file `path`, skipping other lines; none if it does not exist.
 
+    With `key`, yield only rows that have this key; lines without its text are not parsed, which takes most of the time.
     Reads regular files only, and no line of more than a megabyte: the file may be untrusted.
     """
-    return (row for row in read_lines(path) if row is not None)
+    text = b"" if key is None else json.dumps(key).encode()
+    return (row for row in read_lines(path, text) if row is not None and (key is None or key in row))
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+def read_lines(path: Path, text: bytes = b"") -> Iterator[dict[str, Any] | None]:
     """Like `read_rows`, but yield None for each invalid line, unless it is the last one and has no line end.
 
-    That line may be incomplete because a run is writing it.
+    That line may be incomplete because a run is writing it. Lines that do not contain `text` are skipped.
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
         while line := file.readline(_MAX_LINE_BYTES):
-            row = parse_object(line)
-            if row is not None or line.endswith(b"\n"):
+            row = parse_object(line) if text in line else None
+            if row is not None or (text in line and line.endswith(b"\n")):
                 yield row
 
 
@@ -569,13 +572,12 @@ def _require_regular(descriptor: int) -> int:
 
 
 def _find_last_line_end(descriptor: int, size: int) -> int:
-    end = size
-    while end:
-        start = max(0, end - _SEARCH_BYTES)
-        position = os.pread(descriptor, end - start, start).rfind(b"\n")
+    while size:
+        start = max(0, size - _SEARCH_BYTES)
+        position = os.pread(descriptor, size - start, start).rfind(b"\n")
         if position >= 0:
             return start + position + 1
-        end = start
+        size = start
     return 0
 
 

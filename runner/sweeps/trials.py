@@ -159,7 +159,7 @@ class Sweep:
             process_state_name(record.process) if record.is_known else "", code, self.jobs.get(trial.number)
         )
         metric = self.goal.metric
-        values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
+        values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl", metric) if is_number(row[metric])]
         metrics = none_to_nan(record.result.metrics)
         last = metrics.get(metric, values[-1] if values else None)
         seconds = sum(phase.seconds for phase in record.result.phases.values())

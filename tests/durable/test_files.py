@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from runner.base.errors import Exit, StorageError
+from runner.base.json_values import parse_object
 from runner.durable import files
 from runner.durable.system import System
 
@@ -192,6 +194,25 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
         files.read(tmp_path / "plain", at_most=3)
 
 
+@pytest.mark.parametrize("key", ["val/loss", "val/größe", 'a "quoted" name', "\U0001f642"])
+def test_rows_with_a_key_are_read_without_parsing_the_others(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def parse(line: bytes) -> dict[str, Any] | None:
+        parsed.append(line)
+        return parse_object(line)
+
+    monkeypatch.setattr(files, "parse_object", parse)
+    rows = [{"update": 1}, {"update": 2, key: 0.5}, {"text": key}, {key: None}, {"nested": {key: 1}}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + f'{{{json.dumps(key)}: \n{{"update": 6')
+    assert list(files.read_rows(path, key)) == [rows[1], rows[3]]
+    assert len(parsed) == 5, "those that contain its text"
+    assert list(files.read_rows(path)) == rows
+
+
 def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("kept")
@@ -343,6 +364,7 @@ def test_a_lock_ends_with_its_process_even_if_a_forked_child_lives_on(tmp_path: 
     script = f"""
 import os, sys, time
 from pathlib import Path
+from runner.base.json_values import parse_object
 from runner.durable import files
 from runner.durable.system import System
 lock = files.Lock(Path({str(tmp_path / ".lock")!r}), "held")
@@ -451,6 +473,7 @@ def test_each_file_is_synced_if_file_systems_cannot_be(tmp_path: Path, reason: i
 WITHOUT_INPUT = """
 import os, sys
 from pathlib import Path
+from runner.base.json_values import parse_object
 from runner.durable import files
 os.close(0)
 log = files.AppendLog(Path(sys.argv[1]))
