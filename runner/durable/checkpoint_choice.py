@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,11 @@ class Ranking:
     metric: str | None
     better: str
     keep: int
+
+    def select(self, values: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+        """Return the best of the (value, number) pairs, best first; of equal values, the one saved first is better."""
+        sign = -1.0 if self.better == "max" else 1.0
+        return sorted(values, key=lambda pair: (sign * pair[0], pair[1]))[: self.keep]
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = No
         for number, value in values.items()
         if number == newest.update or files.exists(checkpoint_path(folder, number))
     ]
-    return sorted(existing, reverse=ranking.better == "max")[: ranking.keep]
+    return ranking.select(existing)
 
 
 def _read_earlier_states(newest: LoadedCheckpoint) -> Iterator[tuple[int, dict[str, Any]]]:

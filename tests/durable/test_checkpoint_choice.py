@@ -82,6 +82,16 @@ def test_known_best_checkpoints_are_those_kept_in_order(
         assert bests(run, 30) == expected
 
 
+@pytest.mark.parametrize("better", ["min", "max"])
+def test_the_first_of_equally_good_checkpoints_is_chosen(better: str, tmp_path: Path) -> None:
+    values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
+    with RunDirectory.create_or_open(tmp_path, "mine") as run:
+        for update in (10, 20, 30):
+            saved(run, update, [(0.5, 10), (0.5, 20)][: update // 10], values=values)
+        assert bests(run, 30) == [(0.5, 10), (0.5, 20)]
+        assert choose_checkpoint(run, "best").checkpoint.update == 10
+
+
 def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(run: RunDirectory) -> None:
     path = checkpoint_path(run.checkpoints, 15)
     (path / "model.safetensors").write_bytes(b"damaged")

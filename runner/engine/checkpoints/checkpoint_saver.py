@@ -94,8 +94,7 @@ class Saver:
         self.bests = self._rank(value, number)
 
     def _rank(self, value: float, number: int) -> list[tuple[float, int]]:
-        ranked = sorted([*self.bests, (value, number)], reverse=self.policy.best_is == "max")
-        return ranked[: self.policy.keep_best]
+        return self.policy.ranking.select([*self.bests, (value, number)])
 
     def hold(
         self, number: int, take_snapshot: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]

@@ -53,6 +53,14 @@ def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
     assert result.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
 
 
+@pytest.mark.parametrize("best_is", ["min", "max"])
+def test_the_first_of_equally_good_checkpoints_is_the_best(best_is: Any) -> None:
+    result = saver(default(best_is=best_is, keep_best=2))
+    for number in (5, 10):
+        result.add_best(0.5, number)
+    assert result.bests == [(0.5, 5), (0.5, 10)]
+
+
 def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> None:
     assert saver(default(), on_disk=12).newest_number() == 12
     assert saver(default()).newest_number() is None
