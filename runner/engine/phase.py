@@ -217,7 +217,8 @@ class Phase(PhaseView):
             hook.begin()
         self._after_update = self.hooks_with("after_update")
         since: float | None = None  # the first update is not representative
-        for step in () if self.is_over else self.work.updates(self.batches):
+        # The ranks agree on `must_stop` here: a stop request has ended an evaluation in `begin` of the hooks.
+        for step in () if self.is_over or self.must_stop else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
             self._run_hooks(step, is_first=since is None)
             yield step.update

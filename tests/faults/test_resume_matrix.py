@@ -494,6 +494,16 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resumin
     tally.tried += 1
 
 
+def test_an_evaluation_that_is_stopped_twice_is_run_before_the_next_update(
+    server: ForkServer, fast_disk: Path, tally: Tally
+) -> None:
+    """The second process is stopped while it repeats the evaluation of the first, before its first update."""
+    matrix = Matrix(server, fast_disk, tally)
+    matrix.check(plain(), [{"at": "evaluation", "number": number, "by": "SIGTERM"} for number in (2, 1)])
+    matrix.assert_enough_interruptions(1)
+    tally.tried += 1
+
+
 def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
