@@ -210,6 +210,7 @@ class ScaledHalf(Precision):
         self._scale: float | None = None  # None: not read since the scaler was created or restored
         self._statistics = _SavedStatistics(model)
         self._forks: list[Precision] = []
+        self._skipped_by_others = 0  # by forks of phases that an earlier process has finished
 
     def forward(self) -> AbstractContextManager[Any]:
         self._statistics.keep()
@@ -247,7 +248,7 @@ class ScaledHalf(Precision):
     def fork(self, model: nn.Module) -> Precision:
         forked = copy.copy(self)
         forked._pending_values = forked._pending = forked._scale = None
-        forked._skipped = forked._consecutive_skips = 0
+        forked._skipped = forked._consecutive_skips = forked._skipped_by_others = 0
         forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _SavedStatistics(model)
         forked._forks = []
         self._forks.append(forked)
@@ -276,7 +277,10 @@ class ScaledHalf(Precision):
         return self._skipped
 
     def total_skipped(self) -> int:
-        return self.num_skipped() + sum(forked.total_skipped() for forked in self._forks)
+        return self.num_skipped() + self._skipped_by_others + self._skipped_by_forks()
+
+    def _skipped_by_forks(self) -> int:
+        return sum(forked.total_skipped() for forked in self._forks)
 
     def values(self) -> dict[str, float]:
         skipped = self.num_skipped()  # reads the scale too
@@ -292,13 +296,21 @@ class ScaledHalf(Precision):
 
     def state(self) -> dict[str, Any]:
         skipped = self.num_skipped()
-        return {"scaler": self.scaler.state_dict(), "skipped": skipped, "skipped_in_a_row": self._consecutive_skips}
+        return {
+            "scaler": self.scaler.state_dict(),
+            "skipped": skipped,
+            "skipped_in_a_row": self._consecutive_skips,
+            "total_skipped": self.total_skipped(),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, after the states of the forks of the current phase."""
         if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
             self._scale = None
             self._skipped, self._consecutive_skips = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
+            total = int(state.get("total_skipped", self._skipped))  # earlier versions did not save it
+            self._skipped_by_others = max(0, total - self._skipped - self._skipped_by_forks())
 
 
 class _SavedStatistics:

@@ -221,6 +221,26 @@ def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
         again.num_skipped()
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_resumed_run_counts_the_skipped_updates_of_forks_once(is_finished: bool) -> None:
+    """After a resume, the forks of a finished phase do not exist; those of an unfinished one restore their counts."""
+    precision, model, optimizer = made(max_skips=9)
+    forked = precision.fork(model)
+    for each, num_skipped in ((precision, 1), (forked, 2)):
+        for _ in range(num_skipped):
+            update(each, model, optimizer, float("inf"))
+    own, of_fork = json.loads(json.dumps([precision.state(), forked.state()]))
+    again = fp16(CPU, model, max_skips=9)
+    if not is_finished:
+        again.fork(model).load(of_fork)
+    again.load(own)
+    assert again.total_skipped() == precision.total_skipped() == 3
+    assert again.state() == precision.state()
+    update(again.fork(model), model, optimizer, float("inf"))
+    assert again.total_skipped() == 4
+    assert again.num_skipped() == 1
+
+
 def test_the_state_of_another_precision_does_not_change_the_scaler() -> None:
     precision, *_ = made(init_scale=8.0)
     before = precision.state()

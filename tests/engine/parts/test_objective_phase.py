@@ -82,6 +82,22 @@ def test_an_objective_of_which_every_update_is_skipped_is_an_error(objective: st
             phase.work.close()
 
 
+def test_skipped_updates_of_all_objectives_are_counted_once_after_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    settings = ("run=mine", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
+    half = ("precision=fp16", "precision.init_scale=1e7", "precision.backoff_factor=0.1", "resume_allow=[updates]")
+    num_skipped = 0
+    for updates in (4, 8):
+        request = Request((*settings, *half, f"updates={updates}", "backend.threads=1"), tmp_path / "mine.py")
+        with open_phase(request) as phase:
+            assert phase.run.num_skipped == num_skipped
+            phase.run_updates()
+            num_skipped = phase.run.num_skipped
+            by_objective = [training.precision.num_skipped() for training in phase.work.trainings.values()]  # type: ignore[attr-defined]
+            assert min(by_objective) > 0
+            assert num_skipped == sum(by_objective)
+
+
 def test_the_smallest_loss_scale_applies_to_each_objective(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("(x - 1).square())", "(x - 1).square() * 1e30)"))
     settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
