@@ -111,7 +111,8 @@ class Phase(PhaseView):
         self.work.load(start)
         parts.precision.load(state["precision"])
         self.position.update = int(state["phase_update"])
-        self.position.skipped_before = int(state["skipped_before"])
+        # A precision that differs from that of the checkpoint counts from 0.
+        self.position.skipped_before = min(int(state["skipped_before"]), parts.precision.num_skipped())
         for hook in self.hooks:
             if hook.name:
                 hook.load_state_dict(hook_state(hook.name, start))

@@ -57,6 +57,23 @@ def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: Fo
     assert rows(tmp_path, "stopped") == before, "also if the second phase is resumed"
 
 
+def test_another_precision_on_resume_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
+    half = ["precision=fp16", "precision.init_scale=1e8"]
+    args = [*BASE, "log_every=1", "scheduler=linear"]
+    fault = {"at": "update", "number": 5, "phase": "two", "by": "SIGTERM"}
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+    assert server.run([*args, *half], tmp_path, env).code == 75
+    trained = [row for row in rows(tmp_path) if "lr" in row]
+    assert trained[-1]["precision/skipped_updates"] > 0
+    resumed = server.run([*args, "precision=fp32", "resume_allow=[precision]"], tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert server.run([*args, "precision=fp32", "run=other"], tmp_path).code == 0
+    rates, expected = (
+        [row["lr"] for row in rows(tmp_path, run) if "lr" in row and row["phase"] == "two"] for run in ("mine", "other")
+    )
+    assert rates == expected
+
+
 def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
     result = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
     assert result.code == 82
