@@ -47,6 +47,9 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
             _load_finished_phase(run, start)
             start = None
     progress = run.progress
+    for planned in phases[1 if start else 0 :]:
+        # Another run may have finished it: a process that resumes this run must not take it for finished here.
+        progress.records.pop(planned.name, None)
     for planned in phases:
         if start is None:  # otherwise the record of the resumed phase is kept
             progress.records[planned.name] = PhaseRecord(planned.kind, planned.name)

@@ -59,7 +59,7 @@ def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: Fo
 
 def test_another_precision_on_resume_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
     half = ["precision=fp16", "precision.init_scale=1e8"]
-    args = [*BASE, "log_every=1", "scheduler=linear"]
+    args = [*BASE, "log_every=1", "scheduler=linear", "updates=12"]
     fault = {"at": "update", "number": 5, "phase": "two", "by": "SIGTERM"}
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
     assert server.run([*args, *half], tmp_path, env).code == 75
@@ -167,6 +167,31 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
     finished = [word if word != "run=mine" else "run=copy" for word in BASE]
     assert server.run([*finished, "resume=other"], tmp_path).code == 0
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
+
+
+def test_phases_that_run_again_after_those_of_another_run_are_resumed(server: ForkServer, tmp_path: Path) -> None:
+    """Both phases are finished in the run that they start from."""
+    base = [*BASE, "updates=5"]
+    assert server.run(base, tmp_path).code == 0
+    again = [*base, "resume=mine", "phases=[one,two]"]
+    assert server.run([*again, "run=straight"], tmp_path).code == 0
+    fault = {"at": "update", "number": 3, "phase": "one", "by": "SIGTERM"}
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+    assert server.run([*again, "run=stopped"], tmp_path, env).code == 75
+    resumed = server.run([*again, "run=stopped"], tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert rows(tmp_path, "stopped") == rows(tmp_path, "straight")
+
+
+def test_a_checkpoint_of_a_phase_that_the_task_no_longer_has_is_not_evaluated(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(TASK.read_text())
+    base = ["--task", "task.py", "run=mine", "device=cpu"]
+    assert server.run(["train", *base, "monitor=off", "updates=2"], tmp_path).code == 0
+    task.write_text(TASK.read_text().replace('"two": {}', '"three": {}'))
+    assert server.run(["evaluate", *base], tmp_path).code == 88
 
 
 def test_a_metric_other_than_the_loss_does_not_end_a_run(server: ForkServer, tmp_path: Path) -> None:
