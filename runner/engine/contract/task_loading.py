@@ -29,6 +29,7 @@ from runner.engine.contract.batch_dependent_calls import BatchDependentCalls
 from runner.engine.contract.contract_checks import (
     Number,
     check_members,
+    describe_value,
     expand_metrics,
     validate_loss,
     validate_metrics,
@@ -68,9 +69,11 @@ def load_task(plan: Plan) -> Task:
         what = f"build() must return a runner.Task, but returned {type(task).__name__}"
         fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
         raise TaskFault(what, where=locate_definition(module.build, source), fix=fix)
-    if not isinstance(getattr(task, "model", None), nn.Module):
-        what = f"{type(task).__name__}.model must be a torch.nn.Module"
-        raise TaskFault(what, where=locate_definition(type(task), source), fix="self.model = ...")
+    model = getattr(task, "model", None)
+    if not isinstance(model, nn.Module):
+        what = f"{type(task).__name__}.model must be a torch.nn.Module, not {describe_value(model)}"
+        fix = "assign the module in __init__ of the task: self.model = ..."
+        raise TaskFault(what, where=locate_definition(type(task), source), fix=fix)
     check_members(task, source)
     make_adapter(plan.choices["adapter"]).add_to(task)
     return task
