@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.values import DeviceName, LocalPath
@@ -31,8 +31,7 @@ To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares predictions for a GPU (formats, kernels, memory, times, waits) with measurements, in at most five
 minutes. Use it on a kind of GPU that accel-run has not been tested on. It writes first_contact.json and
-first_contact.md to output_root; please send both to the maintainers. Settings of train select another model. In a
-checkout on a machine without a GPU, it tests itself on a simulated GPU, and the results state that.
+first_contact.md to output_root; please send both to the maintainers. Settings of train select another model.
 
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
@@ -96,7 +95,11 @@ def _run_first_contact(argv: list[str]) -> int:
     examination = Examination(checks, options.device, options.root, checks=checks)
     findings, _, code = _run_checks(examination, is_json=is_json)
     if not any(finding.check not in ("torch", "gpus") for finding in findings):
-        _simulate_or_refuse(argv, options.device, has_gpu=bool(examination.inventory and examination.inventory.devices))
+        raise DeviceMissing(
+            "torch cannot use a GPU on this machine, so nothing can be compared",
+            where=f"device={options.device}",
+            fix="run accel-run doctor to find the reason",
+        )
     hardware = _hardware(examination) or {"devices": []}
     content = json.loads(_format_json(make_report(findings, hardware, request.overrides, __version__)))
     make_directory(options.root)
@@ -107,28 +110,6 @@ def _run_first_contact(argv: list[str]) -> int:
     else:
         print(f"written to {options.output_root}/: {CONTACT}.md, the page to send, and {CONTACT}.json")
     return code
-
-
-def _simulate_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
-    """Restart the command on a simulated GPU.
-
-    Raises DeviceMissing if there is a GPU that torch cannot use, or if none can be simulated.
-    """
-    from runner.base.loaded_torch import is_stand_in
-    from runner.tools.doctor import simulated_gpu
-
-    fix = "run accel-run doctor to find the reason"
-    if simulated_gpu.find_stand_in(simulated_gpu.ROOT) and not (has_gpu or is_stand_in() or device == "cpu"):
-        print(
-            "accel-run: no GPU found; the checks use a simulated one, which is compiled on first use (30 s)",
-            file=sys.stderr,
-        )
-        if not (reason := simulated_gpu.build_stand_in(simulated_gpu.ROOT)):
-            simulated_gpu.run_on_simulated_gpu(simulated_gpu.ROOT, ["doctor", CONTACT, *argv])
-        fix += f". A simulated GPU cannot be compiled: {reason}. To try again: python -m {simulated_gpu.STAND_IN} build"
-    raise DeviceMissing(
-        "torch cannot use a GPU on this machine, so nothing can be compared", where=f"device={device}", fix=fix
-    )
 
 
 def _run_checks(examination: Examination, *, is_json: bool) -> tuple[list[CheckResult], float, int]:

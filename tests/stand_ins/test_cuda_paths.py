@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.faults import tallies
-from tests.forkserver import ForkServer
 from tests.gpu.runs import PIPES, TASK
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.environment import ROOT
@@ -109,12 +108,9 @@ SMALL = f"--task {FAILING} task.rank=-1"
 
 
 @pytest.mark.slow
-def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_reports_it(server: ForkServer, tmp_path: Path) -> None:
-    """Started without the stand-in, in a folder that has its own `tests`."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/__init__.py").touch()
+def test_first_contact_is_printed_as_json_and_names_the_simulated_gpu(stand_in: StandIn, tmp_path: Path) -> None:
     args = f"doctor first_contact --json {SMALL} updates=4 global_batch_size=16 micro_batch_size=8"
-    result = server.run(args, tmp_path)
+    result = stand_in.command("t4", args, tmp_path)
     assert result.code == 0, result.out + result.err
     content = json.loads(result.out)
     assert content == json.loads((tmp_path / "outputs/first_contact.json").read_text())

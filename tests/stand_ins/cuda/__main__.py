@@ -1,7 +1,6 @@
 """Run a command on the stand-in: `python -m tests.stand_ins.cuda t4 accel-run train device=cuda`.
 
 `python -m tests.stand_ins.cuda build` only compiles it. Exit code 69: it cannot be compiled here.
-`accel-run doctor first_contact` uses both (runner/tools/doctor/simulated_gpu.py).
 """
 
 from __future__ import annotations
