@@ -71,20 +71,10 @@ class Advice:
 
     @property
     def entries(self) -> list[Entry]:
-        """Settings and manual changes by decreasing gain; unknown gains come last.
-
-        If a recommended data loader setting hides most of the time of a slow transform, only the rest counts as the
-        gain of a faster transform.
-        """
+        """Settings and manual changes by decreasing gain; unknown gains come last."""
         by_rule = {finding.rule: finding for finding in self.findings}
         entries = [Entry(by_rule[tried.rule], tried, tried.outcome.gain) for tried in self.advised]
-        hidden = max((entry.gain or 1.0 for entry in entries if entry.finding.rule == "data wait"), default=1.0)
-        for finding in self.findings:
-            if finding.by_hand:
-                gain = finding.at_most
-                if finding.rule == "slow transform" and gain is not None and gain / hidden <= hidden:
-                    gain = max(1.0, gain / hidden)
-                entries.append(Entry(finding, None, gain))
+        entries += [Entry(finding, None, finding.at_most) for finding in self.findings if finding.by_hand]
         return sorted(entries, key=lambda entry: -(entry.gain or 0.0))
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,6 @@ class Comparison:
         self.last_error = AccelRunError("nothing was started")
         self.processes: dict[str, VariantProcess] = {}
         self.compiled: dict[tuple[str, ...], Path] = {}  # variant -> folder of its compiled code, kept over restarts
-        self._fork_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
 
     def __enter__(self) -> Comparison:
         self._stack = ExitStack()
@@ -162,19 +162,13 @@ class Comparison:
         finally:
             process.end()
 
-    def prepare(self, variant: Variant) -> None:
-        """Start the fork server of the variant, so that its imports do not count as start-up of the first variant."""
-        self._fork_server(variant.environment)
+    @cached_property
+    def fork_server(self) -> ForkServer:
+        return self._stack.enter_context(ForkServer(self.folder, self.cores))
 
     def fork(self, variant: Variant, number: int, deadline: float) -> VariantProcess:
         """Create the process of a variant; its replies are not awaited beyond the deadline."""
-        return VariantProcess(self._fork_server(variant.environment), number, self.clock, deadline, variant.num_ranks)
-
-    def _fork_server(self, environment: Mapping[str, str]) -> ForkServer:
-        key = tuple(sorted(environment.items()))
-        if key not in self._fork_servers:
-            self._fork_servers[key] = self._stack.enter_context(ForkServer(self.folder, environment, self.cores))
-        return self._fork_servers[key]
+        return VariantProcess(self.fork_server, number, self.clock, deadline, variant.num_ranks)
 
     def compiled_folder(self, variant: Variant) -> Path:
         """Return the folder of the variant's compiled code, the same one after each restart."""
@@ -188,10 +182,10 @@ class Comparison:
         deadline  time on `clock` at which an unfinished start is ended
         """
         self.num_started += 1
-        self.prepare(trial.variant)
-        since, startup = self.clock(), trial.startup
+        process = self.fork(trial.variant, self.num_started, deadline)
+        self._stack.callback(process.end)
+        since, startup = self.clock(), trial.startup  # after the first variant has started the fork server
         limits = self._limits_for(deadline)
-        process = self._stack.enter_context(self.fork(trial.variant, self.num_started, deadline))
         try:
             process.receive_reply(limits.start_s)
             trial.opened = process.call(self._begin_command(trial.variant), limits.start_s)
@@ -250,7 +244,6 @@ class Comparison:
     def _start_baseline(self, variants: Sequence[Variant]) -> ComparisonResult:
         """Start the baseline and pause it; the other variants wait."""
         baseline = VariantResult(variants[0])
-        self.prepare(variants[0])
         first = self.start(baseline, math.inf)  # no deadline, because nothing can be compared without it
         if first is None:
             raise self.last_error

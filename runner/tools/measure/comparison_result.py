@@ -37,7 +37,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings to measure: overrides of the configuration and environment variables of the process.
+    """Settings to measure: overrides of the configuration.
 
     against  name of the variant to compare with; empty: the baseline
     ranks    None: one process without a process group
@@ -45,7 +45,6 @@ class Variant:
 
     name: str
     overrides: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     against: str = ""
     ranks: RankSetup | None = None
 

@@ -44,7 +44,7 @@ class ForkServer:
     A fork starts like a new process, without the seconds of importing torch.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
+    def __init__(self, folder: Path, cores: int) -> None:
         self.folder = folder
         # A socket, because a command and its descriptors are sent in one call, which Ctrl-C cannot divide.
         self._socket, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
-                env={**MALLOC_ENVIRONMENT, **drop_secrets(os.environ), **environment},
+                env={**MALLOC_ENVIRONMENT, **drop_secrets(os.environ)},
             )
         self._receive_reply()
 
@@ -120,12 +120,6 @@ class VariantProcess:
         self._sessions = [self.pid]
         self._code: int | None = None
         self._command = "start"
-
-    def __enter__(self) -> VariantProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def run(self, updates: int, timeout_s: float) -> float:
         reply = self.run_block(updates, timeout_s)

@@ -139,7 +139,7 @@ def measure_evidence(call: CallFunction, opened: VariantResult, plan: Plan) -> t
     )
     probe = call({"do": "probe"})
     evidence = dataclasses.replace(evidence, has_begin_update=probe["has_begin_update"])
-    return evidence, {**probe, **{key: run[key] for key in ("trained_layers", "has_batch_norm")}}
+    return evidence, {**probe, "has_batch_norm": run["has_batch_norm"]}
 
 
 def _count_events(updates: int, period: int | None) -> int | None:

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from runner.base.text import format_bytes
@@ -97,25 +96,6 @@ def _count_workers(facts: Facts) -> Any:
     """Return the number of data workers; 0 if reading was too fast to start them."""
     workers = facts.values.get("dataloader.num_workers")
     return 0 if workers and facts.evidence.num_workers == 0 else workers
-
-
-def slow_transform(facts: Facts) -> RuleFinding | None:
-    """One line of the task takes most of the time of reading a sample."""
-    share, line, sample_ms = facts.share("data"), facts.probe.get("slow_line"), facts.probe.get("sample_ms")
-    if share is None or share < MIN_DATA_WAIT or not line or not sample_ms or line["ms"] < sample_ms / 2:
-        return None
-    update_ms, samples = facts.update_ms(), facts.evidence.global_batch_size
-    if update_ms is None or samples is None or line["ms"] * samples < MIN_DATA_WAIT * update_ms:
-        return None
-    file = Path(line["file"])
-    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    location, part = f"{path}:{line['line']}", min(1.0, line["ms"] / sample_ms)
-    is_io_bound = facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE  # more workers help then, by an unknown amount
-    return _make_finding(
-        f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {location}",
-        by_hand=f"make {location} faster, or prepare the data before training",
-        at_most=None if is_io_bound else _speedup_without(share * part),
-    )
 
 
 def unpinned(facts: Facts) -> RuleFinding | None:
@@ -375,7 +355,6 @@ def _format_cores(count: int) -> str:
 
 RULES: Mapping[str, Rule] = {
     "data wait": data_wait,
-    "slow transform": slow_transform,
     "unpinned": unpinned,
     "varying shapes": varying_shapes,
     "checkpoints too often": saves_too_often,

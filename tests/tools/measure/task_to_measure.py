@@ -38,7 +38,7 @@ class Rows:
     def __getitem__(self, index: int) -> Tensor:
         if self.sample_ms:
             # lint-tests: sleep: planted
-            time.sleep(self.sample_ms / 1000)  # slow line
+            time.sleep(self.sample_ms / 1000)
         return self.rows[index]
 
 

@@ -77,8 +77,6 @@ class FakeProcess(VariantProcess):
 
     def end(self) -> None: ...
 
-    def __exit__(self, *_: object) -> None: ...
-
 
 class FakeProcesses(Comparison):
     """A comparison of fake processes, with a separate clock."""
@@ -86,9 +84,6 @@ class FakeProcesses(Comparison):
     def __init__(self) -> None:
         self.fake_clock = Clock()
         super().__init__(Request(), clock=self.fake_clock)
-
-    def prepare(self, variant: Variant) -> None:
-        """Start nothing."""
 
     def fork(self, variant: Variant, number: int, deadline: float) -> VariantProcess:
         return FakeProcess(number, self.fake_clock, deadline)

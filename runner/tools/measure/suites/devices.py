@@ -18,7 +18,7 @@ from runner.plan.inventory import Inventory
 from runner.records.evidence import Evidence
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant
-from runner.tools.measure.facts import Criterion, Facts, evaluate_criteria
+from runner.tools.measure.facts import Criterion, evaluate_criteria
 from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.statistics import PRIOR_HALF_WIDTH, Ratio, paired_ratio
 from runner.tools.measure.suite import (
@@ -262,8 +262,7 @@ def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> 
                 num_parameters=opened["parameters"],
                 epochs=opened["epochs"],
             )
-            probe = {**call({"do": "batch"}), "trained_layers": opened["trained_layers"]}
-            return evaluate_criteria(Facts(evidence, {}, context.inventory.cpu, probe=probe))
+            return evaluate_criteria(evidence, call({"do": "input_shape"})["shape"])
     return []
 
 

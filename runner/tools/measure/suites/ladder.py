@@ -118,7 +118,6 @@ class Ladder:
     def measure(self) -> None:
         """Run the requested stages."""
         members = self._remaining(self.request.members)
-        self.context.comparison.prepare(Variant(BASELINE))
         if "isolated" in self.request.modes or not members:
             with self._keep_rows():
                 self.measure_isolated(members)
