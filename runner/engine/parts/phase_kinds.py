@@ -418,6 +418,7 @@ class StatisticsPhase(PhaseKind):
         self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
     ) -> None:
         self.parts, self.position, self.total = parts, position, order.updates_per_epoch
+        self._num_states = max(1, len(order.shares))  # each rank with a share of the samples has a state
         fit = parts.task.fits.get(phase.name)
         if fit is None:
             raise TaskFault(
@@ -473,12 +474,36 @@ class StatisticsPhase(PhaseKind):
             ) from error
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        return {"fit": self.parts.parallel.gather_full(self._merge_ranks(), copy)}, {}
+        """Return the merged state, and that of each rank: sums in another order would be rounded differently."""
+        own_states: list[State] = []
+
+        def add_copy(state: State) -> None:
+            if self.parts.world.is_first:
+                own_states.append({name: copy(value) for name, value in state.items()})
+
+        def merge(one: State, other: State) -> State:
+            add_copy(other)
+            return self._merge(one, other)
+
+        if self._num_states > 1:
+            add_copy(self.gathered)
+        merged = self.parts.parallel.merge_state(merge, self.gathered)
+        tensors = {"fit": self.parts.parallel.gather_full(merged, copy)}
+        if own_states:
+            named = ((f"{rank}/{name}", value) for rank, own in enumerate(own_states) for name, value in own.items())
+            tensors["fit_of_ranks"] = dict(named)
+        return tensors, {"fit_states": len(own_states)}
 
     def load(self, start: LoadedCheckpoint) -> None:
-        """Restore the gathered state on rank 0; other ranks start empty."""
-        if self.parts.world.is_first:
-            self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+        """Restore the state of this rank; with another number of ranks, the merged state on rank 0."""
+        if self._num_states > 1 and start.state.get("fit_states") == self._num_states:
+            prefix, saved = f"{self.parts.parallel.batch_rank}/", start.tensors("fit_of_ranks")
+            saved = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+        elif self.parts.world.is_first:
+            saved = start.tensors("fit")
+        else:
+            return
+        self.gathered = {name: value.to(self.parts.world.device) for name, value in saved.items()}
 
     def release(self) -> None:
         self.gathered = {}

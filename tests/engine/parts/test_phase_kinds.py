@@ -21,6 +21,7 @@ from runner.base.task import Fit, State, Task
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.distributed.parallel import Parallel
+from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
 from runner.engine.parts.phase_kinds import (
     GradientPhase,
@@ -68,8 +69,8 @@ def parts_of(task: Task, *settings: str, world: World = ALONE, **others: Any) ->
     return SimpleNamespace(task=task, source=HERE, plan=plan_of(*settings), world=world, **{**given, **others})
 
 
-def order(updates_per_epoch: int = 3, num_samples: int = 20) -> Any:
-    return SimpleNamespace(updates_per_epoch=updates_per_epoch, num_samples=num_samples)
+def order(updates_per_epoch: int = 3, num_samples: int = 20, shares: tuple[int, ...] = ()) -> Any:
+    return SimpleNamespace(updates_per_epoch=updates_per_epoch, num_samples=num_samples, shares=shares)
 
 
 def training(
@@ -341,7 +342,9 @@ class Mean(Fit):
         return {"first": float(state["total"][0] / state["count"]), "count": state["count"]}  # type: ignore[dict-item]
 
 
-def fit_phase(fit: Any, *, updates: int = 2, update: int = 0, world: World = ALONE, **others: Any) -> StatisticsPhase:
+def fit_phase(
+    fit: Any, *, updates: int = 2, update: int = 0, world: World = ALONE, shares: tuple[int, ...] = (), **others: Any
+) -> StatisticsPhase:
     class Fitted(Points):
         @property
         def fits(self) -> Mapping[str, Fit]:
@@ -349,7 +352,8 @@ def fit_phase(fit: Any, *, updates: int = 2, update: int = 0, world: World = ALO
 
     task, phase = Fitted(), SimpleNamespace(name="statistics")
     position = Position("statistics", update)
-    return StatisticsPhase(phase, parts_of(task, world=world, **others), order(updates), position)  # type: ignore[arg-type]
+    parts, updates_of = parts_of(task, world=world, **others), order(updates, shares=shares)
+    return StatisticsPhase(phase, parts, updates_of, position)  # type: ignore[arg-type]
 
 
 def batches_of(world: World = ALONE) -> Iterator[MicroBatch]:
@@ -406,6 +410,27 @@ def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:
     assert float(other.gathered["count"]) == 0.0
     phase.release()
     assert phase.gathered == {}
+
+
+def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_the_same() -> None:
+    """Merged sums would be continued in another order, and so be rounded differently."""
+
+    def counts(world: World) -> list[float]:
+        phase = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=(1, 1))
+        phase.gathered["count"] += 1 + 2 * world.rank
+        tensors, state = phase.state(lambda tensor: tensor.clone())
+        values = {stem: {name: tensor.tolist() for name, tensor in named.items()} for stem, named in tensors.items()}
+        values, state = world.broadcast([values, state])  # as all ranks read the checkpoint that rank 0 has written
+        stored = {stem: {name: torch.tensor(value) for name, value in named.items()} for stem, named in values.items()}
+        start: Any = SimpleNamespace(tensors=stored.__getitem__, state=state)
+        resumed = []
+        for shares in ((1, 1), (1, 1, 1)):
+            again = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=shares, update=1)
+            again.load(start)
+            resumed.append(float(again.gathered["count"]))
+        return resumed
+
+    assert run_ranks(counts, 2) == [[1.0, 4.0], [3.0, 0.0]]
 
 
 @pytest.mark.parametrize("others_count", [True, False])
