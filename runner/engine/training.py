@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from runner.axes.optimizer import check_library
-from runner.base.errors import AccelRunError, TaskFault
+import torch
+from torch import nn
+
+from runner.axes.optimizer import OPTIMIZERS, build_optimizer, check_library, is_under
+from runner.axes.scheduler import SCHEDULERS, build_schedule
+from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
@@ -19,7 +24,7 @@ from runner.engine.parts.phase_kinds import check_parameters
 from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.sources.training_identity import changed_files, fingerprint_code
-from runner.engine.update.objectives import parse_objectives
+from runner.engine.update.objectives import ObjectiveSpec, parse_objectives
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 
@@ -37,6 +42,7 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
     check_parameters(phases, run.parts.bare)
     _check_names(run)
     _check_libraries(run, phases)
+    _check_options(run, phases[1:])  # the first phase checks its own when it starts
     if run.parts.world.is_first:  # before training: edits made later do not affect the run
         origin.code = fingerprint_code(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
@@ -112,6 +118,51 @@ def _check_libraries(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
             objectives = parse_objectives(run.parts.task, phase)
             for optimizer in [objective.optimizer for objective in objectives] or [phase.optimizer]:
                 check_library(optimizer.function, optimizer.options, run.parts.world.device)
+
+
+def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
+    """Raise ConfigError if a later phase has invalid options, which would otherwise end the run between two phases.
+
+    Options that a task defines are not checked, because they may depend on the values of the parameters.
+    """
+    for phase in phases:
+        if phase.kind != "train":
+            continue
+        objectives = parse_objectives(run.parts.task, phase)
+        for objective in objectives:
+            updates = None if phase.updates is None else -(-phase.updates // objective.every)
+            names = objective.select_parameters(run.parts.bare)
+            _check_training(run, f"objective.{objective.name}", objective, names, updates)
+        if not objectives:
+            # All of them, because the task may unfreeze some in `begin_phase`.
+            names = {
+                name: weight
+                for name, weight in run.parts.bare.named_parameters()
+                if phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains)
+            }
+            _check_training(run, f"phase.{phase.name}", phase, names, phase.updates)
+
+
+def _check_training(
+    run: TrainingRun,
+    where: str,
+    chosen: PhasePlan | ObjectiveSpec,
+    parameters: Mapping[str, nn.Parameter],
+    updates: int | None,
+) -> None:
+    """Build the optimizer for parameters of one element, and the schedule if the number of updates is known.
+
+    where  prefix of the keys in messages
+    """
+    optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
+    small = [(name, nn.Parameter(torch.ones((1,) * each.dim(), device=device))) for name, each in parameters.items()]
+    try:
+        if optimizer.function in OPTIMIZERS:
+            build_optimizer(optimizer.function, small, optimizer.options)
+        if schedule.function in SCHEDULERS and updates is not None:
+            build_schedule(schedule.function, updates, schedule.options)
+    except ConfigError as error:
+        raise ConfigError(replace(problem, where=f"{where}.{problem.where}") for problem in error.problems) from error
 
 
 def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:

@@ -80,6 +80,20 @@ def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer
     assert "nothing was learned" in result.err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["scheduler.warmup=21", "optimizer.lr_scales={head:2}"],
+)
+def test_invalid_options_of_a_later_phase_are_reported_before_the_first_one(
+    wrong: str, server: ForkServer, tmp_path: Path
+) -> None:
+    result = server.run([*BASE, f"phase.two.{wrong}"], tmp_path)
+    assert result.code == 78
+    key = wrong.partition("=")[0]
+    assert f"phase.two.{key}" in result.err
+    assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
+
+
 def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     together.mkdir()
