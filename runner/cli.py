@@ -28,7 +28,7 @@ from runner.base.errors import (
 from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
-from runner.commands import COMMANDS, TRAINING
+from runner.commands import COMMANDS, RESUMABLE, TRAINING
 from runner.host.address_space import prepare_for_limit
 from runner.host.gc_pause import paused_collection
 from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
@@ -48,10 +48,11 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         limit_thread_starts()
         prepare_for_limit()
     is_training = bool(arguments) and arguments[0] in TRAINING
+    is_resumable = bool(arguments) and arguments[0] in RESUMABLE
     final_code: list[int] = []
     with (
         paused_collection() if argv is None else nullcontext(),  # long-running code ends the pause
-        _exit_on_signals(final_code, for_good=argv is None),
+        _exit_on_signals(final_code, is_resumable=is_resumable, for_good=argv is None),
         nonblocking_streams() if is_training else nullcontext(),
     ):
         try:
@@ -198,18 +199,20 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
 
 
 @contextmanager
-def _exit_on_signals(final_code: list[int], *, for_good: bool) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130.
+def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: bool) -> Iterator[None]:
+    """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130, and SIGUSR1 unless it is resumable.
 
     This works during imports, too, where a KeyboardInterrupt may be lost. A run that has something to save installs its
     own handlers. SIGINT remains ignored if a shell has started the program in the background.
-    final_code  the exit code once the command has ended; signals then exit with this code
-    for_good    the process exits after this, so the default handlers are left in place for the interpreter's shutdown
+    final_code    the exit code once the command has ended; signals then exit with this code
+    is_resumable  before those handlers exist, SIGUSR1 ends the process with 138: the SLURM job script then requeues it
+    for_good      the process exits after this, so the default handlers are left in place for the interpreter's shutdown
     """
     defaults = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGHUP: signal.SIG_DFL,
+        **({} if is_resumable else {signal.SIGUSR1: signal.SIG_DFL}),
     }
     previous = {number: signal.getsignal(number) for number in defaults}
     handled = [number for number, handler in defaults.items() if previous[number] is handler]

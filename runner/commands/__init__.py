@@ -32,3 +32,5 @@ COMMANDS = {
 TRAINING = frozenset(
     {"train", "resume", "search", "inference", "infer", "evaluate", "both", "profile", "advise", "benchmark", "tune"}
 )
+# Commands whose runs save and stop on a signal; the SLURM job script requeues a run that SIGUSR1 ends before it can.
+RESUMABLE = frozenset({"train", "resume", "search", "both"})

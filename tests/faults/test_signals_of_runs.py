@@ -397,10 +397,13 @@ class Waiting(Task):
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize("command", ["inference", "evaluate"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("inference", signal.SIGTERM), ("evaluate", signal.SIGTERM), ("evaluate", signal.SIGUSR1)],
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_ends_a_command_that_saves_nothing_at_once(
-    num_ranks: int, command: str, server: ForkServer, tmp_path: Path
+    num_ranks: int, command: str, number: signal.Signals, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     trained = server.run(["train", "--task", "./waiting.py", "run=mine", "device=cpu", "monitor=off"], tmp_path)
@@ -414,7 +417,7 @@ def test_a_signal_ends_a_command_that_saves_nothing_at_once(
     pid = server.start(args, tmp_path, {"WAITS": "yes"})
     wait_until(lambda: len(list(tmp_path.glob("waits-*"))) == num_ranks, "all ranks wait")
     processes = family(pid)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, number)
     result = server.wait()
     assert result.code == 130, result
     assert_no_error(result)
