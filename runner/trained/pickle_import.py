@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[
     path: list[str] = []
     for part in key.split(".") if key else ():
         if not isinstance(content, Mapping) or part not in content:
-            raise ConfigError(Problem(f"has no entry {part}", str(source), _suggest_entry(content, part)))
+            raise ConfigError(Problem(f"has no entry {part}", str(source), _suggest_entry(content, path, part)))
         content = content[part]
         path.append(part)
     while isinstance(content, Mapping):
@@ -168,7 +168,7 @@ def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[
         if not inner and any(isinstance(value, Tensor) for value in content.values()):
             break
         if not inner or len(path) > _MAX_DEPTH:
-            raise ConfigError(Problem("contains no named tensors", str(source), _suggest_entry(content, "")))
+            raise ConfigError(Problem("contains no named tensors", str(source), _suggest_entry(content, path, "")))
         content = content[inner[0]]
         path.append(inner[0])
     if not isinstance(content, Mapping):
@@ -177,9 +177,10 @@ def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[
     return content, ".".join(path)
 
 
-def _suggest_entry(content: Any, key: str) -> str:
-    names = [str(name) for name in content] if isinstance(content, Mapping) else []
-    suggestion = did_you_mean(key, names) if key else ""
+def _suggest_entry(content: Any, path: Sequence[str], part: str) -> str:
+    """Return which keys exist in the entry with this path, in the form that `key=` accepts."""
+    names = [".".join((*path, str(name))) for name in content] if isinstance(content, Mapping) else []
+    suggestion = did_you_mean(".".join((*path, part)), names) if part else ""
     return suggestion or (f"choose an entry with key=NAME; available: {', '.join(names[:_MAX_SHOWN])}" if names else "")
 
 
