@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,8 @@ class WeightMatch:
 
     matched    tensors to load by name, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
-    ignored    names of the source that the model lacks, or that `weights.only` excludes
+    ignored    names of the source that the model lacks
+    excluded   names of the source that `weights.only` does not select
     different  descriptions of tensors that differ in shape, or of which only one is floating-point
     stripped   prefix that was removed from all names of the source, such as "module."
     num_cast   number of matched tensors whose dtype differs from the model's
@@ -40,6 +42,7 @@ class WeightMatch:
     matched: dict[str, StoredTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     stripped: str = ""
     num_cast: int = 0
@@ -75,12 +78,13 @@ def load_initial_weights(
         if names
     ]
     if (problems and options.strict) or not result.matched:
-        raise IncompatibleResume(
-            f"the weights do not match the model: {'; '.join(problems)}",
-            where=f"weights={options.source}",
-            fix="use the task options they were trained with, and the precision if a task file defines it; to load "
-            "those that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}",
+        is_renamed = bool(options.rename) or bool(result.stripped)  # its names are not those of the source
+        fix = (not is_renamed and _suggest_rename(result)) or (
+            "use the task options they were trained with, and the precision if a task file defines it; to load those"
+            " that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}"
         )
+        what = f"the weights do not match the model: {'; '.join(problems)}"
+        raise IncompatibleResume(what, where=f"weights={options.source}", fix=fix)
     parallel.load(model, {names[name]: tensor for name, tensor in result.matched.items()})
     return _format_table(result, source.shown)
 
@@ -104,7 +108,9 @@ def match_weights(
         for name in {*model_tensors, *found}
     }
     result = WeightMatch(
-        stripped=stripped, ignored=sorted(name for name in found if name not in model_tensors or not is_used[name])
+        stripped=stripped,
+        ignored=sorted(name for name in found if name not in model_tensors),
+        excluded=sorted(name for name in found if name in model_tensors and not is_used[name]),
     )
     for name, tensor in model_tensors.items():
         if not is_used[name]:
@@ -215,6 +221,35 @@ def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str])
     return renamed
 
 
+def _suggest_rename(result: WeightMatch) -> str:
+    """Return the settings that give most of the missing tensors the names of ignored ones; empty if there are none.
+
+    A name may have a prefix in the source, such as model.fc.weight in a checkpoint of Lightning, or in the model.
+    """
+    longer = _count_prefixes(result.ignored, {*result.missing})
+    shorter = _count_prefixes(result.missing, {*result.ignored})
+    prefix, names = max([*longer.items(), *shorter.items()], key=lambda pair: len(pair[1]), default=("", []))
+    if 2 * len(names) <= len(result.missing):
+        return ""
+    tops = {name.partition(".")[0]: None for name in names}
+    rename = {prefix: ""} if prefix in longer else {top: f"{prefix}.{top}" for top in tops}
+    pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
+    is_complete = len(names) == len(result.missing) == len(result.ignored) and not result.different
+    settings = [f"weights.rename={{{pairs}}}", *([] if is_complete else ["weights.strict=false"])]
+    return f"use {' '.join(map(shlex.quote, settings))}"
+
+
+def _count_prefixes(names: Iterable[str], wanted: Collection[str]) -> dict[str, list[str]]:
+    """Return prefix -> wanted names that are among `names` with this prefix."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            if (rest := ".".join(parts[count:])) in wanted:
+                found.setdefault(".".join(parts[:count]), []).append(rest)
+    return found
+
+
 def check_names(source: WeightSource, options: WeightsSettings) -> None:
     """Raise ConfigError for names in `weights.rename` that the source lacks; only headers are read.
 
@@ -267,6 +302,7 @@ def _format_table(result: WeightMatch, source: str) -> str:
     rows = [
         ("missing", result.missing, "keep their initialization"),
         ("ignored", result.ignored, "not used by the model"),
+        ("excluded", result.excluded, "not in weights.only"),
         ("other shape", result.different, "keep their initialization"),
     ]
     lines = [f"initial weights: {len(result.matched)} tensors of {source}{changed}{stripped}"]

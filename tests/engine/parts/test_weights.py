@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,35 @@ def test_all_mismatches_are_refused_in_one_message_and_nothing_is_loaded(tmp_pat
     (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     assert isinstance(refusal(Net(), tmp_path / "pickles"), SecurityRefusal)
     assert refusal(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
+
+
+@pytest.mark.parametrize("is_longer", [True, False])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_a_refusal_suggests_the_rename_that_loads_the_weights(is_longer: bool, has_more: bool, tmp_path: Path) -> None:
+    """Names may have a prefix in the source, such as those of a checkpoint of Lightning, or in the model."""
+    tensors = {f"net.{name}" if is_longer else name: tensor for name, tensor in source().items()}
+    save_file(tensors | ({"loss.weight": torch.ones(1)} if has_more else {}), tmp_path / "w.safetensors")
+    model = Net() if is_longer else nn.ModuleDict({"net": Net()})
+    (problem,) = refusal(model, tmp_path / "w.safetensors").problems
+    settings = shlex.split(problem.fix)[1:]
+    weights = compose(Request(tuple(settings), TASK)).settings.weights
+    begun(model, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
+    assert_has(model if is_longer else model["net"], source())  # type: ignore[index]
+    assert weights.strict != has_more
+
+
+def test_no_rename_is_suggested_for_other_weights(tmp_path: Path) -> None:
+    save_file({"net.head.bias": torch.zeros(3), "x": torch.zeros(2)}, tmp_path / "w.safetensors")
+    (problem,) = refusal(Net(), tmp_path / "w.safetensors").problems
+    assert "net" not in problem.fix
+
+
+def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) -> None:
+    save_file(source() | {"extra": torch.zeros(1)}, tmp_path / "w.safetensors")
+    rows = begun(Net(), tmp_path / "w.safetensors", only=["backbone"]).splitlines()
+    (unused,) = (row for row in rows if "extra" in row)
+    (excluded,) = (row for row in rows if "head.bias" in row)
+    assert unused != excluded
 
 
 def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> None:
