@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class LightningTask(Task):
             raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
         if not getattr(module, "automatic_optimization", True):
             what = f"{type(module).__name__}.automatic_optimization is False, but accel-run steps the optimizer itself"
-            raise TaskFault(what, fix="write a task with OBJECTIVES")
+            raise TaskFault(what, fix=_suggest_objectives(module))
         for name, fix in LIGHTNING_UNSUPPORTED.items():
             if _has(module, name):
                 raise TaskFault(f"accel-run never calls {type(module).__name__}.{name}", fix=fix)
@@ -223,14 +224,14 @@ class LightningSteps(nn.Module):
             what = f"self.log({name!r}) is reduced by {options['reduce_fx']}, but accel-run reports the mean"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
         index = self.recorder.find(value)
-        if index is not None and self._step == "training_step":
-            what = f"self.log({name!r}) received a metric in training_step, but training metrics are sums over batches"
-            raise TaskFault(
-                what, fix="log the value that the metric returns for the batch, or log it in validation_step"
-            )
-        if index is not None:
+        if index is not None and self._step != "training_step":
             self.recorder.logged[name] = index
             return
+        if index is not None:
+            value = self.recorder.pop_batch_value(index)
+            if value is None:
+                what = f"self.log({name!r}) received a metric that training_step has updated, but not called"
+                raise TaskFault(what, fix="call the metric, self.metric(predictions, labels), to log its batch value")
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
@@ -245,7 +246,7 @@ class MetricRecorder:
     """Record the calls of a module's torchmetrics objects in a step, so that the runner can repeat them on copies.
 
     In each evaluation step, a metric starts from an empty state at its first call, so that `compute` in the step
-    returns the value of this batch. Training steps are not changed: a metric may accumulate over updates.
+    returns the value of this batch. In training steps, a metric accumulates over updates unless it is logged.
 
     metrics  the metrics of the module, including members of collections; a metric inside another one is part of it
     calls    (index of the metric, positional arguments, keyword arguments) of the last step
@@ -256,11 +257,20 @@ class MetricRecorder:
         self.metrics: list[Any] = []
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.logged: dict[str, int] = {}
+        self._returned: dict[int, Any] = {}  # value of the last call of each metric in a training step
         self._is_recording = False
         self._attach(module)
 
     def begin(self, *, evaluates: bool) -> None:
-        self.calls, self.logged, self._is_recording = [], {}, evaluates
+        self.calls, self.logged, self._returned, self._is_recording = [], {}, {}, evaluates
+
+    def pop_batch_value(self, index: int) -> Any:
+        """Return what a metric has returned for the batch of a training step, None if it was not called.
+
+        Its state is reset, as Lightning does for a logged metric, because lists of predictions would grow.
+        """
+        self.metrics[index].reset()
+        return self._returned.get(index)
 
     def find(self, value: Any) -> int | None:
         return next((index for index, metric in enumerate(self.metrics) if metric is value), None)
@@ -286,7 +296,10 @@ class MetricRecorder:
     def _recording(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             if not self._is_recording:  # in a training step, or when `forward`, which is recorded, calls `update`
-                return call(*args, **kwargs)
+                value = call(*args, **kwargs)
+                if value is not None:  # not of `update`
+                    self._returned[index] = value
+                return value
             if all(other != index for other, *_ in self.calls):
                 self.metrics[index].reset()
             self.calls.append((index, args, kwargs))
@@ -429,9 +442,45 @@ def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
     elif isinstance(answer, (list, tuple)) and len(answer) == 1:
         (answer,) = answer
     if not isinstance(answer, Optimizer):
-        what = "configure_optimizers must return one optimizer, alone or with one schedule"
-        raise TaskFault(what, fix="for several optimizers, write a task with OBJECTIVES")
+        several = isinstance(answer, (list, tuple)) and len(answer) > 1
+        found = f"{len(answer)} optimizers" if several else "no optimizer" if answer is None else type(answer).__name__
+        what = f"configure_optimizers must return one optimizer, alone or with one schedule, but returned {found}"
+        fix = "return an optimizer, such as torch.optim.Adam(self.parameters())"
+        raise TaskFault(what, fix=_suggest_objectives(module) if several else fix)
     return answer, config if config is None or isinstance(config, Mapping) else {"scheduler": config}  # type: ignore[return-value]
+
+
+def _suggest_objectives(module: Any) -> str:
+    """Return the OBJECTIVES with which a task trains the parameters of each optimizer of the module.
+
+    They are a template if configure_optimizers fails, because the module has not been set up.
+    """
+    try:
+        answer = module.configure_optimizers()
+        if isinstance(answer, Optimizer):
+            return "return the loss from training_step, without manual_backward and optimizer steps"
+        answer = answer[0] if isinstance(answer[0], (list, tuple)) else answer
+        optimizers = [each["optimizer"] if isinstance(each, Mapping) else each for each in answer]
+        names = {id(weight): name.partition(".")[0] for name, weight in module.named_parameters()}
+        declared = "\n".join(["OBJECTIVES = {", *(_declare_objective(each, names) for each in optimizers), "}"])
+    except Exception:  # any code of the user
+        declared = 'OBJECTIVES = {"NAME": {"trains": ["MODULE"], "optimizer": "adam", "optimizer.lr": 0.001}}'
+    use = "write a task whose loss(self, model, batch, objective) returns the loss of each optimizer"
+    return f"{use}, as in docs/examples/own_gan.py:\n{declared}"
+
+
+def _declare_objective(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """Return the entry of OBJECTIVES for an optimizer.
+
+    names  id of a parameter -> its part of the module
+    """
+    trains = list({names[id(weight)]: None for group in optimizer.param_groups for weight in group["params"]})
+    options = {
+        "trains": trains,
+        "optimizer": type(optimizer).__name__.lower(),
+        "optimizer.lr": optimizer.defaults["lr"],
+    }
+    return f'"{"_".join(trains)}": {json.dumps(options)},'
 
 
 def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from typing import Any
 
@@ -167,6 +168,22 @@ def test_other_than_one_optimizer_is_refused(answer: Any) -> None:
         configure(with_methods(configure_optimizers=answer))
 
 
+@pytest.mark.parametrize("is_manual", [True, False])
+def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual: bool) -> None:
+    def configure_optimizers(self: Any) -> Any:
+        return [torch.optim.Adam(self.net.parameters(), lr=0.5), torch.optim.SGD(self.other.parameters(), lr=0.25)]
+
+    module = with_methods(configure_optimizers=configure_optimizers)
+    module.other, module.automatic_optimization = nn.Linear(2, 1), not is_manual  # type: ignore[assignment]
+    with pytest.raises(TaskFault) as caught:
+        configure(LightningTask(module).module)
+    declared = caught.value.problems[0].fix.partition("OBJECTIVES = ")[2]
+    assert ast.literal_eval(declared) == {
+        "net": {"trains": ["net"], "optimizer": "adam", "optimizer.lr": 0.5},
+        "other": {"trains": ["other"], "optimizer": "sgd", "optimizer.lr": 0.25},
+    }
+
+
 def by_epoch(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -266,10 +283,33 @@ def logging(step: str) -> nn.Module:
     return module
 
 
-def test_a_metric_in_training_step_is_refused() -> None:
+def test_a_metric_that_training_step_only_updates_is_refused() -> None:
     task = LightningTask(logging("training_step"))
     with pytest.raises(TaskFault, match="val_score"):
         task.loss(task.model, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("is_collection", [False, True])
+def test_a_metric_in_training_step_logs_the_value_of_each_batch_and_keeps_no_state(is_collection: bool) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+    def training_step(self: Any, batch: Any, batch_index: int) -> Any:
+        self.score(batch.mean())
+        if is_collection:
+            self.log_dict(self.score)
+        else:
+            self.log("MeanMetric", self.score)
+        return self.net(batch).mean()
+
+    module = with_methods(training_step=training_step)
+    members = [torchmetrics.MeanMetric(), torchmetrics.MaxMetric()][: 1 + is_collection]
+    module.score = torchmetrics.MetricCollection(members) if is_collection else members[0]
+    task = LightningTask(module)
+    for value in (4.0, 1.0):
+        _, _, logged = task.loss(task.model, torch.full((3, 2), value))  # type: ignore[misc]
+        assert len(logged) == len(members)
+        assert {float(total / count) for total, count in logged.values()} == {value}
+        assert not any(member.update_called for member in members)
 
 
 def test_a_metric_that_the_task_does_not_return_from_metrics_is_refused() -> None:
