@@ -5,6 +5,7 @@ Only the user can name code: with --task, or by installing a package with entry 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -28,7 +29,7 @@ TASK = "task"
 
 def find_custom_options(task_file: Path | None) -> Options:
     """Return (group, name) -> definitions of installed packages and of the task file; broken tables are omitted."""
-    return {**_read_packages()[0], **(read_tables(task_file, str(task_file))[0] if task_file else {})}
+    return _merge(read_tables(task_file, str(task_file))[0] if task_file else {}, _read_packages()[0])
 
 
 def find_custom_hooks(task_file: Path | None) -> list[CustomOption]:
@@ -92,12 +93,20 @@ def _read_packages() -> ParsedTables:
             if isinstance(task, Problem):
                 problems.append(task)
             else:
-                options.setdefault((TASK, task.name), task)
+                options = _merge(options, {(TASK, task.name): task})
         else:
             package_options, table_errors = read_tables(file, entry_point.module, package)
-            options = {**package_options, **options}
+            options = _merge(options, package_options)
             problems += [problem for problem in table_errors if problem not in problems]
     return options, tuple(problems)
+
+
+def _merge(used: Options, others: Options) -> dict[tuple[str, str], CustomOption]:
+    """Return all definitions; those of `used` hide others of the same name."""
+    merged = {**others, **used}
+    for key in used.keys() & others.keys():
+        merged[key] = replace(used[key], hidden=(*used[key].hidden, others[key].origin))
+    return merged
 
 
 def _read_packaged_task(name: str, module: str, file: Path, package: str) -> CustomOption | Problem:

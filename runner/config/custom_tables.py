@@ -75,6 +75,7 @@ class CustomOption:
     own       keys of its function; the signature also has those of the shipped option that it extends
     base      shipped option that it extends; empty: none
     content   what a technique declares: its overrides, and the options that it needs; None: not a technique
+    hidden    origins of the other definitions of the same name, which are not used
     """
 
     group: str
@@ -86,6 +87,7 @@ class CustomOption:
     own: tuple[str, ...] = ()
     base: str = ""
     content: Any = None
+    hidden: tuple[str, ...] = ()
 
     @property
     def reference(self) -> str:
@@ -96,6 +98,11 @@ class CustomOption:
     def origin(self) -> str:
         """Return where the option is defined, for messages."""
         return f"the package {self.package} ({self.location})" if self.package else self.location
+
+    @property
+    def choice(self) -> str:
+        """Return where the option is defined, and which definitions of the same name it hides, for messages."""
+        return self.origin + (f", not from {' or '.join(self.hidden)}" if self.hidden else "")
 
 
 Options = Mapping[tuple[str, str], CustomOption]

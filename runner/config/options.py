@@ -116,25 +116,20 @@ def find_extension(group: str, option: str, task_file: Path | None) -> tuple[str
     )
 
 
-def custom_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterator[tuple[str, str, str]]:
-    """Yield group, option and origin of the chosen options that are not shipped."""
-    custom = find_custom_options(task_file)
-    for group, option in functions.items():
-        if (group, option) in custom:
-            yield group, option, custom[group, option].origin
-
-
 def custom_option_notes(functions: Mapping[str, str], task: str, request: Request) -> Iterator[str]:
     """Yield a note for each option, hook and task that is not shipped, with its origin."""
-    for group, option, origin in custom_choices({**functions, TASK: task}, request.task_file):
+    options = find_custom_options(request.task_file)
+    for group, option in {**functions, TASK: task}.items():
+        custom = options.get((group, option))
+        if custom is None:
+            continue
         file = request.config_dir / group / f"{option}.yaml" if request.config_dir else None
         values = f", with the values of {file}" if file and file.is_file() else ""
-        base = find_custom_options(request.task_file)[group, option].base
-        extended = f", and extends {group}={base}" if base else ""
+        extended = f", and extends {group}={custom.base}" if custom.base else ""
         scope = ", and reads the training data only" if group == "dataloader" else ""
-        yield f"{group}={option} is from {origin}{extended}{scope}{values}"
+        yield f"{group}={option} is from {custom.choice}{extended}{scope}{values}"
     for hook in find_custom_hooks(request.task_file):
-        yield f"hook {hook.name} is from {hook.origin}"
+        yield f"hook {hook.name} is from {hook.choice}"
 
 
 def task_source(name: str, task_file: Path | None) -> Path:

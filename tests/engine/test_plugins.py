@@ -30,7 +30,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.chdir(tmp_path)
     name = f"package_{tmp_path.name}"
 
-    def install(group: str, point: str, text: str) -> str:
+    def install(group: str, point: str, text: str, name: str = name) -> str:
         site = tmp_path / "site-packages"
         (site / name).mkdir(parents=True)
         (site / name / "__init__.py").touch()
@@ -120,3 +120,23 @@ def test_help_lists_the_settings_of_installed_packages(
         assert {name, *settings} <= added
     assert main(["status", "--help"]) == 0
     assert name not in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "args"),
+    [
+        ("options", OPTIMIZER, ["optimizer=signed", "--task", "task.py"]),
+        ("hooks", HOOK, ["hook.quiet2.enabled=true", "--task", "task.py"]),
+        ("tasks", TASK, ["task=mine"]),
+    ],
+    ids=["optimizer", "hook", "task"],
+)
+def test_a_definition_that_another_one_hides_is_named(
+    group: str, text: str, args: list[str], install: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("task.py").write_text(TASK)
+    for name in ("other_b", "other_a"):
+        install(group, "mine = {}.mine", text, name)
+    assert main(["plan", "device=cpu", *args]) == 0
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if "other_a.mine" in line)
+    assert note.index("other_a.mine") < note.index("other_b.mine")
