@@ -174,6 +174,20 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
     assert not err
 
 
+def test_output_reaches_a_file_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose output is redirected to a file would otherwise show the progress of a run in blocks of 8 KB."""
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        command_process.run_command(["--help"])
+        assert (tmp_path / "log").read_text().strip()
+
+
+def test_a_program_without_output_streams_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert command_process.run_command(["--help"]).code == 0
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A background job of a shell ignores SIGINT."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from runner.base import errors
 from runner.base.errors import AccelRunError, Exit, Problem, rebuild_error
@@ -57,8 +57,8 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
     captured: list[str] = []
     error_parts: list[str] = []
     sinks: dict[int, Write] = {
-        process.stdout.fileno(): sys.stdout.write if relay_output else captured.append,
-        process.stderr.fileno(): sys.stderr.write,
+        process.stdout.fileno(): _make_writer(sys.stdout) if relay_output else captured.append,
+        process.stderr.fileno(): _make_writer(sys.stderr),
         error_fd: error_parts.append,
     }
     num_interrupts = 0
@@ -97,6 +97,20 @@ def send_error(descriptor: int, error: AccelRunError) -> None:
     }
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file, default=str)
+
+
+def _make_writer(stream: TextIO | None) -> Write:
+    """Return a function that writes and flushes: a program's log file would otherwise lag by kilobytes.
+
+    stream  None: the program has no such stream, as a service or under pythonw, and the output is dropped
+    """
+
+    def write(text: str) -> None:
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+
+    return write
 
 
 class _Relay:
