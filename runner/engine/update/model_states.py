@@ -19,21 +19,19 @@ MAX_FROZEN_BYTES = 1 << 30
 class _TensorState(NamedTuple):
     """A buffer or frozen parameter at some time.
 
-    data  shares its memory, which an assignment to `.data` replaces without a new version; None if there was no
-          tensor, or one whose address says nothing
-    copy  None if there was no tensor, or one that is not copied: it is restored without its values
+    address  of its data, which an assignment to `.data` changes without a new version
+    trained  the data of a trained parameter if it shares that, as after `slow.data = fast.data`
+    copy     None if there was no tensor, or one that is not copied: it is restored without its values
     """
 
     seen: TensorVersion
-    data: Tensor | None
+    address: int
+    trained: Tensor | None
     copy: Tensor | None
 
     def is_written(self, now: Tensor | None) -> bool:
         """Return whether the tensor is another one, or a write to it was recorded; its value may be the same."""
-        return self.seen.is_changed(now) or self._has_other_data(now)
-
-    def _has_other_data(self, now: Tensor | None) -> bool:
-        return _address(self.data) != _address(_data_of(now))
+        return self.seen.is_changed(now) or self.address != _address(now)
 
     def differs(self, now: Tensor | None, *, in_bits: bool) -> bool:
         """Return whether the value has changed; without `in_bits`, compare only if a write was recorded."""
@@ -47,11 +45,12 @@ class _TensorState(NamedTuple):
         tensor = self.seen.tensor
         if tensor is None or self.copy is None:
             return tensor
-        if self._has_other_data(tensor) and self.data is not None:
-            tensor.data = self.data  # the other memory may be that of a trained parameter
         if tensor.shape != self.copy.shape or not is_writable(tensor):
             copy = self.copy.to(tensor.device, copy=True)
             return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+        if self.address != _address(tensor):  # its memory may be that of a trained parameter now
+            tensor.data = self.copy.to(tensor.device, copy=True) if self.trained is None else self.trained
+            return tensor
         with torch.no_grad():
             return tensor.copy_(self.copy)
 
@@ -88,11 +87,12 @@ class ModelStates:
         # all tensors are compared in the first update. In later updates, the bits of all tensors of a module are
         # compared if one has a new version: a batch norm increments that of num_batches_tracked.
         modules = {key[0] for key, state in self._last.items() if state.seen.is_changed(tensors.get(key))}
+        trained = {_address(weight): weight.data for weight in model.parameters() if weight.requires_grad}
         states: ModelState = {}
         for key, tensor in tensors.items():
             old, is_frozen = self._last.get(key), isinstance(tensor, nn.Parameter)
             in_bits = self._is_first or key in self._changing or key[0] in modules
-            seen, data = TensorVersion.of(tensor), _data_of(tensor)
+            seen, address = TensorVersion.of(tensor), _address(tensor)
             is_copied = copies_frozen or not is_frozen
             differs = old is None or old.differs(tensor, in_bits=in_bits)
             # A momentum encoder that equals its source may be written without changing.
@@ -106,7 +106,7 @@ class ModelStates:
             is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
             if is_copied and (differs or is_far):
                 copy = _copy_dense(tensor, on_host=on_host)
-            states[key] = _TensorState(seen, data, copy)
+            states[key] = _TensorState(seen, address, trained.get(address), copy)
         self._last = states
         return states
 
@@ -145,12 +145,8 @@ def _has_values(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
-def _data_of(tensor: Tensor | None) -> Tensor | None:
-    return tensor.data if tensor is not None and _has_values(tensor) and is_dense(tensor) else None
-
-
-def _address(data: Tensor | None) -> int:
-    return 0 if data is None else data.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None and _has_values(tensor) and is_dense(tensor) else 0
 
 
 def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
