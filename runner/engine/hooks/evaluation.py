@@ -9,7 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from runner.base.order import Indices, spread_evenly
+from runner.base.task import Task
 from runner.config.schema import did_you_mean
+from runner.engine.checks.metric_names import find_metric_names
 from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
@@ -60,14 +62,28 @@ class Evaluation(Hook):
             self._evaluate()
 
     def _check_settings(self) -> None:
-        """Warn before the first update if a setting names a metric, and there is no validation data."""
-        phase, run = self.phase, self.phase.run
+        """Warn before the first update if a setting names a metric that the evaluation of a batch does not have.
+
+        No error: `evaluate` may return a metric for some batches only. The first evaluation knows all names.
+        """
+        phase, task = self.phase, self.phase.parts.task
         if phase.position.update or phase.is_over or not phase.work.has_interim_evaluation:
             return
-        if self.held_out is None and not run.observers.profiler.only:
-            for key in _metric_settings(phase):
+        settings = _metric_settings(phase)
+        if self.held_out is None:
+            for key in settings if not phase.run.observers.profiler.only else ():
                 if key != "early_stopping.metric":  # EarlyStopping has its own warning
-                    run.observers.screen.warn(f"{key} has no effect in {phase.name}: there is no validation data")
+                    phase.run.observers.screen.warn(f"{key} has no effect in {phase.name}: there is no validation data")
+            return
+        if type(task).evaluate is Task.evaluate and type(task).summarize is Task.summarize and not task.objectives:
+            settings = {key: name for key, name in settings.items() if name != "val/loss"}
+        if not settings or not self.first_samples:
+            return
+        names = find_metric_names(phase.parts, phase.loader.for_evaluation(self.held_out), self.first_samples)
+        if names is not None:
+            for key, name in settings.items():
+                if not names.may_have(name):
+                    warn_unknown_metric(phase, key, name, names.known, of="the evaluation of a batch")
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_due():
@@ -178,8 +194,10 @@ def _metric_settings(phase: PhaseView) -> dict[str, str]:
     }
 
 
-def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Iterable[str]) -> None:
+def warn_unknown_metric(
+    phase: PhaseView, key: str, name: str, metrics: Iterable[str], of: str = "the evaluation"
+) -> None:
     """Warn if a setting names a metric that an evaluation does not have."""
-    text = f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}"
+    text = f"{key}={name}: {of} has no such metric; it has {', '.join(metrics)}"
     suggestion = did_you_mean(name, metrics)
     phase.run.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)

@@ -1,4 +1,4 @@
-"""Settings that name a metric: a name that the evaluation does not have is reported."""
+"""Settings that name a metric: a name that the evaluation does not have is reported before the first update."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner.cli import main
 from runner.config.request import Request
 from runner.durable.checkpoint import load_newest
 from runner.durable.checkpoint_choice import find_best_checkpoints
+from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_phase
 
 TASK = Path(__file__).parents[1] / "task_of_metrics.py"
@@ -51,15 +53,49 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterato
         (["task.val=false"], "", ""),
     ],
 )
-def test_a_metric_that_the_first_evaluation_does_not_have_is_reported_once(
+def test_a_metric_that_a_batch_does_not_have_is_reported_before_the_first_update(
     args: list[str], key: str, similar: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, monkeypatch, *args) as (phase, warned):
+        phase.hook(Evaluation).begin()
+        assert phase.position.update == 0
+    assert [text.startswith(key) and similar in text for text in warned] == [True] * bool(key)
+
+
+@pytest.mark.parametrize("args", [[], ["task.gathered=true", "task.summarized=true"]])
+def test_the_first_evaluation_reports_the_metric_once(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first that knows the names if `summarize` needs metrics that need all samples."""
+    plateau = ["scheduler=plateau", "scheduler.metric=val/f1"]
+    with opened(tmp_path, monkeypatch, *args, *plateau) as (phase, warned):
+        phase.hook(Evaluation).begin()
+        known = [text for text in warned if text.startswith(PLATEAU)]
+        assert len(known) == (0 if args else 1)
         for _ in phase.updates():
             pass
         phase.close()
-    named = [text for text in warned if text.startswith((BEST, STOPPING, PLATEAU))]
-    assert [text.startswith(key) and similar in text for text in named] == [True] * bool(key)
+    assert len([text for text in warned if text.startswith(PLATEAU)]) == (1 if args else 3)
+
+
+def test_the_check_leaves_the_task_and_the_generators_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, monkeypatch, "checkpoint.best=val/f1") as (phase, warned):
+        state = torch.get_rng_state()
+        modes = [module.training for module in phase.model.modules()]
+        phase.hook(Evaluation).begin()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [module.training for module in phase.model.modules()] == modes
+    assert len(warned) == 1
+
+
+def test_all_ranks_check_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    two = ["parallelism=ddp", "parallelism.world_size=2"]
+    args = ["train", "--task", str(TASK), *COMMON, *two, f"output_root={tmp_path}", "checkpoint.best=val/acuracy"]
+    assert main(args) == 0
+    shown = "".join(capfd.readouterr())
+    assert shown.count("checkpoint.best=val/acuracy") == 2, "before the first update and after the first evaluation"
 
 
 @pytest.mark.parametrize(("late", "expected"), [(1, [4]), (3, [4]), (4, [4]), (5, [])])
