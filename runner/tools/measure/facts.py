@@ -106,9 +106,9 @@ class Criterion:
         return ", ".join(filter(None, (above, below)))
 
 
-def evaluate_criteria(evidence: Evidence, input_shape: Sequence[int] | None) -> list[Criterion]:
-    """Return all rules with the values of the training; unknown values are None."""
-    channels, side = _image_dimensions(input_shape or ())
+def evaluate_criteria(evidence: Evidence, batch: Mapping[str, Any]) -> list[Criterion]:
+    """Return all rules with the values of the training and of a batch (`inspect_batch`); unknown values are None."""
+    channels, side = _image_dimensions(batch.get("input_shape") or ())
     # Common thresholds for images with many channels on a desktop GPU. Reports show the measurement beside them.
     return [
         Criterion("training samples", 500, 100, evidence.num_samples),
@@ -119,6 +119,7 @@ def evaluate_criteria(evidence: Evidence, input_shape: Sequence[int] | None) -> 
         # parameters needs as much for 16 samples; networks have about ten such layers.
         Criterion("parameters", 1_000_000, 100_000, evidence.num_parameters),
         Criterion("epochs", 10, None, evidence.epochs),
+        Criterion("terms of the loss", 2, None, batch.get("loss_terms")),
     ]
 
 

@@ -80,6 +80,26 @@ def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point() or not floating]
 
 
-def get_input_shape(phase: Phase) -> tuple[int, ...] | None:
-    """Return the shape of the model's input; None for a batch without floating-point tensors."""
-    return max(_get_shapes(next(phase.feed).batch, floating=True), key=len, default=None)
+def inspect_batch(phase: Phase) -> Reply:
+    """Return the shape of the model's input, None without floating-point tensors, and the number of loss terms."""
+    batch = next(phase.feed).batch
+    with phase.run.parts.precision.forward():
+        total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
+    shape = max(_get_shapes(batch, floating=True), key=len, default=None)
+    return {"input_shape": shape, "loss_terms": _count_terms(total.grad_fn)}
+
+
+def _count_terms(node: Any, depth: int = 0) -> int:
+    """Count the summands at the root of an autograd graph, through additions and scaling."""
+    if node is None or depth > 200:
+        return 0
+    name = type(node).__name__
+    inner = [child for child, _ in node.next_functions]
+    if name.startswith(("AddBackward", "SubBackward")):
+        return sum(_count_terms(child, depth + 1) for child in inner)
+    if name.startswith(
+        ("MulBackward", "DivBackward", "NegBackward", "SumBackward", "ToCopyBackward", "SqueezeBackward")
+    ):
+        with_gradient = [child for child in inner if child is not None]
+        return max(1, _count_terms(with_gradient[0], depth + 1)) if len(with_gradient) == 1 else 1
+    return 1

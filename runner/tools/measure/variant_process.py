@@ -58,7 +58,7 @@ from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
 from runner.tools.measure.forked_ranks import run_on_forked_ranks
-from runner.tools.measure.probe import get_input_shape, probe
+from runner.tools.measure.probe import inspect_batch, probe
 from runner.tools.measure.weight_sketch import sketch
 from runner.trained.infer import iterate_predictions
 
@@ -294,7 +294,7 @@ class TrainingVariant:
         """Execute a command; return its result. Raises its error, explained as at the end of a run."""
         handlers: Mapping[str, Callable[..., Reply]] = {
             "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe,
-            "predict": self.predict, "fit": self.fit, "input_shape": self.input_shape, "evaluate": self.evaluate,
+            "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
         }  # fmt: skip
         arguments = {key: value for key, value in command.items() if key != "do"}
         try:
@@ -464,9 +464,9 @@ class TrainingVariant:
             seconds.append(time.perf_counter() - began)
         return {"more_s": max(0.0, seconds[0] - seconds[1])}
 
-    def input_shape(self) -> Reply:
-        """Return the shape of the model's input."""
-        return {"shape": get_input_shape(self.phase)}
+    def batch(self) -> Reply:
+        """Return the shape of the model's input and the number of terms of its loss."""
+        return inspect_batch(self.phase)
 
     def _is_on_gpu(self) -> bool:
         return bool(self.run.parts.world.device.type == "cuda")

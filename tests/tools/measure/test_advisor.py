@@ -194,15 +194,16 @@ def test_a_slower_start_must_be_amortized() -> None:
     [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
 )
 def test_channels_are_found_in_either_layout(shape: list[int], channels: int, side: int) -> None:
-    rows = {row.name: row.value for row in evaluate_criteria(Evidence(), shape)}
+    rows = {row.name: row.value for row in evaluate_criteria(Evidence(), {"input_shape": shape})}
 
     assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
 
 
 def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     small = Evidence(num_samples=80, global_batch_size=4, epochs=20.0)
+    batch = {"input_shape": (4, 200, 64, 64), "loss_terms": 1}
 
-    rows = {row.name: (row.value, row.verdict) for row in evaluate_criteria(small, (4, 200, 64, 64))}
+    rows = {row.name: (row.value, row.verdict) for row in evaluate_criteria(small, batch)}
 
     assert rows["training samples"] == (80, "CPU")
     assert rows["samples per update"] == (4, "CPU")
@@ -210,11 +211,12 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
     assert rows["parameters"] == (None, "unknown")
+    assert [result for name, result in rows.items() if "loss" in name] == [(1, "either")]
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(50_000, "CPU"), (500_000, "either"), (2_000_000, "GPU")])
 def test_parameters_are_a_criterion(number: int, verdict: str) -> None:
-    rows = {row.name: row for row in evaluate_criteria(Evidence(num_parameters=number), None)}
+    rows = {row.name: row for row in evaluate_criteria(Evidence(num_parameters=number), {})}
     assert (rows["parameters"].value, rows["parameters"].verdict) == (number, verdict)
     assert all(row.rule for row in rows.values())
 

@@ -262,7 +262,7 @@ def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> 
                 num_parameters=opened["parameters"],
                 epochs=opened["epochs"],
             )
-            return evaluate_criteria(evidence, call({"do": "input_shape"})["shape"])
+            return evaluate_criteria(evidence, call({"do": "batch"}))
     return []
 
 
