@@ -282,7 +282,8 @@ def test_unparsable_overrides_get_a_plain_message(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["run=nan", "run=inf", "run=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"]
+    "line",
+    ["optimizer.lr=nan", "updates=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"],
 )
 def test_an_invalid_number_is_refused_with_a_valid_one(line: str) -> None:
     (_, fix), *more = problems_of(line)
