@@ -1,4 +1,4 @@
-"""Runs on GPUs have no races, no foreign contexts and no early reads: a sample by default, all thirty with --all.
+"""Runs on GPUs have no races, no foreign contexts and no early reads: a sample by default, all of them with --all.
 
 As a check of the detector, a run with one wait removed from accel-run must be reported.
 """
@@ -20,6 +20,7 @@ GPT = "task=gpt evaluate.samples=16"
 CAPE = "task=cape task.size=tiny global_batch_size=8 evaluate.samples=16"
 DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # the first of four phases
 NMT = "task=nmt task.size=tiny evaluate.samples=16"
+MOCO, CLIP = (f"--task {ROOT / 'tests/projects'}/{name}.py micro_batch_size=2" for name in ("moco", "clip"))
 
 # (machine, settings). On a machine with two GPUs, each of two ranks has a context on its own device.
 RUNS = [
@@ -53,6 +54,8 @@ RUNS = [
     ("a100", f"{SMALL} checkpoint.every=1 prefetch=stream averaging=ema evaluate.every=1"),
     ("a100", f"{SMALL} scheduler=plateau evaluate.every=1 optimizer=adam max_grad_norm=1 log_every=1"),
     ("h100", f"{SMALL} micro_batch_size=2 precision=bf16 dataloader.num_workers=2 prefetch=stream"),
+    ("a100", f"{MOCO} prefetch=stream"),
+    ("a100x2", f"{CLIP} precision=fp16 parallelism=ddp parallelism.shares=[5,3]"),
 ]
 
 
@@ -97,5 +100,5 @@ def test_a_wait_that_is_removed_from_a_run_is_missed(kind: str, stand_in: StandI
     assert kind in {text.partition(":")[0] for text in counted["misuses"]}
 
 
-def test_there_are_thirty_runs_and_all_differ() -> None:
-    assert len(set(RUNS)) == len(RUNS) == 30
+def test_there_are_at_least_thirty_runs_and_all_differ() -> None:
+    assert len(set(RUNS)) == len(RUNS) >= 30
