@@ -58,9 +58,8 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)
 
-        def begin_batch() -> bool:
+        def begin_batch() -> None:
             progress_mark.advance_batch(EVALUATION, trained.update)
-            return False
 
         def begin_summary() -> None:
             progress_mark.advance(SUMMARY, trained.update)
@@ -71,10 +70,10 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             parts.source, f"the evaluation of split {split}", micro_batch_size=phase.batch.micro_batch_size
         ):
             result = evaluate(
-                parts, loader, samples, sizes, should_stop=begin_batch, on_last_batch=begin_summary, split=split
+                parts, loader, samples, sizes, on_batch=begin_batch, on_last_batch=begin_summary, split=split
             )
         seconds = time.perf_counter() - began
-        assert result is not None, "begin_batch never stops it"
+        assert result is not None, "nothing stops it"
         record = _make_record(trained, source, split, result, len(samples), seconds)
         if world.is_first:
             checkpoint = source.checkpoint.name if source.checkpoint else "weights"

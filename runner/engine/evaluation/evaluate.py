@@ -78,6 +78,7 @@ def evaluate(
     samples: Indices,
     sizes: BatchSizes,
     *,
+    on_batch: Callable[[], object] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
     on_last_batch: Callable[[], object] = lambda: None,
     split: str = "val",
@@ -85,6 +86,7 @@ def evaluate(
     """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
 
     loader         reads the samples; it is closed after the last batch, and before a retry
+    on_batch       called before each batch
     should_stop    called before each batch; ignored in lockstep
     on_last_batch  called after the last batch, before `summarize`
     split          of the samples, for `Task.metrics`
@@ -115,6 +117,7 @@ def evaluate(
             closing(loader),
         ):
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
+                on_batch()
                 if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))

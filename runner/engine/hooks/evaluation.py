@@ -136,7 +136,8 @@ class Evaluation(Hook):
                 phase.loader.for_evaluation(held_out),
                 self.samples,
                 oom.sizes,
-                should_stop=self._must_stop,
+                on_batch=self._mark_batch,
+                should_stop=lambda: run.stop.requested is not None,
                 on_last_batch=self._mark_summary,
             )
         oom.report_evaluation_reductions()
@@ -171,13 +172,9 @@ class Evaluation(Hook):
             if name not in result.metrics:
                 warn_unknown_metric(self.phase, key, name, result.metrics)
 
-    def _must_stop(self) -> bool:
-        """Return whether a stop was requested.
-
-        Called before each batch: also reports progress to the watchdog, so that each batch has its own timeout.
-        """
+    def _mark_batch(self) -> None:
+        """Report progress to the watchdog, so that each batch has its own timeout."""
         self.phase.progress_mark.advance_batch(EVALUATION, self.phase.position.update)
-        return self.phase.run.stop.requested is not None
 
     def _mark_summary(self) -> None:
         self.phase.progress_mark.advance(SUMMARY, self.phase.position.update)

@@ -44,10 +44,11 @@ class Evaluated:
         monkeypatch.setattr(phase.run.observers, "write", self.written.append)
         monkeypatch.setattr(phase.run.observers.screen, "warn", self.warned.append)
 
-    def _evaluate(self, *args: Any, should_stop: Any, on_last_batch: Any) -> EvaluationResult | None:
+    def _evaluate(self, *args: Any, on_batch: Any, should_stop: Any, on_last_batch: Any) -> EvaluationResult | None:
         assert self.phase.is_evaluating
         self.calls.append(args)
         self.evaluated.append(self.phase.position.update)
+        on_batch()
         assert should_stop() == (self.phase.run.stop.requested is not None)
         on_last_batch()
         return self.result
