@@ -120,7 +120,6 @@ def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
     """Decay on half a cosine wave from the end of the warm-up to the last update.
 
-    final_factor  fraction of the peak at the last update
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
     """
     start = _warmup(warmup, updates)
