@@ -85,7 +85,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     prefix = f"on rank {rank}, " if len(results) > 1 and worst.what else ""
     cause = (
         worst.what
-        or "a repetition was finite: the cause is random, such as dropout or augmentation, or only the sum over"
+        or "a repetition was finite: the cause is random, such as dropout, or only the sum over"
         " micro-batches is not finite"
     )
     note = f"; samples that are not finite: {abbreviate(samples)}" if samples and worst.kind != "samples" else ""
