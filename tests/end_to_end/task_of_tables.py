@@ -82,9 +82,13 @@ def fails(read, requests):
     raise ValueError("no more files")
 
 
+def nothing(read, requests):
+    """Return no batches."""
+
+
 DATALOADERS = {
     "plain": plain, "workers": workers, "threads": threads, "swapped": swapped, "short": short, "bare": bare,
-    "in_threads": in_threads, "fails": fails,
+    "in_threads": in_threads, "fails": fails, "nothing": nothing,
 }  # fmt: skip
 
 
@@ -121,6 +125,16 @@ def unchanged(model):
     """Compute as the extended option."""
 
 
+def returned(model):
+    """Return the model, as functions that change a model often do."""
+    return model
+
+
+def another(model):
+    """Return another model."""
+    return nn.Linear(2, 2)
+
+
 def wrong_result(model):
     """Return something else."""
     return 8
@@ -151,10 +165,16 @@ def no_context(model):
     return lambda: 8
 
 
+def takes_batch(model):
+    """Return a function that cannot be called without arguments."""
+    return lambda batch: contextlib.nullcontext()
+
+
 PRECISIONS = {
     "rounded": ("bf16", rounded), "noted": ("fp32", noted), "same32": ("fp32", unchanged),
     "same16": ("fp16", unchanged), "wrong": ("fp32", wrong_result),
     "replaced": ("fp32", replaced), "unstored": ("fp32", unstored), "no_context": ("fp32", no_context),
+    "returned": ("fp32", returned), "another": ("fp32", another), "takes_batch": ("fp32", takes_batch),
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def test_drop_last_is_a_key_of_every_loader(server: ForkServer, tmp_path: Path) 
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize("loader", ["swapped", "short", "bare", "in_threads", "fails"])
+@pytest.mark.parametrize("loader", ["swapped", "short", "bare", "in_threads", "fails", "nothing"])
 def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
     server: ForkServer, tmp_path: Path, loader: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16")])
+@pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16"), ("returned", "fp32")])
 def test_a_precision_that_changes_nothing_trains_bitwise_like_the_extended_one(
     server: ForkServer, tmp_path: Path, custom: str, base: str
 ) -> None:
@@ -139,7 +139,8 @@ def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer
     assert all(loaded[names.get(name, name)].equal(tensor) for name, tensor in plain.items())
 
 
-@pytest.mark.parametrize("name", ["wrong", "no_context", "unstored"])
+@pytest.mark.slow_beyond(3)
+@pytest.mark.parametrize("name", ["wrong", "no_context", "unstored", "another", "takes_batch"])
 def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
     server: ForkServer, tmp_path: Path, name: str
 ) -> None:

@@ -206,16 +206,19 @@ def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[
     """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
     choice, memory = choices["precision"], choices["memory"]
     make = own_function(choice)(model)
-    if make is not None and not callable(make):
-        raise _wrong_result(choice, f"returned {type(make).__name__}")
-    if make is None:
+    if make is None or make is model:  # which may end with `return model`
         return None
+    if not callable(make) or isinstance(make, nn.Module):  # a copy of the model would not be trained
+        raise _wrong_result(choice, f"returned {type(make).__name__}")
     if not memory.uses("none"):  # the backward pass would recompute activations outside of the context
         what = f"does not work with precision={choice.name}, whose context is not active during recomputation"
         raise ConfigError(Problem(what, f"memory={memory.name}", "use memory=none, or another precision"))
 
     def make_context() -> AbstractContextManager[Any]:
-        context = make()
+        try:
+            context = make()
+        except Exception as error:
+            raise _wrong_result(choice, f"that function raised {type(error).__name__}: {error}") from error
         if not isinstance(context, AbstractContextManager):
             raise _wrong_result(choice, f"that function returned {type(context).__name__}")
         return context
@@ -227,7 +230,7 @@ def _wrong_result(choice: Choice, what: str) -> TaskFault:
     return TaskFault(
         f"precision={choice.name} must return None or a function that returns a context, but {what}",
         where=choice.location,
-        fix="return None, or functools.partial(context, ...), which is called for each forward pass",
+        fix="change the model in place, and return None or functools.partial(context, ...) for each forward pass",
     )
 
 

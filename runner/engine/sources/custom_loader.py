@@ -212,7 +212,10 @@ class CustomLoader(Loader):
         return loaded.batch
 
     def _start(self, requests: _Requests) -> Iterator[Any]:
-        return iter(self._load(RequestReader(self.fetcher), requests))
+        loaded = self._load(RequestReader(self.fetcher), requests)
+        if not isinstance(loaded, Iterable):
+            raise self._fault(f"must be a generator function, but returns {type(loaded).__name__}")
+        return iter(loaded)
 
     def _call(self, key: MicroBatchKey, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of the loader with generators seeded for this batch, and name the loader if it raises.
