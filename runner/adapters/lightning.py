@@ -81,6 +81,9 @@ class LightningTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         mean, logged = model("training_step", batch)
+        if not isinstance(mean, Tensor):
+            what = f"training_step must return the loss, a tensor, but returned {type(mean).__name__}"
+            raise TaskFault(what, fix="return a loss for every batch; to skip a batch, return 0 times its loss")
         count = self.items(batch)
         named = {name: pair for name, pair in self._sums(logged, batch, "train").items() if name != "loss"}
         return (mean * count, count, named) if named else (mean * count, count)  # type: ignore[return-value]
@@ -216,7 +219,7 @@ class LightningSteps(nn.Module):
         args = (batch, 0)[: len(inspect.signature(method).parameters)]
         loss = method(*args)
         if isinstance(loss, Mapping):
-            loss = loss["loss"] if step == "training_step" else loss.get("loss")  # Lightning ignores other outputs
+            loss = loss.get("loss")  # Lightning ignores other outputs
         return loss, dict(self._logged)
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
@@ -413,18 +416,29 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
 
 def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Callable[[int], float]:
     """Return update -> factor, by stepping the schedule `steps` times."""
-    factors = []
+    factors, options = [], _options(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the optimizer was not stepped
-        for _ in range(steps):
+        for step in range(steps):
+            if step:  # not after the last factor: OneCycleLR counts its steps
+                scheduler.step()
+            if _options(optimizer) != options:
+                what = (
+                    "the schedule of configure_optimizers must change only the learning rate, but changes other options"
+                )
+                raise TaskFault(what, fix="pass cycle_momentum=False to a cyclic schedule")
             ratios = {round(group["lr"] / group["initial_lr"], 12) for group in optimizer.param_groups}
             if len(ratios) > 1:
                 what = "the schedule of configure_optimizers must scale all parameter groups by the same factor"
                 raise TaskFault(what, fix="set optimizer.lr_scales, and select a schedule with scheduler=NAME")
             group = optimizer.param_groups[0]
             factors.append(group["lr"] / group["initial_lr"])
-            scheduler.step()
     return lambda update: factors[min(update // every, steps - 1)]
+
+
+def _options(optimizer: Optimizer) -> list[Any]:
+    """Return the options that OneCycleLR and CyclicLR change by default, besides the learning rate."""
+    return [group.get(name) for group in optimizer.param_groups for name in ("momentum", "betas", "weight_decay")]
 
 
 def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:

@@ -15,6 +15,7 @@ from runner.adapters import lightning as adapter
 from runner.adapters.lightning import LightningTask, configure, configured_optimizer, configured_schedule
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
+from tests.rounding import allowed
 
 # The adapter calls them.
 CALLED = {
@@ -192,10 +193,31 @@ def different(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4, **options)
+
+
+def test_a_schedule_of_as_many_steps_as_the_run_has_updates_is_followed() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = sgd(self)
+        return [optimizer], [{"scheduler": one_cycle(optimizer, cycle_momentum=False), "interval": "step"}]
+
+    task = LightningTask(with_methods(configure_optimizers=configure_optimizers))
+    rate = configured_optimizer(list(task.model.named_parameters())).param_groups[0]["lr"]
+    factor = configured_schedule(4)
+    optimizer = sgd(Module())
+    schedule = one_cycle(optimizer, cycle_momentum=False)
+    for update in range(4):  # the factor is a quotient, so there are two roundings
+        wanted = optimizer.param_groups[0]["lr"]
+        assert rate * factor(update) == pytest.approx(wanted, rel=allowed(torch.float64, 2))
+        optimizer.step()
+        schedule.step()
+
+
 @pytest.mark.parametrize(
     ("schedule", "epochs"),
-    [(torch.optim.lr_scheduler.ReduceLROnPlateau, 2.0), (by_epoch, None), (different, 2.0)],
-    ids=["plateau", "epochs unknown", "factors of groups"],
+    [(torch.optim.lr_scheduler.ReduceLROnPlateau, 2.0), (by_epoch, None), (different, 2.0), (one_cycle, 4.0)],
+    ids=["plateau", "epochs unknown", "factors of groups", "momentum"],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(schedule: Any, epochs: float | None) -> None:
     def configure_optimizers(self: Any) -> Any:
@@ -217,6 +239,13 @@ def test_logging_other_than_a_number_is_refused(value: Any) -> None:
 
     task = LightningTask(with_methods(training_step=training_step))
     with pytest.raises(TaskFault, match="score"):
+        task.loss(task.model, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("result", [None, 1.0, {"preds": 1}], ids=["none", "number", "no loss"])
+def test_a_training_step_without_a_loss_is_refused(result: Any) -> None:
+    task = LightningTask(with_methods(training_step=lambda self, batch, batch_index: result))
+    with pytest.raises(TaskFault, match="training_step"):
         task.loss(task.model, torch.ones(4, 2))
 
 
