@@ -43,9 +43,9 @@ MAY_IMPORT_LATE = ("runner/commands/", "runner/cli.py")
 # A package imports only packages with a smaller number.
 FLOORS = {
     "base": 0, "version": 0,
-    "adapters": 1, "host": 1, "tensors": 1, "trackers": 1, "workload": 1,
+    "host": 1, "tensors": 1, "trackers": 1, "workload": 1,
     "config": 2, "console": 2, "distributed": 2, "loading": 2, "profiling": 2, "records": 2,
-    "axes": 3, "durable": 3, "auto_parallel": 3, "monitor": 3,
+    "adapters": 3, "axes": 3, "durable": 3, "auto_parallel": 3, "monitor": 3,
     "plan": 4,
     "engine.contract": 5, "engine.process": 5,
     "engine.checkpoints": 6, "engine.sources": 6, "engine.update": 6,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 from runner.base.task import Dataset, Progress, Sum, Task
+from runner.distributed.join import current_rank
 
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOGGED = "logged"  # key of the logged torchmetrics objects in what `metrics` and `evaluate` return
@@ -360,7 +361,7 @@ class TrainerStub:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"accel-run replaces the trainer: it has no {name!r}, only {', '.join(sorted(vars(self)))}"
+            f"accel-run replaces the trainer: it has no {name!r}, only {', '.join(sorted({*vars(self), *_OF_RANKS}))}"
         )
 
     def __init__(self) -> None:
@@ -368,6 +369,25 @@ class TrainerStub:
         self.max_epochs: float | None = None
         self.current_epoch = self.global_step = 0
         self.training, self.sanity_checking, self.logger = True, False, None
+        self.progress_bar_callback = None  # LightningModule.print uses it
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this rank."""
+        return current_rank()[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return current_rank()[1]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+
+_OF_RANKS = ("global_rank", "is_global_zero", "world_size")
 
 
 def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

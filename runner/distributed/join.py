@@ -77,6 +77,11 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
         call_with_timeout(timeout_s, partial(_destroy_group, device))
 
 
+def current_rank() -> tuple[int, int]:
+    """Return the number of this rank and the number of ranks: (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def _destroy_group(device: torch.device) -> None:
     get_accelerator(device).activate()  # the current device is per thread
     dist.destroy_process_group()

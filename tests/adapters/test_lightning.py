@@ -15,6 +15,8 @@ from runner.adapters import lightning as adapter
 from runner.adapters.lightning import LightningTask, configure, configured_optimizer, configured_schedule
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
+from runner.distributed.world import World
+from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import allowed
 
 # The adapter calls them.
@@ -123,6 +125,15 @@ def test_an_attribute_that_the_trainer_lacks_is_named_with_those_that_it_has() -
     task = LightningTask(Module())
     with pytest.raises(AttributeError, match=r"callback_metrics.*max_epochs"):
         task.trainer.callback_metrics  # noqa: B018
+
+
+def test_the_trainer_knows_the_ranks() -> None:
+    def describe(world: World) -> list[Any]:
+        trainer = LightningTask(Module()).trainer
+        return [trainer.global_rank, trainer.world_size, trainer.is_global_zero]
+
+    assert describe(World(CPU)) == [0, 1, True]
+    assert run_ranks(describe, 2) == [[0, 2, True], [1, 2, False]]
 
 
 def test_a_schedule_of_the_module_needs_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
