@@ -255,6 +255,26 @@ def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool
         seen.clear()
 
 
+@pytest.mark.parametrize(
+    "view", [lambda data: data, lambda data: data.t(), lambda data: data[:2], lambda data: data[1:]],
+    ids=["all", "transposed", "start", "end"],
+)  # fmt: skip
+def test_a_frozen_parameter_that_shared_memory_with_a_trained_one_shares_it_again(view: Any) -> None:
+    """It may be a part of the trained one, or its transpose, as the tied weight of a decoder."""
+    model: Any = nn.Module()
+    model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
+    model.slow = nn.Parameter(view(model.fast.data), requires_grad=False)
+    states = model_states.ModelStates()
+    before = states.record(model, passed=False)
+    model.slow.data = torch.zeros_like(model.slow)
+    states.record(model, passed=True)
+    states.restore(before)
+    assert torch.equal(model.slow, view(model.fast))
+    with torch.no_grad():
+        model.fast += 1
+    assert torch.equal(model.slow, view(model.fast))
+
+
 def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     """They may be much larger than what is trained; a copy per micro-batch would not fit."""
     size, most = 54321, 0

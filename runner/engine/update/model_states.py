@@ -20,13 +20,13 @@ class _TensorState(NamedTuple):
     """A buffer or frozen parameter at some time.
 
     address  of its data, which an assignment to `.data` changes without a new version
-    trained  the data of a trained parameter if it shares that, as after `slow.data = fast.data`
+    shared   its data if that is memory of a trained parameter, as after `slow.data = fast.data`
     copy     None if there was no tensor, or one that is not copied: it is restored without its values
     """
 
     seen: TensorVersion
     address: int
-    trained: Tensor | None
+    shared: Tensor | None
     copy: Tensor | None
 
     def is_written(self, now: Tensor | None) -> bool:
@@ -49,7 +49,7 @@ class _TensorState(NamedTuple):
             copy = self.copy.to(tensor.device, copy=True)
             return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
         if self.address != _address(tensor):  # its memory may be that of a trained parameter now
-            tensor.data = self.copy.to(tensor.device, copy=True) if self.trained is None else self.trained
+            tensor.data = self.copy.to(tensor.device, copy=True) if self.shared is None else self.shared
             return tensor
         with torch.no_grad():
             return tensor.copy_(self.copy)
@@ -87,7 +87,7 @@ class ModelStates:
         # all tensors are compared in the first update. In later updates, the bits of all tensors of a module are
         # compared if one has a new version: a batch norm increments that of num_batches_tracked.
         modules = {key[0] for key, state in self._last.items() if state.seen.is_changed(tensors.get(key))}
-        trained = {_address(weight): weight.data for weight in model.parameters() if weight.requires_grad}
+        trained = {_storage_address(weight) for weight in model.parameters() if weight.requires_grad} - {0}
         states: ModelState = {}
         for key, tensor in tensors.items():
             old, is_frozen = self._last.get(key), isinstance(tensor, nn.Parameter)
@@ -106,7 +106,9 @@ class ModelStates:
             is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
             if is_copied and (differs or is_far):
                 copy = _copy_dense(tensor, on_host=on_host)
-            states[key] = _TensorState(seen, address, trained.get(address), copy)
+            # Not the data of the trained parameter: this tensor may be a part of it, or its transpose.
+            shared = tensor.data if tensor is not None and _storage_address(tensor) in trained else None
+            states[key] = _TensorState(seen, address, shared, copy)
         self._last = states
         return states
 
@@ -147,6 +149,10 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _address(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None and _has_values(tensor) and is_dense(tensor) else 0
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if _address(tensor) else 0
 
 
 def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
