@@ -37,6 +37,7 @@ from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_impor
 from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # names and parameters of the model, only those with requires_grad
+KEYS_WITH_NAMES = ("lr_scales", "adamw_for")  # options that contain names of modules or parameters
 
 
 def adamw(

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from runner.axes.optimizer import OPTIMIZERS, build_optimizer, check_library, is_under
+from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, check_library, is_under
 from runner.axes.scheduler import SCHEDULERS, build_schedule
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
+from runner.base.task import Task
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
@@ -123,7 +124,8 @@ def _check_libraries(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
 def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
     """Raise ConfigError if a later phase has invalid options, which would otherwise end the run between two phases.
 
-    Options that a task defines are not checked, because they may depend on the values of the parameters.
+    Options that a task defines are not checked, because they may depend on the values of the parameters. Names of
+    parameters are not checked if the task defines `begin_phase`, which may add or unfreeze parameters.
     """
     for phase in phases:
         if phase.kind != "train":
@@ -155,10 +157,13 @@ def _check_training(
     where  prefix of the keys in messages
     """
     optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
+    options = optimizer.options
+    if type(run.parts.task).begin_phase is not Task.begin_phase:
+        options = {key: value for key, value in options.items() if key not in KEYS_WITH_NAMES}
     small = [(name, nn.Parameter(torch.ones((1,) * each.dim(), device=device))) for name, each in parameters.items()]
     try:
         if optimizer.function in OPTIMIZERS:
-            build_optimizer(optimizer.function, small, optimizer.options)
+            build_optimizer(optimizer.function, small, options)
         if schedule.function in SCHEDULERS and updates is not None:
             build_schedule(schedule.function, updates, schedule.options)
     except ConfigError as error:

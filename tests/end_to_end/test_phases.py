@@ -94,6 +94,45 @@ def test_invalid_options_of_a_later_phase_are_reported_before_the_first_one(
     assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
 
 
+CHANGED = """
+class Changed(TwoPhases):
+    def __init__(self):
+        super().__init__(True, "loss", 8)
+        self.model[0].weight.requires_grad_(False)
+
+    def begin_phase(self, phase):
+        if phase == "two":
+            self.model[0].weight.requires_grad_(True)
+            if not OBJECTIVES:
+                self.model.append(nn.Linear(2, 2))
+
+    @property
+    def losses(self):
+        return {"one": super().loss}
+
+    def loss(self, model, batch, objective=None):
+        return super().loss(model, batch)
+
+
+def build():
+    return Changed()
+
+
+OBJECTIVES = {}
+"""
+OBJECTIVES = 'OBJECTIVES = {"all": {"trains": ["0"], "optimizer": "adam", "optimizer.lr_scales": {"0.weight": 2.0}}}\n'
+
+
+@pytest.mark.parametrize(("more", "scales"), [("", ["phase.two.optimizer.lr_scales={3: 2}"]), (OBJECTIVES, [])])
+def test_options_of_a_later_phase_may_name_what_begin_phase_adds_or_unfreezes(
+    more: str, scales: list[str], server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "task.py").write_text(TASK.read_text() + CHANGED + more)
+    args = ["train", "--task", "task.py", "device=cpu", "monitor=off", "updates=2", *scales]
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
+
+
 def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     together.mkdir()
