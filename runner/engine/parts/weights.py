@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -205,12 +206,12 @@ def _is_common(prefix: str, names: Collection[str]) -> bool:
     return bool(names) and all(name.startswith(prefix) for name in names)
 
 
-def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str]) -> dict[str, StoredTensor]:
+def _apply_renames(tensors: Mapping[str, Value], setting: Mapping[str, str]) -> dict[str, Value]:
     """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors; the longest match wins."""
     rename = {str(old): str(new) for old, new in setting.items()}
     if problems := _find_unmatched(rename, tensors):
         raise ConfigError(problems)
-    renamed: dict[str, StoredTensor] = {}
+    renamed: dict[str, Value] = {}
     for name, tensor in tensors.items():
         old = max((old for old in rename if is_under(name, old)), key=len, default=None)
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
@@ -226,17 +227,26 @@ def _suggest_rename(result: WeightMatch) -> str:
 
     A name may have a prefix in the source, such as model.fc.weight in a checkpoint of Lightning, or in the model.
     """
-    longer = _count_prefixes(result.ignored, {*result.missing})
-    shorter = _count_prefixes(result.missing, {*result.ignored})
-    prefix, names = max([*longer.items(), *shorter.items()], key=lambda pair: len(pair[1]), default=("", []))
-    if 2 * len(names) <= len(result.missing):
-        return ""
-    tops = {name.partition(".")[0]: None for name in names}
-    rename = {prefix: ""} if prefix in longer else {top: f"{prefix}.{top}" for top in tops}
-    pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
-    is_complete = len(names) == len(result.missing) == len(result.ignored) and not result.different
-    settings = [f"weights.rename={{{pairs}}}", *([] if is_complete else ["weights.strict=false"])]
-    return f"use {' '.join(map(shlex.quote, settings))}"
+    stored = dict.fromkeys([*result.matched, *result.ignored])
+    wanted = {*result.matched, *result.missing}
+    candidates: list[tuple[dict[str, str], list[str]]] = [
+        ({prefix: ""}, names) for prefix, names in _count_prefixes(result.ignored, {*result.missing}).items()
+    ]
+    for prefix, names in _count_prefixes(result.missing, {*result.ignored}).items():
+        candidates.append(({(top := name.partition(".")[0]): f"{prefix}.{top}" for name in names}, names))
+    for rename, names in sorted(candidates, key=lambda candidate: -len(candidate[1])):
+        if 2 * len(names) <= len(result.missing):
+            break
+        renamed: Collection[str] = ()
+        with suppress(ConfigError):  # two tensors would have the same name
+            renamed = _apply_renames(stored, rename)
+        if len(wanted.intersection(renamed)) < len(result.matched) + len(names):  # others match without it
+            continue
+        pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
+        is_complete = wanted == {*renamed} and not result.different
+        settings = [f"weights.rename={{{pairs}}}", *([] if is_complete else ["weights.strict=false"])]
+        return f"use {' '.join(map(shlex.quote, settings))}"
+    return ""
 
 
 def _count_prefixes(names: Iterable[str], wanted: Collection[str]) -> dict[str, list[str]]:

@@ -206,6 +206,25 @@ def test_no_rename_is_suggested_for_other_weights(tmp_path: Path) -> None:
     assert "net" not in problem.fix
 
 
+def test_a_suggested_rename_loads_most_of_the_missing_tensors_and_those_that_match(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(1, 1) for name in ("net.x.weight", "a.weight", "b.weight", "own.c.weight")}
+    save_file(tensors, tmp_path / "w.safetensors")
+
+    def linears(*names: str) -> nn.ModuleDict:
+        return nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+
+    both = nn.ModuleDict({**linears("x"), "net": linears("a", "b"), "own": linears("c")})
+    (problem,) = refusal(both, tmp_path / "w.safetensors").problems
+    weights = compose(Request(tuple(shlex.split(problem.fix)[1:]), TASK)).settings.weights
+    begun(both, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
+    assert [name for name, weight in both.named_parameters() if not weight.eq(1).all()] == ["x.weight"]
+
+    moved = nn.ModuleDict({"own": linears("c"), "new": nn.ModuleDict({"own": linears("d")})})
+    save_file({"own.c.weight": torch.ones(1, 1), "own.d.weight": torch.ones(1, 1)}, tmp_path / "w.safetensors")
+    (problem,) = refusal(moved, tmp_path / "w.safetensors").problems
+    assert "new.own" not in problem.fix, "own.c.weight would no longer match"
+
+
 def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) -> None:
     save_file(source() | {"extra": torch.zeros(1)}, tmp_path / "w.safetensors")
     rows = begun(Net(), tmp_path / "w.safetensors", only=["backbone"]).splitlines()
