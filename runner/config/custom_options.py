@@ -102,10 +102,15 @@ def _read_packages() -> ParsedTables:
 
 
 def _merge(used: Options, others: Options) -> dict[tuple[str, str], CustomOption]:
-    """Return all definitions; those of `used` hide others of the same name."""
+    """Return all definitions; those of `used` hide others of the same name.
+
+    A module that two entry points name does not hide itself.
+    """
     merged = {**others, **used}
     for key in used.keys() & others.keys():
-        merged[key] = replace(used[key], hidden=(*used[key].hidden, others[key].origin))
+        option, other = used[key], others[key].origin
+        if other not in (option.origin, *option.hidden):
+            merged[key] = replace(option, hidden=(*option.hidden, other))
     return merged
 
 

@@ -140,3 +140,13 @@ def test_a_definition_that_another_one_hides_is_named(
     assert main(["plan", "device=cpu", *args]) == 0
     (note,) = (line for line in capsys.readouterr().out.splitlines() if "other_a.mine" in line)
     assert note.index("other_a.mine") < note.index("other_b.mine")
+
+
+def test_a_module_that_two_entry_points_name_does_not_hide_itself(
+    install: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("task.py").write_text(TASK)
+    install("options", "a = {0}.mine\nb = {0}.mine", OPTIMIZER + HOOK)
+    assert main(["plan", "device=cpu", "optimizer=signed", "--task", "task.py"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if ".mine" in line]
+    assert [line.count(".mine") for line in notes] == [1, 1]
