@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,13 @@ def test_output_reaches_a_file_before_the_command_ends(tmp_path: Path, monkeypat
         monkeypatch.setattr(sys, "stdout", log)
         command_process.run_command(["--help"])
         assert (tmp_path / "log").read_text().strip()
+
+
+def test_output_may_be_replaced_by_an_object_that_can_only_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
+    assert command_process.run_command(["--help"]).code == 0
+    assert "".join(written)
 
 
 def test_a_program_without_output_streams_can_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,11 +104,12 @@ def _make_writer(stream: TextIO | None) -> Write:
 
     stream  None: the program has no such stream, as a service or under pythonw, and the output is dropped
     """
+    flush = getattr(stream, "flush", lambda: None)  # print() does not need it, so a replaced sys.stdout may lack it
 
     def write(text: str) -> None:
         if stream is not None:
             stream.write(text)
-            stream.flush()
+            flush()
 
     return write
 
