@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import getpass
 import multiprocessing.process
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -52,7 +54,7 @@ def check_compile_cache(variable: str) -> None:
 
     Otherwise Inductor or Triton would fail in the first update, after minutes, with an unclear message.
     """
-    folder = os.environ.get(variable)
+    folder = _given_cache(variable)
     if not folder:
         return
     try:
@@ -79,12 +81,27 @@ def private_compile_cache() -> Iterator[None]:
     folder is temporary if there is no private one.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    names = {variable: name for variable, name in names.items() if not os.environ.get(variable)}
+    names = {variable: name for variable, name in names.items() if not _given_cache(variable)}
     folder = cache_folder().resolve() / "compiled"
     if names and not _create_private(folder):
         folder = (shared_folder() or _create_locked()[0]) / "compiled"
     with patched_environment({variable: str(folder / name) for variable, name in names.items()}):
         yield
+
+
+def _given_cache(variable: str) -> str:
+    """Return the folder that the user has set, empty if none.
+
+    An import of torch._dynamo sets TORCHINDUCTOR_CACHE_DIR to torch's default, in this process or in the notebook that
+    has started it. The default is computed here, because torch._inductor, which knows it, imports torch._dynamo.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    default = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    folder = os.environ.get(variable, "")
+    return "" if Path(folder) == default else folder
 
 
 def _create_private(folder: Path) -> bool:

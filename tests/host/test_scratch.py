@@ -104,6 +104,18 @@ def test_a_process_that_has_sent_tensors_to_a_spawned_worker_ends_without_an_err
     assert not done.stderr
 
 
+def test_the_default_that_torch_sets_is_not_a_given_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of torch._dynamo sets it: parallelism=fsdp imports it before the ranks start."""
+    monkeypatch.delenv(VARIABLES[0])
+    program = "import os, torch._dynamo; from runner.host.scratch import check_compile_cache, private_compile_cache\n"
+    program += "print(os.environ['TORCHINDUCTOR_CACHE_DIR']); check_compile_cache('TORCHINDUCTOR_CACHE_DIR')\n"
+    program += "with private_compile_cache(): print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    by_torch, used = map(Path, done.stdout.split())
+    assert not by_torch.is_relative_to(home)
+    assert used.is_relative_to(home)
+
+
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
