@@ -364,7 +364,6 @@ def test_a_lock_ends_with_its_process_even_if_a_forked_child_lives_on(tmp_path: 
     script = f"""
 import os, sys, time
 from pathlib import Path
-from runner.base.json_values import parse_object
 from runner.durable import files
 from runner.durable.system import System
 lock = files.Lock(Path({str(tmp_path / ".lock")!r}), "held")
@@ -473,7 +472,6 @@ def test_each_file_is_synced_if_file_systems_cannot_be(tmp_path: Path, reason: i
 WITHOUT_INPUT = """
 import os, sys
 from pathlib import Path
-from runner.base.json_values import parse_object
 from runner.durable import files
 os.close(0)
 log = files.AppendLog(Path(sys.argv[1]))
