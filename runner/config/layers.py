@@ -312,8 +312,9 @@ def _text_of_number(setting: Setting, kind: Any) -> Any:
 def _stringify_names(kind: Any, value: Any) -> Any:
     """Convert integers in lists and mappings of strings to strings: the `0` of a module name is parsed as a number."""
     item_types = typing.get_args(kind)[-1:]
-    if isinstance(value, list) and item_types == (str,):
-        return [_stringify(item) for item in value]
+    if isinstance(value, list):  # of list[str], or of list[str] | None
+        has_names = any(each == list[str] for each in (kind, *typing.get_args(kind)))
+        return [_stringify(item) for item in value] if has_names else value
     if not isinstance(value, dict):
         return value
     mapping = _stringify_keys(value)

@@ -272,6 +272,15 @@ def test_only_a_number_is_used_as_text(text: str) -> None:
     assert where(refused(f"output_root={text}")) == [f"output_root={text}"]
 
 
+def test_modules_may_have_numbers_as_names(tmp_path: Path) -> None:
+    """Those of nn.Sequential have."""
+    task = tmp_path / "task.py"
+    task.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
+    configuration = composed("weights.only=[0]", "phase.two.trains=[0,3]", task=task)
+    assert configuration.settings.weights.only == ["0"]
+    assert configuration.phases[1].trains == ["0", "3"]
+
+
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp_path: Path) -> None:
