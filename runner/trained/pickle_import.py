@@ -157,10 +157,15 @@ def _unpickle(source: Path) -> Any:
 
 def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:
     path: list[str] = []
-    for part in key.split(".") if key else ():
-        if not isinstance(content, Mapping) or part not in content:
+    rest = key or ""
+    while rest:
+        # Entries may be numbered, or contain dots.
+        names = {str(name): name for name in content} if isinstance(content, Mapping) else {}
+        part = max((name for name in names if f"{rest}.".startswith(f"{name}.")), key=len, default="")
+        if not part:
+            part = rest.partition(".")[0]
             raise ConfigError(Problem(f"has no entry {part}", str(source), _suggest_entry(content, path, part)))
-        content = content[part]
+        content, rest = content[names[part]], rest[len(part) + 1 :]
         path.append(part)
     while isinstance(content, Mapping):
         inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]

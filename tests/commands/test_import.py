@@ -92,11 +92,11 @@ def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> No
 
 
 def test_the_entries_that_a_refusal_lists_can_be_chosen(server: ForkServer, tmp_path: Path) -> None:
-    torch.save({"epoch": 1, "net": {"ema": STATE, "raw": STATE}}, tmp_path / "nested.pt")
+    torch.save({"epoch": 1, "net": {"ema": STATE, "raw.1": STATE, 0: STATE}}, tmp_path / "nested.pt")
     refused = server.run(["import", "nested.pt"], tmp_path)
     assert refused.code == 78
     listed = refused.err.rpartition("available:")[2].replace(",", " ").split()
-    assert len(listed) == 2
+    assert len(listed) == 3
     for key in listed:
         imported = server.run(["import", "nested.pt", f"{key}.safetensors", f"key={key}"], tmp_path)
         assert imported.code == 0, imported.err
