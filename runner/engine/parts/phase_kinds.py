@@ -202,7 +202,8 @@ class GradientPhase(PhaseKind):
         """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
         parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
-        optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], chosen.optimizer.options)
+        options = _omit_names(chosen.optimizer.options, self.trained, weights)
+        optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], options)
         wrapper = UpdateWrapper()
         if self.retry_policy is not None:
             has_one_rank, device = parts.world.world_size == 1, parts.world.device
@@ -336,6 +337,17 @@ class GradientPhase(PhaseKind):
     def state_bytes(self) -> tuple[int, int]:
         optimizers = self.inputs.optimizers
         return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
+
+
+def _omit_names(options: Mapping[str, Any], trained: Collection[str], owned: Collection[str]) -> dict[str, Any]:
+    """Return options of an optimizer without the names of parameters that only other stages of a pipeline own."""
+    elsewhere = {*module_prefixes([*trained])} - {*module_prefixes([*owned])}
+    kept = dict(options)
+    if isinstance(scales := options.get("lr_scales"), Mapping):
+        kept["lr_scales"] = {name: scale for name, scale in scales.items() if name.removesuffix(".") not in elsewhere}
+    if isinstance(names := options.get("adamw_for"), list):
+        kept["adamw_for"] = [name for name in names if name.removesuffix(".") not in elsewhere]
+    return kept
 
 
 class LossPhase(GradientPhase):

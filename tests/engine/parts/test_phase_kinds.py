@@ -170,6 +170,22 @@ def test_parameters_that_the_task_freezes_are_not_trained_by_name() -> None:
         training(["spare.bias"])
 
 
+class Stage(Parallel):
+    """A stage of a pipeline, which updates the parameters of the head."""
+
+    def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {name: weight for name, weight in named.items() if name.startswith("head")}
+
+
+def test_options_of_the_optimizer_may_name_parameters_of_other_stages() -> None:
+    names = ("optimizer=muon", "optimizer.lr_scales={body:3,body.bias:5,head:2}", "optimizer.adamw_for=[body]")
+    phase, _ = training(None, *names, parallel=Stage(ALONE))
+    (group,) = phase.training.optimizer.param_groups
+    assert (group["names"], group["lr_scale"], group["rule"]) == (["head.weight"], 2.0, "muon")
+    with pytest.raises(ConfigError):
+        training(None, "optimizer.lr_scales={bodies:3}", parallel=Stage(ALONE))
+
+
 def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
     batches = [micro(points(seed=number)) for number in range(4)]
     phase, parts = training()
