@@ -8,7 +8,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, check_library, is_under
+from runner.axes.optimizer import (
+    KEYS_WITH_NAMES,
+    NEED_MATRICES,
+    OPTIMIZERS,
+    build_optimizer,
+    check_library,
+    is_under,
+    refuse_shards,
+)
 from runner.axes.scheduler import SCHEDULERS, build_schedule
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.task import Task
@@ -162,6 +170,8 @@ def _check_training(
         options = {key: value for key, value in options.items() if key not in KEYS_WITH_NAMES}
     small = [(name, nn.Parameter(torch.ones((1,) * each.dim(), device=device))) for name, each in parameters.items()]
     try:
+        if optimizer.function in NEED_MATRICES:
+            refuse_shards([*parameters.items()], optimizer.function)
         if optimizer.function in OPTIMIZERS:
             build_optimizer(optimizer.function, small, options)
         if schedule.function in SCHEDULERS and updates is not None:

@@ -82,12 +82,13 @@ def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer
 
 @pytest.mark.parametrize(
     "wrong",
-    ["scheduler.warmup=21", "optimizer.lr_scales={head:2}"],
+    ["scheduler.warmup=21", "optimizer.lr_scales={head:2}", "optimizer=muon"],
 )
 def test_invalid_options_of_a_later_phase_are_reported_before_the_first_one(
     wrong: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    result = server.run([*BASE, f"phase.two.{wrong}"], tmp_path)
+    sharded = ["parallelism=fsdp", "parallelism.world_size=2"] if wrong == "optimizer=muon" else []
+    result = server.run([*BASE, f"phase.two.{wrong}", *sharded], tmp_path)
     assert result.code == 78
     key = wrong.partition("=")[0]
     assert f"phase.two.{key}" in result.err
