@@ -486,19 +486,19 @@ class StatisticsPhase(PhaseKind):
             ) from error
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        """Return the merged state, and that of each rank: sums in another order would be rounded differently."""
+        """Return the merged state, and that of each rank for a resume: sums in another order round differently."""
         own_states: list[State] = []
+        has_own_states = self._num_states > 1 and self.position.update < self.total
 
         def add_copy(state: State) -> None:
-            if self.parts.world.is_first:
+            if has_own_states and self.parts.world.is_first:
                 own_states.append({name: copy(value) for name, value in state.items()})
 
         def merge(one: State, other: State) -> State:
             add_copy(other)
             return self._merge(one, other)
 
-        if self._num_states > 1:
-            add_copy(self.gathered)
+        add_copy(self.gathered)
         merged = self.parts.parallel.merge_state(merge, self.gathered)
         tensors = {"fit": self.parts.parallel.gather_full(merged, copy)}
         if own_states:

@@ -428,11 +428,17 @@ def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:
     assert phase.gathered == {}
 
 
-def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_the_same() -> None:
-    """Merged sums would be continued in another order, and so be rounded differently."""
+@pytest.mark.parametrize(("update", "expected"), [(1, [[1.0, 4.0], [3.0, 0.0]]), (2, [[4.0, 4.0], [0.0, 0.0]])])
+def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_the_same(
+    update: int, expected: list[list[float]]
+) -> None:
+    """Merged sums would be continued in another order, and so be rounded differently.
+
+    A checkpoint of a finished phase, after two updates, has only the merged state.
+    """
 
     def counts(world: World) -> list[float]:
-        phase = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=(1, 1))
+        phase = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=(1, 1), update=update)
         phase.gathered["count"] += 1 + 2 * world.rank
         tensors, state = phase.state(lambda tensor: tensor.clone())
         values = {stem: {name: tensor.tolist() for name, tensor in named.items()} for stem, named in tensors.items()}
@@ -441,12 +447,12 @@ def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_
         start: Any = SimpleNamespace(tensors=stored.__getitem__, state=state)
         resumed = []
         for shares in ((1, 1), (1, 1, 1)):
-            again = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=shares, update=1)
+            again = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=shares, update=update)
             again.load(start)
             resumed.append(float(again.gathered["count"]))
         return resumed
 
-    assert run_ranks(counts, 2) == [[1.0, 4.0], [3.0, 0.0]]
+    assert run_ranks(counts, 2) == expected
 
 
 @pytest.mark.parametrize("others_count", [True, False])
