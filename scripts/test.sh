@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests with three workers, because most tests wait more than they compute.
 #
-#   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 4 minutes on two cores
-#   scripts/test.sh --slow       also the tests marked slow, as continuous integration does: 9 minutes
+#   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
+#   scripts/test.sh --slow       also the tests marked slow, as continuous integration does: 16 minutes
 #   scripts/test.sh --all        also all cases of sampled tests, the long fault tests, SLURM, the browser: hours
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #

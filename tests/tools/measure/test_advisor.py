@@ -393,7 +393,7 @@ def test_advice_uses_the_settings_of_a_run_without_changing_it(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = str(PLANTED / "layers.py")
-    args = ["updates=10", "task.pass_ms=1", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
+    args = ["updates=10", "task.pass_ms=5", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
     assert server.run(["train", "--task", task, "run=first", *args], tmp_path).code == 0
     left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
