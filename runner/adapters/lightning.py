@@ -360,9 +360,9 @@ class TrainerStub:
     """Replaces the trainer of a module. Attributes of a trainer that are not here raise AttributeError."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"accel-run replaces the trainer: it has no {name!r}, only {', '.join(sorted({*vars(self), *_OF_RANKS}))}"
-        )
+        properties = (key for key, value in vars(TrainerStub).items() if isinstance(value, property))
+        known = ", ".join(sorted([*vars(self), *properties]))
+        raise AttributeError(f"accel-run replaces the trainer: it has no {name!r}, only {known}")
 
     def __init__(self) -> None:
         self.estimated_stepping_batches = self.max_steps = 1  # until the length of the run is known
@@ -385,9 +385,6 @@ class TrainerStub:
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.global_rank == 0
-
-
-_OF_RANKS = ("global_rank", "is_global_zero", "world_size")
 
 
 def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

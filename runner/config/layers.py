@@ -301,7 +301,7 @@ def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) ->
 
 
 def _text_of_number(setting: Setting, kind: Any) -> Any:
-    """Return the value; for a type of text, a number as it was written: run=007, task.date=2026, task.tag=1e-3."""
+    """Return the value; a number given to a text setting becomes the text as written: run=007, task.tag=1e-3."""
     value, text = setting.value, setting.where.partition("=")[2]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and override_key(setting.where) == setting.key and describe_mismatch(kind, value):

@@ -192,11 +192,23 @@ class HiddenWaits(ProfiledUpdates):
     def __init__(self, subject: Subject) -> None:
         super().__init__("waits searched", 2)
         self.waits = DeviceWaits(subject.model, subject.is_task_file)
-        self.start, self.update, self.stop = self.waits.start, self.waits.update, self.waits.stop  # type: ignore[method-assign]
-        self.exclude = self.waits.exclude  # type: ignore[method-assign]
+        self._num_updates = 0
+
+    def start(self) -> None:
+        self.waits.start()
+
+    def update(self) -> None:
+        self._num_updates += 1
+        self.waits.update()
+
+    def exclude(self) -> AbstractContextManager[object]:
+        return self.waits.exclude()
+
+    def stop(self) -> None:
+        self.waits.stop()
 
     def add_to_findings(self, findings: Findings) -> None:
-        if self.seconds:
+        if self._num_updates:
             findings.waits = self.waits.table()
 
 

@@ -123,7 +123,7 @@ def test_a_schedule_of_the_module_that_is_not_used_is_reported(uses_schedule: bo
 
 def test_an_attribute_that_the_trainer_lacks_is_named_with_those_that_it_has() -> None:
     task = LightningTask(Module())
-    with pytest.raises(AttributeError, match=r"callback_metrics.*max_epochs"):
+    with pytest.raises(AttributeError, match=r"callback_metrics.*is_global_zero.*max_epochs"):
         task.trainer.callback_metrics  # noqa: B018
 
 

@@ -289,8 +289,9 @@ def test_the_probe_measures_samples_and_shapes(comparison: Comparison) -> None:
     variant = Variant("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
 
     with comparison.open_variant(variant, LIMITS) as (ask, _):
-        actual = ask({"do": "probe"})
+        actual, batch = ask({"do": "probe"}), ask({"do": "batch"})
 
+    assert batch["loss_terms"] == 2
     assert actual["sample_bytes"] == 8 * 4
     assert actual["same_when_read_again"]
     assert actual["num_shapes"] == 1
