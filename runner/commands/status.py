@@ -168,6 +168,6 @@ def _print_mirror(directory: RunDirectory) -> None:
     if missing:
         _print(f"              not copied: {abbreviate(missing, 5)}")
     if mirror.get("skipped"):
-        _print(f"              {mirror['skipped']} removed here before they were copied")
+        _print(f"              {mirror['skipped']} removed from the run before they were copied")
     if mirror.get("problem"):
         _print(f"              {mirror['problem']}")

@@ -87,9 +87,9 @@ def format_result(tuned: TuneReport) -> list[str]:
             if _rounds_differently(trial)
         ]
     if search.overrides and search.proof is not None:
-        lines.append(f"all combined, in new rounds against the current settings: {search.proof.outcome.summary}")
+        lines.append(f"all combined, measured once more against the current settings: {search.proof.outcome.summary}")
     elif search.proof is not None:
-        lines.append(f"in new rounds against the current settings: {search.proof.outcome.reason}")
+        lines.append(f"all combined, measured once more against the current settings: {search.proof.outcome.reason}")
         lines.append("the profile is empty")
     else:
         what = "none of the settings tried is clearly faster; the profile is empty"

@@ -168,7 +168,7 @@ def find_name_error(group: str, name: object) -> tuple[str, str] | None:
     if (folder / f"{name}.yaml").is_file() or (group == "precision" and name in PRECISION_NAMES):
         return f"{group}={name} is a shipped option", f'use another name, such as "my_{name}"'
     if group == TECHNIQUE and name in RESERVED_TECHNIQUES:
-        return f"{name} is an argument of benchmark", f'use another name, such as "my_{name}"'
+        return f"{name} is an argument of accel-run benchmark", f'use another name, such as "my_{name}"'
     return None
 
 

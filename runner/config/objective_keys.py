@@ -30,7 +30,7 @@ def list_objective_keys(
             continue
         prefix = f"{OBJECTIVE}.{name}."
         every, max_norm = declaration.get("every", 1), declaration.get("max_grad_norm")
-        keys[f"{prefix}every"] = Key(f"{prefix}every", PositiveInt, every, "it is part of one update in `every`")
+        keys[f"{prefix}every"] = Key(f"{prefix}every", PositiveInt, every, "train it in one of this many updates")
         norm_help = "maximum gradient norm for clipping; null: max_grad_norm of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)
         for group in PHASE_GROUPS:
@@ -41,7 +41,7 @@ def list_objective_keys(
                 full = f"{prefix}{group}.{key}"
                 is_declared = option == declaration.get(group, selected[group])
                 default = declaration.get(f"{group}.{key}") if is_declared else None
-                keys[full] = Key(full, option_key.type | None, default, f"{option_key.help}; null: as without it")
+                keys[full] = Key(full, option_key.type | None, default, f"{option_key.help}; null: as if not set")
     return keys
 
 

@@ -518,10 +518,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _Damaged("files must be a list of plain names, sizes and hashes")
     file_names = [entry["name"] for entry in entries]
     has_parts = any(checkpoint_parts.is_part_stem(name.removesuffix(_SUFFIX)) for name in file_names)
-    _require(has_parts == (version == FORMAT_OF_PARTS), f"format_version {version} does not fit its files")
+    _require(has_parts == (version == FORMAT_OF_PARTS), f"its files do not belong to format_version {version}")
     _require(
         STATE in file_names and MANIFEST not in file_names and len(set(file_names)) == len(file_names),
-        f"files must name {STATE}, not {MANIFEST}, and each file once",
+        f"the list of files must contain {STATE}, must not contain {MANIFEST}, and must name each file once",
     )
     return manifest
 

@@ -287,7 +287,7 @@ class MirrorThread(NoMirror):
         with suppress(AccelRunError):
             self.run.write(MIRROR, state.to_json())
         text = f"mirror {state.url}: has {num_copied} of {num_copied + len(saved)} checkpoints"
-        text += f" ({state.skipped} were removed here before they were copied)" if state.skipped else ""
+        text += f" ({state.skipped} were removed from the run before they were copied)" if state.skipped else ""
         if saved:
             text += f"; not copied: {abbreviate(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
             text += ". Run the same command again to copy them"

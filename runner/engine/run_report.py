@@ -139,7 +139,11 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
 def state_note(expected: int, actual: int) -> list[str]:
     """Return a note if the optimizer state has fewer bytes than expected, and the rounded sizes differ."""
     texts = format_bytes(actual), format_bytes(expected)
-    return [f"optimizer state {texts[0]} instead of {texts[1]}"] if actual < expected and texts[0] != texts[1] else []
+    return (
+        [f"optimizer state: {texts[0]}, instead of {texts[1]} in the precision of the parameters"]
+        if actual < expected and texts[0] != texts[1]
+        else []
+    )
 
 
 def _best_note(checkpoints: Path) -> list[str]:
@@ -197,7 +201,8 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
     lines = [f"checkpoint interval: {policy}"]
     if policy.mirror is not None:
         lines.append(
-            f"checkpoints are copied to {policy.mirror}; at its end the run waits up to {policy.mirror_wait_s:g} s"
+            f"checkpoints are copied to {policy.mirror}; at its end, the run waits up to {policy.mirror_wait_s:g} s for"
+            " the copies"
         )
     return lines
 

@@ -395,7 +395,10 @@ def _find_by_name(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
 def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2:
         return ""
-    return "CUDA numbers unlike GPUs fastest first, the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID for one order"
+    return (
+        "CUDA numbers different GPUs by speed, the driver by PCI bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both"
+        " use the same numbers"
+    )
 
 
 def _address(handle: Any) -> int | None:

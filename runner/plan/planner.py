@@ -236,7 +236,7 @@ class _Planner(Decisions):
         # All ranks must use one number format: they add their gradients.
         weakest = min(used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.formats.fp16), default=None)
         if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
-            self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
+            self.notes.append(f"all ranks use the same precision, chosen for the least capable GPU, {weakest.name}")
         return weakest
 
     def _limit_memory(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:

@@ -204,12 +204,14 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(why_not, f"parallelism={choice.name}", fix))
     memories = [rank.capacity_bytes for rank in planner.ranks]
     if all(memories) and max(memories) > MAX_MEMORY_RATIO * min(memories):
-        usable = f"shards are even, so no device can hold more than the smallest one ({format_bytes(min(memories))})"
+        usable = (
+            f"shards are equal, so no device can use more memory than the smallest has ({format_bytes(min(memories))})"
+        )
         planner.notes.append(f"parallelism=fsdp: {usable}; parallelism=pipeline divides the layers by memory")
     communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].function
     if communicated and communicated != precision:
-        what = f"parameters can be communicated only in the format of precision, which is {precision}"
+        what = f"a 16-bit format must match precision, but precision is {precision}"
         fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     if planner.choices["parallelism"].options["shard_size"] == "auto":
@@ -242,7 +244,9 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
         what = f"must divide the {count} ranks into groups of at least 2, each with a copy of the model"
         planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
     elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
-        what = f"parallelism.{key}={size}: some groups share a machine with others and extend to the next one"
+        what = (
+            f"parallelism.{key}={size}: some groups of {size} ranks are split over machines that other groups also use"
+        )
         planner.notes.append(f"{what} ({', '.join(map(str, machines))} ranks per machine)")
 
 
@@ -259,7 +263,7 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     part = dataclasses.replace(_part_of_shards(planner), shard_size=size, gathers_model=gathers_model)
     if not _shards_fit(planner, part):
         return "all", f"auto: 1/{size} of the model does not fit a device"
-    return size, f"auto: parameters are gathered within each of {len(machines)} machines; the network carries sums only"
+    return size, f"auto: each of {len(machines)} machines gathers parameters; only sums of gradients cross the network"
 
 
 def _evaluation_of_shards(planner: Decisions) -> None:
@@ -277,7 +281,7 @@ def _evaluation_of_shards(planner: Decisions) -> None:
 
     whole, sharded = index_of_first_fit(gathers_model=True), index_of_first_fit(gathers_model=False)
     if sharded < whole and len(planner.ranks) > 1:
-        reason = "auto: the whole model does not fit a device, as an evaluation would need"
+        reason = "auto: the whole model, which an evaluation would gather on each rank, does not fit a device"
         planner.set("parallelism", "evaluation", "sharded", reason)
     else:
         fits = "the whole model fits each device" if whole < len(is_sharded) else "nothing fits"
@@ -306,7 +310,7 @@ def _gradient_shards(planner: Decisions) -> None:
         reason = "memory was not traced" if planner.needs is None else "unsharded gradients fit"
         planner.set("parallelism", "gradients", "full", f"auto: {reason}")
     else:
-        reason = "auto: unsharded gradients of all parameters do not fit between micro-batches"
+        reason = "auto: unsharded gradients, which are kept between micro-batches, do not fit"
         planner.set("parallelism", "gradients", "sharded", reason)
 
 

@@ -104,7 +104,9 @@ def _format_parts(plan: Plan, memories: Sequence[RankMemory]) -> list[str]:
     rows.append(("available", *(_format_size(kind[0].prediction.capacity) for kind in shown)))
     rows.append(("", *(_format_fit(kind[0]) for kind in shown)))
     if len(shown) < len(kinds):
-        rows.append((f"{'':<{_NAME_WIDTH}}  the groups of ranks with the least free memory, of {len(kinds)} groups",))
+        rows.append(
+            (f"{'':<{_NAME_WIDTH}}  only the groups of ranks with the least free memory, of {len(kinds)} groups",)
+        )
     return format_table(rows, "<>")
 
 

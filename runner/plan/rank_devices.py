@@ -116,6 +116,6 @@ def split_shares(
     if requested == "speed":
         return even, "speed: equal at first, then by measured speed"
     if not all(memories):
-        return even, "memory: unknown here, so even"
+        return even, "memory: equal, because the memory of a device is unknown"
     sizes = " : ".join(f"{memory / 2**30:.3g}" for memory in memories)
     return split_proportionally(total, memories), f"memory: proportional to {sizes} GiB"

@@ -80,14 +80,14 @@ def choose_strategy(
         and demand.model.num_layers >= count
         and _fits_together(demand, samples, ranks)
     ):
-        why = "too large for fsdp"
+        why = "even shards of fsdp do not fit"
         if not can_shard:
             why = "this version of torch cannot shard over several ranks"
         elif are_unequal:
             why = "fsdp shards evenly, " + (
                 "which would leave memory of the larger device unused"
                 if shards_fit
-                else "too much for the smaller device"
+                else "which does not fit the smaller device"
             )
         return Strategy(
             "pipeline", {}, f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; {why} ({demand})"

@@ -472,8 +472,8 @@ class _Update:
         waiting = host_s - sum(part.seconds or 0.0 for part in parts)
         if waiting > 0:
             how = (
-                f"{UPDATE_HOST_S * 1e3:g} ms and {work.launches + step.launches:,} operators at"
-                f" {self._launch_s * 1e6:g} us: the device waits for the host"
+                f"the device waits for the host, which needs {UPDATE_HOST_S * 1e3:g} ms, and"
+                f" {self._launch_s * 1e6:g} us for each of {work.launches + step.launches:,} operators"
             )
             parts.append(Part(LAUNCHES, waiting, how))
         return parts

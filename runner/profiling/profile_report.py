@@ -214,7 +214,7 @@ def _format_modules(findings: Findings, width: int) -> list[str]:
     }
     columns_note = ""
     if findings.num_updates.get("modules timed", 1) > 1:
-        columns_note = "; std to max: of the total"
+        columns_note = "; std, min, median, max: of the total"
         for name in ("std", "min", "median", "max"):
             columns[name] = [_format_ms(asdict(row.total)[name]) for row in rows]
     omitted = f", {len(selected)} of {len(modules)}; all in modules.csv" if len(selected) < len(modules) else ""

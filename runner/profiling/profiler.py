@@ -186,7 +186,9 @@ class Session:
             num_updates={part.name: part.num for part in self.parts[1:] if part.seconds},
         )
         if self.shortened:
-            findings.notes.append("the phase has too few updates: each part of the profile has fewer than requested")
+            findings.notes.append(
+                "the phase has too few updates, so each part of the profile has recorded fewer than requested"
+            )
         if any(part.seconds is None for part in self.parts[1:]):
             missing = [part.name for part in self.parts[1:] if part.seconds is None]
             findings.notes.append(f"incomplete: no {', '.join(missing)}")

@@ -173,9 +173,9 @@ class BackgroundTracker(Tracker):
     def _run(self) -> None:
         try:
             if not any(self._run_attempt(attempt) for attempt in self._attempts):
-                self._note = f"tracker off, metrics.jsonl has every row ({'; '.join(self._reasons)})"
+                self._note = f"the tracker is off ({'; '.join(self._reasons)}); metrics.jsonl has every row"
         except Exception as error:  # a bug in the tracker must not end the training
-            self._note = f"tracker off, metrics.jsonl has every row ({error!r})"
+            self._note = f"the tracker is off ({error!r}); metrics.jsonl has every row"
         self._accepts_rows = False
 
     def _run_attempt(self, attempt: Attempt) -> bool:

@@ -230,8 +230,8 @@ class Negatives(Task):
     [
         ("module", "in the output of 0 (Bad)", True),
         ("backward", "in the backward pass of 0 (BadBackward)", True),
-        ("couple", "couple is not (", False),
-        ("gradient", "couple is finite, but its gradient is not (", False),
+        ("couple", "couple() is not (", False),
+        ("gradient", "couple() is finite, but its gradient is not (", False),
     ],
 )
 def test_a_loss_of_coupled_samples_is_searched_as_a_whole(

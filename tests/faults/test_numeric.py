@@ -42,7 +42,7 @@ class Fault:
 FORWARD = "at update 12: first in the output of middle (Middle), whose inputs are finite; samples "
 BACKWARD = "the gradients are not finite at update 12: first in the backward pass of middle (Middle)"
 FAULTS = {
-    "the loss": Fault("task.fault=loss", "at update 12: all modules are finite, but the loss is not ("),
+    "the loss": Fault("task.fault=loss", "at update 12: the outputs of all modules are finite, but the loss is not ("),
     "a module": Fault("task.fault=module", "the loss is not finite " + FORWARD),
     "a module in bf16": Fault("task.fault=module precision=bf16", FORWARD),
     "a module, with workers": Fault("task.fault=module dataloader.num_workers=1", FORWARD),

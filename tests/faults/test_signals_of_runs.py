@@ -245,7 +245,7 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
     else:
         assert "not saved" in text
         assert "checkpoint.grace_s=0.0001" in text
-        assert f"{path.name} remains, {reached - saved} updates" in text
+        assert f"{path.name}, and {reached - saved} updates" in text
     assert_resumes(server, tmp_path, args, straight(num_ranks, "checkpoint.every=5"))
 
 

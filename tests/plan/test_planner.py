@@ -613,7 +613,7 @@ def test_impossible_shares_are_refused(word: str) -> None:
 def test_the_plan_says_that_fsdp_shards_evenly_on_unequal_devices() -> None:
     for devices, is_said in ((PAIR, True), ((PAIR[0], dataclasses.replace(PAIR[0], index=1)), False)):
         made = plan("parallelism=fsdp", "parallelism.world_size=2", on=machine(*devices))
-        notes = [note for note in made.notes if "shards are even" in note]
+        notes = [note for note in made.notes if "shards are equal" in note]
         assert bool(notes) == is_said
         assert all("(8 GiB)" in note and "parallelism=pipeline" in note for note in notes)
 

@@ -52,12 +52,12 @@ def needs(demand: Demand) -> MemoryNeeds:
         (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "equal shares fit"),
         (model(20), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(14), devices(11, 8), None, "pipeline", {}, "memory of the larger device unused"),
-        (model(17), devices(11, 8), None, "pipeline", {}, "too much for the smaller device"),
+        (model(17), devices(11, 8), None, "pipeline", {}, "which does not fit the smaller device"),
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
         (model(29), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if evaluations gather one block at a time
-        (model(30), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),
+        (model(30), devices(16, 16), None, "pipeline", {}, "even shards of fsdp do not fit"),
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(

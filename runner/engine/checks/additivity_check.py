@@ -452,7 +452,7 @@ class _BatchComparison:
                 reason = "it selects samples of the batch at random"
         if values is None:
             return {"loss": _Verdict("", reason=self.reason)}
-        differs = "it draws random numbers that differ between samples, as with NumPy"
+        differs = "it draws random numbers that the check cannot make equal for all samples, such as those of NumPy"
         return {
             name: self._classify(value, reason or ("" if value.is_close(again.get(name)) else differs))
             for name, value in values.items()

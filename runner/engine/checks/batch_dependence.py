@@ -59,7 +59,8 @@ def describe_calls(calls: Mapping[str, str], batch: Batch) -> str:
 
 def _note(named: str, is_accumulated: bool, is_shared: bool, verb: str = "depends") -> str:
     parts = [part for part, applies in (("micro-batches", is_accumulated), ("ranks", is_shared)) if applies]
-    return f"the update {verb} on {' and '.join(parts)}: {named}; see docs/unequal.md"
+    division = f"its division into {' and '.join(parts)}"
+    return f"the result of an update {verb} on {division}, because of {named}; see docs/unequal.md"
 
 
 def _draws(module: nn.Module) -> bool:

@@ -274,7 +274,7 @@ class Meter:
         row |= self._timing(window, items[window.num_untimed :])
         for readings in self.readings():
             if taken := row.keys() & readings.keys():
-                what = f"readings() of a hook returned {', '.join(sorted(taken))}, which the row already has"
+                what = f"readings() of a hook returned metrics that the row already has: {', '.join(sorted(taken))}"
                 raise TaskFault(what, fix="use other names")
             row |= readings
         self.last_row = row

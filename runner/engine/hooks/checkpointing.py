@@ -296,7 +296,8 @@ class Checkpointing(Hook):
             warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
             return
         name = checkpoints.checkpoint_path(self.phase.run.directory.checkpoints, newest_number).name
-        warn(f"{reason}; {name} remains, {self.phase.number - newest_number} updates after it are repeated")
+        num_repeated = self.phase.number - newest_number
+        warn(f"{reason}; the newest checkpoint is {name}, and {num_repeated} updates after it are repeated")
 
     # ------------------------------------------------------------ what
 

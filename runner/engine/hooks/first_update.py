@@ -65,7 +65,8 @@ class FirstUpdate(Hook):
             return
         # Without validation data, the model is never gathered, and the whole model may not fit on one device.
         if is_sharded and phase.hook(Evaluation).held_out is None:
-            reason = f"parallelism={phase.run.plan.choices['parallelism'].name} gathers the model for evaluations only"
+            option = f"parallelism={phase.run.plan.choices['parallelism'].name}"
+            reason = f"{option} gathers the whole model only for evaluations, and there is no validation data"
         else:
             results = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
@@ -76,8 +77,8 @@ class FirstUpdate(Hook):
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(
-                f"{phase.name}: the check that loss() returns a sum was skipped: {reason}. It must return the sum over"
-                ' the items of a batch, such as with reduction="sum", and their number'
+                f"{phase.name}: the check that loss() returns a sum was skipped: {reason}. loss() must return the"
+                ' sum over the items of a batch, such as with reduction="sum", and their number'
             )
 
     def _check_metrics(self) -> None:

@@ -218,12 +218,12 @@ class _UpdateSearch:
             embedded = update.embed_and_yield(read())
             for micro, micro_batch in zip([*micros[-1:], *micros[:-1]], embedded, strict=True):
                 if not is_finite(update.total):
-                    loss = _Origin("loss", f"all modules are finite, but couple is not ({place})")
+                    loss = _Origin("loss", f"the outputs of all modules are finite, but couple() is not ({place})")
                     return non_finite[0] if non_finite else loss
                 gradients = [gradient for gradient in micro_batch.batch.gradients if gradient is not None]
                 weights = [weight.grad for weight in training.parameters if weight.grad is not None]
                 if not is_finite([gradients, weights]):
-                    return _Origin("loss", f"couple is finite, but its gradient is not ({place})")
+                    return _Origin("loss", f"couple() is finite, but its gradient is not ({place})")
                 current[:] = [micro]
                 if micro.is_counted:
                     root, _ = update.recompute(training.model, micro_batch.batch)
@@ -237,7 +237,7 @@ class _UpdateSearch:
         for micro, batch in self._read_batches():
             if not is_finite(batch):
                 return self._blame_samples(micro)
-        return _Origin("unknown", "the stages of a pipeline are not searched; its samples are finite")
+        return _Origin("unknown", "all samples are finite; the modules of a pipeline are not searched")
 
     def _read_batches(self) -> Iterator[tuple[MicroBatchKey, Any]]:
         """Yield the micro-batches that the model receives, on the device."""
@@ -265,8 +265,8 @@ class _UpdateSearch:
         if has_bad_samples:
             return self._blame_samples(micro)
         place = locate_definition(getattr(method, "loss", method), self.parts.source)
-        name = "the result of embed" if self.coupled else "the loss"
-        return self._origin("loss", f"all modules are finite, but {name} is not ({place})", micro)
+        name = "the result of embed()" if self.coupled else "the loss"
+        return self._origin("loss", f"the outputs of all modules are finite, but {name} is not ({place})", micro)
 
     def _check_backward(self, calls: ModuleCalls, micro: MicroBatchKey) -> _Origin | None:
         call = calls.find_backward_origin()

@@ -233,9 +233,10 @@ class OutOfMemory(Hook):
                 phase.name, phase.position.update, rank, reduced, requested, world_size, use, in_place=False
             )
             rows = [*self.rows, row]
-            reason = f" ({obstacle} could not be restored)" if obstacle else ""
-            retry_hint = f"the run resumes from the last checkpoint with micro-batches of {reduced}{reason};"
-            retry_hint += " if that fails:"
+            retry_hint = f"the run resumes from the last checkpoint with micro-batches of {reduced}"
+            if obstacle:
+                retry_hint += f" (the update cannot be retried, because this was not restored: {obstacle})"
+            retry_hint += "; if that fails:"
         else:  # no size helped: after a fix, the run starts with the requested size
             rows = [row for row in self.rows if (row.phase, row.update) != (phase.name, phase.position.update)]
         if rows != self.rows:

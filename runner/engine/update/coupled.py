@@ -74,7 +74,7 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
         is_sync_norm = choice.options.get("batch_norm") == "sync"
         raise ConfigError(
             Problem(
-                "cannot train a loss defined by embed and couple: its passes contain collectives",
+                "cannot train a loss defined by embed and couple: ranks communicate in each forward and backward pass",
                 "parallelism.batch_norm=sync" if is_sync_norm else f"parallelism={choice.name}",
                 "use parallelism.batch_norm=per_rank" if is_sync_norm else "use parallelism=ddp or parallelism=single",
             )

@@ -164,8 +164,8 @@ def _copy_dense(tensor: Tensor | None, *, on_host: bool) -> Tensor | None:
 def _frozen_fault(key: _TensorKey) -> TaskFault:
     module, name = key
     return TaskFault(
-        f"embed() or couple() changes a frozen parameter of {type(module).__name__}, {name}, but embed() is called"
-        " twice for most micro-batches, and the parameter is not restored: frozen parameters are restored if the first"
-        f" update changes one, and they have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
+        f"embed() or couple() changes {name}, a frozen parameter of {type(module).__name__}. embed() is called twice"
+        " for most micro-batches, so the first of the two changes must be undone. That is possible only if a frozen"
+        f" parameter changes already in the first update, and if all of them have at most {MAX_FROZEN_BYTES >> 30} GiB",
         fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in after_update of a hook',
     )

@@ -21,7 +21,8 @@ UNREACHED_FIX = (
     "if the loss does not depend on these values, they keep their initial values: initialize them, or do not train them"
 )
 STATISTICS_FIX = (
-    "these buffers were finite at the start of the phase; statistics such as those of batch norms are not finite"
+    "these buffers were finite at the start of the phase; if they are batch norm statistics, check the input of the"
+    " batch norm"
 )
 
 

@@ -60,7 +60,8 @@ def formats(context: CheckContext) -> Iterator[CheckResult]:
             yield dataclasses.replace(found, figures={**found.figures, "gflop_per_s": rate / 1e9})
         elif is_stand_in() or not float32:
             yield skip(
-                number_format.subject, NOT_TIMED if is_stand_in() else "there is no rate of fp32 to compare with"
+                number_format.subject,
+                NOT_TIMED if is_stand_in() else "the rate of fp32 is unknown, so there is nothing to compare with",
             )
         else:
             yield compare_format(number_format, rate / float32)
@@ -95,7 +96,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
     ]
     for subject, device, kernel, dtype in context.each(wanted, lambda each: each[0]):
         if is_stand_in() and kernel != "math":
-            yield skip(subject, "the stand-in has no such kernel")
+            yield skip(subject, "the simulated GPU has no such kernel")
             continue
         where = torch.device(device.torch_name)
         yield compare_kernel(subject, refusal_reason(kernel, dtype, where), _find_refusal(kernel, dtype, where))

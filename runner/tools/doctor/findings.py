@@ -64,7 +64,7 @@ def skip(subject: str, seen: str, fix: str = "") -> CheckResult:
     return CheckResult("skip", subject, seen, fix)
 
 
-NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
+NOT_TIMED = "the GPU is simulated on the CPU, so times are not compared"
 
 
 def compare(subject: str, unit: str, pair: tuple[float, float], seen: str, difference: str = "") -> CheckResult:

@@ -272,7 +272,9 @@ class TrialOutcome:
         """Return the gain and the start-up cost."""
         if self.pays_at is None or self.later_s is None:
             return str(self.ratio)
-        return f"{self.ratio}; starts {self.later_s:.2g} s later, pays after {self.pays_at:,} updates"
+        return (
+            f"{self.ratio}; start-up takes {self.later_s:.2g} s longer, which pays off after {self.pays_at:,} updates"
+        )
 
     @property
     def reason(self) -> str:
@@ -282,7 +284,7 @@ class TrialOutcome:
         if self.is_wrong:
             return f"numerical results differ: {self.numerics} ({self.ratio})"
         if not self.pays:
-            return f"faster, but the {self.updates:,} updates are too few for it: {self.summary}"
+            return f"faster, but its start-up does not pay off within {self.updates:,} updates: {self.summary}"
         if self.ratio.verdict == "better":
             return f"better, but another setting is better still: {self.ratio}"
         return f"{self.ratio.verdict}: {self.ratio}"
@@ -455,7 +457,7 @@ def describe_disturbances(result: ComparisonResult) -> Iterator[str]:
     blocks_ms = [block.ms for block in result.baseline.blocks.values()]
     low, middle, high = statistics.quantiles(blocks_ms, n=4) if len(blocks_ms) >= 4 else (1.0, 1.0, 1.0)
     if (high - low) / middle > NOISY_SPREAD:
-        what = f"half of the baseline's blocks differ by {(high - low) / middle:.0%}"
+        what = f"the middle half of the baseline's block times varies by {(high - low) / middle:.0%}"
         yield f"measurements are noisy: {what}; other processes are running, or the machine throttles"
     busy = statistics.fmean(result.busy_cores) if result.busy_cores else 0.0
     if busy > BUSY_CORES:
@@ -496,7 +498,7 @@ def encode_outcome(outcome: TrialOutcome) -> dict[str, Any]:
 
 
 NO_TIME_LEFT = "not tried: no time was left for its start"
-START_TIMED_OUT = "not tried: it had no time to start"
+START_TIMED_OUT = "not tried: start-up timed out"
 MIN_DELAY_S = 0.5  # start-ups of identical settings differ by this much
 NOISY_SPREAD = 0.15  # a note reports a larger interquartile range of blocks, relative to the median
 BUSY_CORES = 0.25  # a note reports if other processes use more cores

@@ -324,7 +324,7 @@ _BASELINE_RATIO = Ratio(1.0, 1.0, 1.0, 0)
 _COLORS_BY_CLASS = {
     BASELINE: "#444444", "faster": COLORS[0], "slower": COLORS[1], "no clear change": "#999999",
 }  # fmt: skip
-_WRONG_LABEL = "cross-hatched: its numbers differ from the baseline's"
+_WRONG_LABEL = "cross-hatched: its numerical results differ from the baseline's"
 _NUM_COLORS = 7  # colors of COLORS used for lines; gray is too similar to black
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MAX_MARKED_STEPS = 60  # lines with more steps have no markers

@@ -271,7 +271,7 @@ def make_profile(report: TuneReport) -> Profile:
         ]
     else:
         reason = result.proof.outcome.reason
-        lines.append(f"No settings: {result.proof.candidate.name} failed in new rounds, {reason}")
+        lines.append(f"No settings: {result.proof.candidate.name} was rejected when measured once more: {reason}")
     for tried in (tried for tried in result.tried if tried not in result.adopted):
         title = "Not tried" if tried.outcome.is_untried else "Tried"
         lines.append(f"{title}: {tried.candidate.name}: {tried.outcome.reason.removeprefix('not tried: ')}")

@@ -81,7 +81,7 @@ def loss(run: RunData) -> Drawing | str:
     bad = sum(not math.isfinite(value) for value in raw.y)
     notes = [f"{bad:,} rows without a finite loss are gaps"] if bad else []
     if any(count > 1 for count in updates_per_row(raw.x)):  # explains why it may be above the validation loss
-        notes.append("training: mean of the updates since the row before, drawn at the last of them")
+        notes.append("training: each point is the mean of the updates since the previous one")
     return Drawing(figure, "; ".join(descriptions), "; ".join(notes))
 
 

@@ -75,7 +75,7 @@ def _describe_times(runs: Sequence[RunData], labels: Sequence[str]) -> Iterator[
         if _includes(runs[one], runs[other]) and _includes(runs[other], runs[one])
     ]
     if pairs:
-        yield f"update time: within the variation of the rows: {abbreviate(pairs)}"
+        yield f"update time: differences are within the variation over the run: {abbreviate(pairs)}"
 
 
 def _includes(run: RunData, other: RunData) -> bool:

@@ -86,7 +86,7 @@ def _make_report(task: str, result: ComparisonResult, notes: list[str]) -> Suite
         + ("no clear change" if ratio.verdict == "no clear change" else str(ratio))
         for name, ratio in ratios.items()
     ]
-    headline = "; ".join(sentences) or "nothing can be compared: fewer than two forms were measured"
+    headline = "; ".join(sentences) or "nothing can be compared: fewer than two forms of parallelism were measured"
     data = {"ratios": {name: encode(ratio) | {"verdict": ratio.verdict} for name, ratio in ratios.items()}}
     table = make_table(f"forms of parallelism, {task}", columns, trials)
     return SuiteReport(headline, (table,), notes, result.skipped, data)
