@@ -47,7 +47,7 @@ def deterministic(
 
     warn_only  warn about an operation without deterministic kernel instead of stopping
     threads    CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine.
-               Sums depend on it, so it must be the same in both runs
+               Sums depend on it, so it must be the same in all of these runs
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized: enter before the first product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

@@ -35,8 +35,8 @@ def default(
     """Load in worker processes, or in this process if there are none.
 
     num_workers       worker processes; 0 reads in this process; auto: by device and cores
-    workers_above_ms  start workers only if reading a batch takes longer, in ms, measured at the start; 0: always start
-                      them; auto: 1 with num_workers=auto, else 0
+    workers_above_ms  start workers only if reading a batch takes more than this many ms, as measured at the start;
+                      0: always start them; auto: 1 with num_workers=auto, else 0
     pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
     prefetch_factor   batches each worker reads ahead
     start_method      how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again

@@ -3,7 +3,7 @@
 Keys of several options:
 
 warmup        updates of linear warm-up; below 1: fraction of all updates
-final_factor  fraction of the peak at the end
+final_factor  learning rate at the end, as a fraction of the peak
 gamma         factor per step
 """
 
@@ -165,8 +165,8 @@ def one_cycle(
     """Increase from a small learning rate to the peak, then decay to almost zero at the last update.
 
     warmup        updates until the peak; below 1: fraction of all updates
-    start_factor  fraction of the peak at the first update
-    final_factor  fraction of the peak at the last update
+    start_factor  learning rate at the first update, as a fraction of the peak
+    final_factor  learning rate at the last update, as a fraction of the peak
     anneal        cos: half a cosine wave for both parts; linear: a straight line
     Source: Smith and Topin, Super-Convergence, 2017; torch.optim.lr_scheduler.OneCycleLR, learning rate only.
     """
@@ -200,7 +200,7 @@ def plateau(
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     patience   consecutive evaluations without improvement before a step
-    threshold  relative improvement over the best metric that counts
+    threshold  smallest relative change of the best metric that counts as an improvement
     cooldown   evaluations after a step that are ignored
     floor      lower bound of the learning rate, as a fraction of the peak
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".
@@ -230,7 +230,7 @@ def warm_restarts(
 
     period        updates of the first wave; below 1: fraction of all updates
     growth        length of each wave relative to the previous one
-    final_factor  fraction of the peak at the end of each wave
+    final_factor  learning rate at the end of each wave, as a fraction of the peak
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017.
     """
     start = _warmup(warmup, updates)

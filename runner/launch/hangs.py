@@ -165,7 +165,7 @@ class HangDetector:
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:
             what = f"{subject} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
-            fix = "`kill -CONT` before the limit lets it continue"
+            fix = "a process that is stopped on purpose must be continued with kill -CONT before this limit"
             return Hang(what, fix=f"{fix}\n{format_hang(stacks_by_name)}")
         if state.is_silent:
             what = f"{subject} has executed no Python code for {state.silent_s:.0f} s, {doing}"

@@ -56,7 +56,7 @@ def slurm(
     """Submit the run as a SLURM job, which is requeued and resumes after preemption or its time limit.
 
     partition       partition; null: the cluster's default
-    nodes           machines
+    nodes           number of machines
     gpus_per_node   GPUs per node
     tasks_per_node  ranks per node; auto: one per GPU, one if there are no GPUs
     cpus_per_task   CPU cores per rank, including its data workers; null: the cluster's default
@@ -97,7 +97,7 @@ def ray(
     """Run the ranks on a Ray cluster and wait for them; after the loss of a node, they restart from the checkpoint.
 
     address         address of the cluster, such as head:6379; auto: the cluster of this machine
-    nodes           machines
+    nodes           number of machines
     gpus_per_node   GPUs per node
     ranks_per_node  ranks per node; auto: one per GPU, one if there are no GPUs
     cpus_per_rank   CPU cores per rank, including its data workers

@@ -235,8 +235,8 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
             if once.grows_as_mean and is_constant and more_count > 1.5 * count:
                 what = (
                     f"couple() returns a mean with a count of {once.batch[1]:g}, but must return the sum over the"
-                    f" items: the loss of a batch is {once}, with rows repeated twice {twice:.4g},"
-                    f" four times {more:.4g}"
+                    f" items: the loss of a batch is {once}; it is {twice:.4g} if the rows are repeated twice, and"
+                    f" {more:.4g} if they are repeated four times"
                 )
                 fix = (
                     'return the sum, as with reduction="sum", or the mean with a count of 1; if it already is a sum,'
@@ -572,7 +572,7 @@ def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], part
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _HALF = (torch.bfloat16, torch.float16)
-_COLLATED_AGAIN = "the halves of a batch, collated again, have other values"
+_COLLATED_AGAIN = "samples have other values when they are collated again, as halves of a batch"
 _HALF_WEIGHTS = "it differs slightly from a sum, which may be the rounding of weights in half precision"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"

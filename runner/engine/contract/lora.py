@@ -70,9 +70,9 @@ def lora(
 
     target      names of layers, or ends of names, such as [q_proj,v_proj]: linear, convolution or embedding;
                 []: all linear layers without a shared weight
-    rank        inner dimension of the product
-    alpha       the product is scaled by alpha / rank
-    dropout     dropout of the inputs of the product
+    rank        rank of the added weight, the product of two small matrices
+    alpha       the added weight is multiplied by alpha / rank
+    dropout     dropout probability of the inputs of the small matrices
     train       further modules or parameters that are trained in full, such as [head]
     checkpoint  adapter: checkpoints leave out the frozen weights, which are restored from `weights` or the seed; all:
                 they contain the entire model

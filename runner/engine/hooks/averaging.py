@@ -126,7 +126,7 @@ def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
 def swa(*, start: Factor = 0.0, evaluate: bool = True) -> Rule:
     """Stochastic weight averaging: the mean of the weights after each update of the phase.
 
-    start     fraction of the updates of the phase that are not averaged
+    start     averaging starts after this fraction of the updates of the phase
     evaluate  evaluation, inference and export use the average; false: it is only stored in checkpoints
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """

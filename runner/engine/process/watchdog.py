@@ -449,11 +449,11 @@ def default(
 ) -> WatchdogLimits | None:
     """End the run after a timeout, with the stacks of all threads and ranks.
 
-    update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: 50, or ten times the
-                    recent maximum
+    update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: ten times the
+                    recent maximum, at least 50
     first_update_s  timeout in seconds for the first update or evaluation batch of a phase, including building, loading
                     and compiling
-    data_s          timeout in seconds for loading a batch; auto: 50, or ten times the recent maximum
+    data_s          timeout in seconds for loading a batch; auto: ten times the recent maximum, at least 50
     checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and timeout for the end of
                     the run
     """

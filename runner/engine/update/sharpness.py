@@ -33,7 +33,7 @@ def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
 
     It needs memory for one more copy of the weights.
 
-    rho       distance to these weights: norm of the step over all trained parameters
+    rho       distance to the worst weights: norm of the step to them, over all trained parameters
     adaptive  scale the step of each weight by its magnitude (ASAM); choose rho about ten times as large
     Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
     ASAM, ICML 2021.
