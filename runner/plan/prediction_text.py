@@ -85,7 +85,8 @@ def summarize_memory(memories: Sequence[RankMemory]) -> list[str]:
         passing = sum(parts[name] for name in ("activations", "inputs", "temporary"))
         rest = parts["allocator"] + parts["libraries"]
         summary = (
-            f"model {format_bytes(model)}, pass {format_bytes(passing)}, allocator and libraries {format_bytes(rest)}"
+            f"model {format_bytes(model)}, forward and backward pass {format_bytes(passing)}, allocator and libraries"
+            f" {format_bytes(rest)}"
         )
         lines.append(f"{_format_ranks(kind)}: {_format_verdict(kind[0])} ({summary})")
     return lines

@@ -198,7 +198,9 @@ def _compare(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
         args = tuple(value[:size] if value.dim() else value for value in inputs)
         expected, outputs = _flatten(model(*args)), run(args)
         if len(expected) != len(outputs):
-            raise ValueError(f"it returns {len(outputs)} outputs, the model {len(expected)}")
+            raise ValueError(
+                f"the exported model returns {len(outputs)} outputs, but the model returns {len(expected)}"
+            )
         largest = max(largest, *map(_difference, expected, outputs))
     return Parity(file.name, file.stat().st_size, sizes, largest)
 

@@ -85,8 +85,8 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     prefix = f"on rank {rank}, " if len(results) > 1 and worst.what else ""
     cause = (
         worst.what
-        or "a repetition was finite: the cause is random, such as dropout, or only the sum over"
-        " micro-batches is not finite"
+        or "the update was finite when it was repeated: the cause is random, such as dropout, or only the sum"
+        " over micro-batches is not finite"
     )
     note = f"; samples that are not finite: {abbreviate(samples)}" if samples and worst.kind != "samples" else ""
     what = f"{error.problems[0].what} at update {search.update}: {prefix}{cause}{note}"
@@ -124,7 +124,7 @@ class _UpdateSearch:
         bad = [name for name, weight in parameters if not is_finite(weight)]
         origin = None
         if bad:
-            kind, what = "parameters", f"the parameters were not finite before it: {abbreviate(bad)}{self.note}"
+            kind, what = "parameters", f"parameters were not finite before this update: {abbreviate(bad)}{self.note}"
             if self.is_applied:
                 kind, what = "applied", f"the update had changed {abbreviate(bad)} before its values were checked"
             origin = _Origin(kind, what, samples=self._find_bad_samples(*self.micros))

@@ -99,7 +99,7 @@ class ShardReader:
             raise DataError(
                 f"sample {mark.item - 1} of {self._name()} differs from the one before the run was stopped",
                 where="stream",
-                fix="return the same samples in the same order, given the epoch; or start a new run with run=NAME",
+                fix="return the same samples in the same order for the same epoch; or start a new run with run=NAME",
             )
 
     def restore(self, mark: ShardMark) -> str:
@@ -154,7 +154,7 @@ class ShardReader:
         count = self._next - self._pass_start
         if self._length is not None and self._source.limit is not None:
             raise DataError(
-                f"{self._name()} ended after {count:,} samples, but {self._length:,} of it are to be used",
+                f"{self._name()} ended after {count:,} samples, but training uses {self._length:,} of its samples",
                 where=f"data.train_samples={self._source.limit}",
                 fix="use fewer samples, or fewer shards with data.shards, or return an object from stream() whose len()"
                 " is that of the shard",

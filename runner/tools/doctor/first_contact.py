@@ -166,7 +166,7 @@ def compare_time(subject: str, expected: UpdateTime | None, measured_ms: float |
         return skip(subject, NOT_TIMED)
     if measured_ms is None or expected is None:
         missing = "too few updates were timed" if expected else "no hardware profile describes this GPU"
-        return skip(subject, missing, "" if expected else "accel-run benchmark machine")
+        return skip(subject, missing, "" if expected else "accel-run benchmark suite=machine")
     predicted_ms = 1e3 * expected.seconds
     difference = ""
     if measured_ms > 1.5 * predicted_ms:

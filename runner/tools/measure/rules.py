@@ -290,8 +290,11 @@ def too_many_threads(facts: Facts) -> RuleFinding | None:
     if threads <= cores and not is_small:
         return None
     fewer = sorted({1, max(1, cores // 2), cores} - {threads}, reverse=True)
-    reason = f"an update takes {update_ms:.2g} ms" if threads <= cores else f"there are {_format_cores(cores)}"
-    evidence = f"{threads} threads compute, and {reason}"
+    evidence = (
+        f"an update takes {update_ms:.2g} ms, which is little work for {threads} threads"
+        if threads <= cores
+        else f"{threads} threads compute on {_format_cores(cores)}"
+    )
     return _make_finding(evidence, *(f"backend.threads={n}" for n in fewer if n < threads))
 
 
@@ -300,7 +303,7 @@ def small_workload(facts: Facts) -> RuleFinding | None:
     update_ms, util = facts.update_ms(), facts.monitor.get("gpu0/util")
     if facts.on_cpu() and facts.gpus:
         gpu = facts.gpus[0]
-        return _make_finding(f"the CPU trains, and there is {gpu.name}", f"device={gpu.torch_name}")
+        return _make_finding(f"the run uses the CPU, although {gpu.name} is available", f"device={gpu.torch_name}")
     if facts.on_cpu() is not False or update_ms is None or update_ms > SMALL_UPDATE_MS:
         return None
     if util is not None and util > 30:

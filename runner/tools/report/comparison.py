@@ -36,7 +36,7 @@ def make_comparison_page(runs: Sequence[RunData]) -> Page:
     devices = {name for run in runs if (name := run.plan.device_name)}
     if len(devices) > 1:
         problems.append(
-            f"They ran on different devices, so their speeds are not comparable: {', '.join(sorted(devices))}."
+            f"The runs used different devices, so their speeds are not comparable: {', '.join(sorted(devices))}."
         )
     return Page(
         head=PageHead(

@@ -232,7 +232,7 @@ def truncate(text: str, letters: int) -> str:
     """Truncate a text to about this length, with a note on the number of omitted letters."""
     if len(text) <= letters + _NOTE_LETTERS:
         return text
-    return f"{text[:letters]} … ({len(text) - letters:,} letters more)"
+    return f"{text[:letters]} … ({len(text) - letters:,} more characters)"
 
 
 def _read_curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
