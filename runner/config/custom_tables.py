@@ -229,7 +229,7 @@ def _example(table: OptionTable) -> str:
 def _find_entry_error(table: OptionTable, base: str, signature: Signature | None) -> tuple[str, str] | None:
     parameters = ", ".join(table.parameters)
     if table.bases and base not in table.bases:
-        what = f"must be a pair of {' or '.join(table.bases)}, and a function that this file defines"
+        what = f"must be a pair of the option that it extends ({' or '.join(table.bases)}) and a function of this file"
         return what, f"use e.g. {_example(table)}"
     if signature is None or bool(base) != bool(table.bases):
         return "must be a function that this file defines", f"define it with def mine({parameters}, *, ...)"

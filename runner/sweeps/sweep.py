@@ -295,7 +295,7 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
     if missing and {trial.words for trial in sweep.trials} <= set(choices):
         old, new = set(sweep.earlier.fixed or ()), set(sweep.record.fixed or ())
         old_settings, new_settings = (" ".join(sorted(overrides)) or "nothing" for overrides in (old - new, new - old))
-        what = f"the common settings were {old_settings} when it started, but are {new_settings} now"
+        what = f"the common settings changed since the sweep started: {old_settings} -> {new_settings}"
         raise IncompatibleResume(what, where=f"run={name}", fix="use the same settings, or another run=NAME")
     if missing:
         fix = "use the same settings (you may add values to the lists), or another run=NAME"
@@ -312,7 +312,7 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
     earlier = sweep.record
     pairs = {
-        "the kind": (earlier.kind, record.kind),
+        "the kind (sweep or search)": (earlier.kind, record.kind),
         "the task": (earlier.task, record.task),
         "--task": (earlier.task_file, record.task_file),
         "--config-dir": (earlier.config_dir, record.config_dir),
@@ -326,7 +326,9 @@ def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
         if old != new:
             fix = "use another run=NAME"
             raise IncompatibleResume(
-                f"{what} was {old or 'none'} when it started, but is {new or 'none'} now", where=f"run={name}", fix=fix
+                f"{what} changed since the {earlier.kind} started: {old or 'none'} -> {new or 'none'}",
+                where=f"run={name}",
+                fix=fix,
             )
 
 

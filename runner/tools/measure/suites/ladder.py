@@ -346,7 +346,7 @@ def _check_task(task: str, results: Results) -> None:
         return
     if others:
         what = f"contains measurements of task {', '.join(sorted(others))}, but this is task {task}"
-        fix = f"use prefix={task}-, or another folder=DIR, or clear the table first with accel-run benchmark clean"
+        fix = f"use prefix={task}-, or another folder=DIR, or remove these results first with accel-run benchmark clean"
         raise ConfigError(Problem(what, str(results.csv), fix))
 
 
