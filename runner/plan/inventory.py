@@ -348,7 +348,7 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
         yield nvml.why_not  # no note without a driver: no GPU is expected, and the error for a requested one says why
     for torch_device in torch_view.devices if torch_view.rocm else ():
         if not torch_device.architecture:
-            yield f"ROCm: the architecture of {torch_device.name} is not known, so no format is considered native"
+            yield f"ROCm: the architecture of {torch_device.name} is not known, so no precision is considered native"
     has_no_cudnn = torch_view.cudnn_version is None
     if torch_view.cuda_version and torch_view.cuda_error and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.cuda_error}"

@@ -81,9 +81,14 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if options.get("workers_above_ms") == "auto":
         limit, why = (
-            (READ_MS, "auto: below this time, workers would save less than receiving their batches costs")
+            (READ_MS, "auto: if reading a batch takes less, receiving it from a worker costs more than it saves")
             if workers == "auto" and options["start_method"] == "fork"
-            else (0.0, "auto: num_workers is set" if workers != "auto" else "auto: spawned workers start slowly")
+            else (
+                0.0,
+                "auto: num_workers is set"
+                if workers != "auto"
+                else "auto: spawned workers start slowly, so none is started only to measure",
+            )
         )
         planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
