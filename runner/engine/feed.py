@@ -1,4 +1,4 @@
-"""Feed micro-batches to an update and report waiting times to the watchdog."""
+"""Feed micro-batches to an update, and report to the watchdog when the run waits for data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from runner.engine.update.loop import Position
 
 
 class Feed:
-    """Iterator over micro-batches that reports to the watchdog.
+    """Iterator over micro-batches that reports each wait for data to the watchdog.
 
     shapes  shapes of the first tensor of each batch seen so far
-    shape   shape of the last one
+    shape   shape of the first tensor of the last batch
     marks   positions in the shards of a stream after the batches read so far; a hook that reads `marks` clears it
     """
 
@@ -50,11 +50,11 @@ class Feed:
         self.shapes.add(self.shape)
         if batch.marks:
             self.marks.update(batch.marks)
-        noise.start_pass(batch.samples)  # not in the loss, which backward may recompute
+        noise.start_pass(batch.samples)  # not in the loss, which the backward pass may call again
         return batch
 
 
 def _prepend(first: list[MicroBatch], batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield `first`, then the others; unlike itertools.chain, do not keep the first in memory until the end."""
+    """Yield `first`, then the others. Unlike itertools.chain, do not keep the first batch in memory until the end."""
     yield first.pop()
     yield from batches

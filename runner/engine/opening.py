@@ -48,7 +48,7 @@ def open_first_rank(
 ) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on rank 0; return it with the checkpoint to resume from.
 
-    stack  closes what was opened
+    stack  closes the files and threads of the run when its owner exits it
     """
     plan, directory = job.plan, attempt.directory
 
@@ -57,7 +57,7 @@ def open_first_rank(
     start = find_resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
     attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
-    if not resumes:  # earlier measurements and records belong to another run
+    if not resumes:  # run.json has the measurements of a previous run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     tracker_id = attempt.record.tracker_id
     tracker = make_chosen(TRACKERS, plan.choices["tracker"], directory.path, directory.name, plan.values(), tracker_id)
@@ -92,7 +92,10 @@ def open_first_rank(
 def open_other_rank(
     job: Job, world: World, stack: ExitStack, stop: StopRequest
 ) -> tuple[TrainingRun, LoadedCheckpoint | None]:
-    """Build the run on a rank that neither writes nor prints; rank 0 decides which checkpoint it resumes from."""
+    """Build the run on a rank other than 0, which does not print; rank 0 decides from which checkpoint it resumes.
+
+    On further machines, one rank each writes the measurements of the local GPUs.
+    """
     path = world.broadcast(None)
     start = check_state(load(Path(path), hashes_tensors=False)) if path else None
     directory = RunDirectory.join(job.folder)
@@ -112,7 +115,7 @@ def open_other_rank(
 def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
     """Yield the first phase of a new run, ready to train, for measurements.
 
-    world  the ranks that open it together; None: this process alone
+    world  the ranks that open the run together; None: this process opens it alone
     """
     with ExitStack() as stack:
         run, start = _open(request, world, stack)
@@ -124,14 +127,14 @@ def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
 def open_new_run(request: Request, world: World | None = None) -> Iterator[TrainingRun]:
     """Yield a new run, ready for any of its phases.
 
-    world  the ranks that open it together; None: this process alone
+    world  the ranks that open the run together; None: this process opens it alone
     """
     with ExitStack() as stack:
         yield _open(request, world, stack)[0]
 
 
 def _open(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
-    # Measurements do not depend on weights, and the file of weights= may no longer exist.
+    # Measurements do not depend on the initial weights, whose file may no longer exist.
     overrides = tuple(
         override for override in request.overrides if override_key(override).partition(".")[0] != "weights"
     )
@@ -151,12 +154,12 @@ def _open(request: Request, world: World | None, stack: ExitStack) -> tuple[Trai
 
 
 def _local_root(world: World) -> int | None:
-    """Return the process from which the ranks of this machine descend; None: this one."""
+    """Return the PID of the process that started the ranks of this machine; None if this process is the only rank."""
     return os.getppid() if world.num_local_ranks > 1 else None
 
 
 def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
-    """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
+    """Return the monitor of this machine, which watches the GPUs of the local ranks, in the order of the ranks."""
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = _local_root(world)
@@ -172,5 +175,5 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
     if summary.whole.samples:
         try:
             directory.write(name, to_json(summary.to_json()))
-        except AccelRunError as error:  # a full disk or a link must not change how the run ends
+        except AccelRunError as error:  # a full disk, for example, must not change how the run ends
             screen.warn(f"{name} was not written: {error.problems[0]}")

@@ -1,4 +1,4 @@
-"""Run one phase: its data, its kind of work and its position. Hooks run between its updates."""
+"""Run one phase of a run: read its data, run its updates, and call hooks between them."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ class Phase(PhaseView):
         self.work.load(start)
         parts.precision.load(state["precision"])
         self.position.update = int(state["phase_update"])
-        # A precision that differs from that of the checkpoint counts from 0.
+        # With another precision than in the checkpoint, the count of skipped steps starts from 0.
         self.position.skipped_before = min(int(state["skipped_before"]), parts.precision.num_skipped())
         for hook in self.hooks:
             if hook.name:
                 hook.load_state_dict(hook_state(hook.name, start))
-        # Last, because constructing the parts also draws from the generators.
+        # The last step, because constructing the parts also draws from the generators.
         restore_rank_random_state(parts.world, start, self.run.plan.settings.seed)
         done = self.position.update
         if done > self.total:
@@ -158,7 +158,7 @@ class Phase(PhaseView):
         return {"rank": self.parts.world.rank, "phase": self.name, "update": self.position.update}
 
     def translate_error(self, error: BaseException) -> BaseException:
-        """Return the error to report if `error` ended this phase: `error` itself if its cause is unknown."""
+        """Return the error to report if `error` ended this phase: `error` itself if no hook knows its cause."""
         for hook in self.hooks:
             reported = hook.on_error(error)
             if reported is not None:
@@ -218,7 +218,7 @@ class Phase(PhaseView):
             hook.begin()
         self._after_update = self.hooks_with("after_update")
         since: float | None = None  # the first update is not representative
-        # The ranks agree on `must_stop` here: a stop request has ended an evaluation in `begin` of the hooks.
+        # `must_stop` is equal on all ranks here: it is only set if a stop request has ended an evaluation in `begin`.
         for step in () if self.is_over or self.must_stop else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
             self._run_hooks(step, is_first=since is None)
@@ -239,7 +239,7 @@ class Phase(PhaseView):
         progress = Progress(self.name, update, self.total, update / self.order.updates_per_epoch)
         task = self.parts.task
         if update == 1 and type(task).begin_update is not Task.begin_update:
-            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # weights have changed by now
+            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # checked after weights changed
         else:
             task.begin_update(progress)
 

@@ -38,6 +38,7 @@ class Outcome:
 
     stopped_by    name of the signal; None if the run finished
     metrics       metrics of the last evaluation
+    update        number of the last completed update in its phase
     is_saved      there is a checkpoint of the last update
     is_resumable  there is a checkpoint to resume from
     """
@@ -138,10 +139,10 @@ class Provenance:
     """Identity of the run, and the code and data of its training.
 
     uid          identifier of the run, as in its checkpoints
-    tracker_id   identifier of its rows in the tracker, if the run was resumed
-    is_compared  whether code and data are recorded and compared; not for measurements
+    tracker_id   identifier of the run in the tracker; None unless the run was resumed
+    is_compared  whether changes of code and data since the checkpoint are detected; False in measurements
     code         hashes of the task's files at the start of the run
-    edited       task files that changed since the checkpoint, not recorded yet
+    edited       task files that changed since the checkpoint and are not yet in `changes`
     changes      changes of code and data that were found on resume
     on_change    called after a change was added to `changes`
     """
@@ -162,7 +163,7 @@ class Tally:
     load           CPU use of other processes since the start
     timed          items and seconds of the last phase, without the first update of this process
     step_times_ms  step times in the newest rows of the last phase
-    peaks_gib      peak memory: "host", of the rank with the highest peak; "device" and "reserved" for a GPU
+    peaks_gib      peak memory: "host" of the rank with the highest peak; for a GPU, "device" and "reserved" (allocator)
     num_workers    data workers that were started; None before the first update
     batch_shapes   shapes of the first tensor of each batch
     ranks_s        for each rank, part of an update -> total seconds
@@ -188,9 +189,9 @@ class Tally:
 
 @dataclass
 class ForwardNames:
-    """Names of the state changed by forward passes so far.
+    """Names of parameters and buffers that forward passes have changed so far.
 
-    frozen   frozen parameters that were also registered as buffers
+    frozen   frozen parameters that are treated as buffers
     buffers  non-persistent buffers that checkpoints include
     """
 
@@ -203,9 +204,9 @@ class TrainingRun:
     """State of a training run.
 
     save_cost      time spent on checkpoints, over all phases
-    host_buffers   host memory for two copies of the state
+    host_buffers   host memory for two copies of the state: the one being written and the next one
     progress_mark  current operation, which the watchdog reads
-    forward_state  names of the state that forward passes change
+    forward_state  names of parameters and buffers that forward passes change
     mirror         copies checkpoints to object storage
     has_started    an update of this process is complete
     """

@@ -75,9 +75,9 @@ def report_start(
 def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence, *, runs_inference: bool) -> None:
     """Print how the run ended, its bottleneck and the possible next steps.
 
-    runs_inference  the command would have run inference after the training
+    runs_inference  the command also runs inference, unless training is stopped
     """
-    if run.observers.profiler.only:  # a profile cannot be resumed
+    if run.observers.profiler.only:  # a run that only profiles cannot be resumed
         screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: the run ended too early'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
@@ -208,7 +208,7 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
 
 
 def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
-    """Return a line per option; an objective that sets its own optimizer reports it at the start of a phase."""
+    """Return a line per option, without the optimizer of the run if every objective has set its own."""
     phases = [parse_objectives(task, phase) for phase in plan.selected if phase.kind == "train"]
     optimizers = {spec.optimizer.name for specs in phases for spec in specs}
     is_unused = optimizers and all(phases) and plan.choices["optimizer"].name not in optimizers
@@ -227,7 +227,7 @@ def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
 
 
 def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
-    """Yield a line for each phase, or each of its objectives: what turns gradients into an update."""
+    """Yield a line for each phase, or each of its objectives: optimizer, schedule and gradient clipping."""
     phases = [phase for phase in plan.selected if phase.kind == "train"]
     for phase in phases:
         owner = f"{phase.name}: " if len(phases) > 1 else ""
@@ -238,7 +238,7 @@ def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
 
 
 def _describe_choice(choice: Choice) -> str:
-    """Return the name of an optimizer or a schedule with the settings that are on, except those of its kernel."""
+    """Return the name of an optimizer or a schedule with its settings, except false ones and those of its kernel."""
     settings = {key: value for key, value in choice.options.items() if key not in _KERNEL_KEYS and value}
     return ", ".join([choice.name, *(f"{key} {_format_value(value)}" for key, value in settings.items())])
 
@@ -247,7 +247,7 @@ def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# group -> options that do nothing
+# group -> options that turn it off
 _OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "precision": (),
     "optimizer": (),

@@ -63,7 +63,7 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
                     directory.discard()  # nothing to resume; run=last then still refers to the previous run
                 raise
             if isinstance(error, IncompatibleResume) and before and not attempt.reached:
-                with suppress(AccelRunError):  # found only after the run began: restore its files
+                with suppress(AccelRunError):  # refused only after run files were rewritten: restore them
                     for name, content in before.items():
                         directory.write(name, content)
             limit = find_system_limit(error)
@@ -83,7 +83,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
     directory = RunDirectory.join(job.folder)
     with ExitStack() as stack:
         name = f"stacks-rank{world.rank}.txt"
-        # Without `record_error`: rank 0 records how the run ended.
+        # `record_error` is not passed, because rank 0 records how the run ended.
         traces = HangTraces(lambda stacks: directory.write(name, stacks), checkpoints=directory.checkpoints, file=name)
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
         wait_for_download(job.plan, world)
@@ -167,7 +167,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
 
 @contextmanager
 def _expected_errors(plan: Plan) -> Iterator[None]:
-    """Convert exceptions raised in the context to AccelRunError, except internal errors."""
+    """Convert exceptions of the task, the device and the system to AccelRunError; others are internal errors."""
     try:
         yield
     except BaseException as error:  # a task may raise any exception
@@ -190,4 +190,4 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
     return fault
 
 
-_NUM_RESERVED = 4  # enough to list a folder, read a checkpoint and write a file
+_NUM_RESERVED = 4  # file descriptors to list a folder, read a checkpoint and write a file

@@ -41,7 +41,7 @@ from runner.records.phase_record import PhaseRecord
 def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
     """Run every unfinished phase. `start` is the checkpoint to resume from.
 
-    before  records of the phases that the previous process of this run wrote at its end
+    before  phase records that the previous process of this run wrote when it ended
 
     Raises errors of the task, the device or the disk; the last checkpoint stays valid.
     """
@@ -52,7 +52,7 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
     _check_names(run)
     _check_libraries(run, phases)
     _check_options(run, phases[1:])  # the first phase checks its own when it starts
-    if run.parts.world.is_first:  # before training: edits made later do not affect the run
+    if run.parts.world.is_first:  # before training, because later edits do not affect it
         origin.code = fingerprint_code(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
     if start is not None:
@@ -63,7 +63,7 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
             start = None
     progress = run.progress
     for planned in phases[1 if start else 0 :]:
-        # Another run may have finished it: a process that resumes this run must not take it for finished here.
+        # The checkpoint may be of another run, which finished this phase. This run must not count it as finished.
         progress.records.pop(planned.name, None)
     for planned in phases:
         if start is None:  # otherwise the record of the resumed phase is kept
@@ -74,7 +74,7 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
             with phase:
                 stopped_by = phase.run_updates()
                 run.tally.state_bytes = phase.work.state_bytes()  # before the phase frees its state
-        except BaseException as error:  # at this level, because torch reports a dead worker at any point of the code
+        except BaseException as error:  # here, because torch may report a dead data worker at any point
             reported = phase.translate_error(error)
             if isinstance(reported, AccelRunError):
                 reported.place = {**phase.place, **reported.place}
@@ -105,7 +105,7 @@ def _open_phase(run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | 
 
 
 def _check_names(run: TrainingRun) -> None:
-    """Raise TaskFault if losses or fits name a phase that does not exist, because they would never be called."""
+    """Raise TaskFault if losses or fits name a phase that does not exist: the function would never be called."""
     for kind, member, mapping in (
         ("train", "losses", run.parts.task.losses),
         ("fit", "fits", run.parts.task.fits),
@@ -144,7 +144,7 @@ def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
             names = objective.select_parameters(run.parts.bare)
             _check_training(run, f"objective.{objective.name}", objective, names, updates)
         if not objectives:
-            # All of them, because the task may unfreeze some in `begin_phase`.
+            # Frozen parameters too, because the task may unfreeze some in `begin_phase`.
             names = {
                 name: weight
                 for name, weight in run.parts.bare.named_parameters()
@@ -160,9 +160,10 @@ def _check_training(
     parameters: Mapping[str, nn.Parameter],
     updates: int | None,
 ) -> None:
-    """Build the optimizer for parameters of one element, and the schedule if the number of updates is known.
+    """Check options: build the optimizer for small copies of the parameters, and the schedule if its length is known.
 
-    where  prefix of the keys in messages
+    where    prefix of the keys in messages
+    updates  number of updates, None if unknown
     """
     optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
     options = optimizer.options
@@ -181,7 +182,7 @@ def _check_training(
 
 
 def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:
-    # A checkpoint elsewhere belongs to another run; this run then has none yet.
+    # A checkpoint in another directory belongs to another run; this run then has no checkpoint yet.
     is_own = start.path.parent == run.directory.checkpoints
     run.progress = RunProgress.from_state(start.state, is_own=is_own)
     if not is_own:
@@ -194,7 +195,7 @@ def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterabl
 
 
 def _load_finished_phase(run: TrainingRun, start: LoadedCheckpoint) -> None:
-    """Load the model of a finished phase that is not rerun; the next phase starts from it."""
+    """Load the model of a finished phase, from which the next phase starts."""
     load_weights(run.parts, start)
     with convert_state_errors(start):
         ForwardState.load_finished_phase(run, hook_state(ForwardState.name, start))

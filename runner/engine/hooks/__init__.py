@@ -1,4 +1,4 @@
-"""Everything that runs between updates, one file each, in order of execution.
+"""List the hooks, which run between updates, in order of execution. Each has its own file.
 
 The order affects results: collectives inside hooks must match on all ranks, and a resumed run must do the same as an
 uninterrupted one.
@@ -33,19 +33,19 @@ HOOKS: Sequence[type[Hook]] = [
     NanSearch,  # explains an update that is not finite before other hooks interpret its error
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
     Metrics,  # writes the row of an update before hooks that react to the update write to the same file
-    RankSync,  # agrees on what all hooks want; those below act on it
+    RankSync,  # merges the requests of hooks and ranks, on which the hooks below act
     BadSamples,  # lists bad samples before a checkpoint, because a run resumed from it does not read them again
     LoadBalance,  # compares the times that the ranks reported
-    FirstUpdate,  # starts the tracker before anything is drawn or evaluated
-    ShowProgress,  # draws an update before its evaluation is printed
+    FirstUpdate,  # starts the tracker before progress is displayed or an evaluation runs
+    ShowProgress,  # displays the loss of an update before its evaluation is printed
     # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
-    ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
-    AttributeCheck,  # runs after ForwardState has registered changed state as buffers, which its passes restore
+    ForwardState,  # records what an update has changed before evaluations and checkpoints rely on it
+    AttributeCheck,  # runs forward passes and restores buffers, so ForwardState must have recorded them
     Averaging,  # averages the weights before an evaluation uses the average
-    OptimizerAverage,  # likewise, for the average of an optimizer
+    OptimizerAverage,  # saves the average that an optimizer keeps
     EarlyStopping,  # counts an evaluation before a checkpoint includes the count
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
     Checkpointing,  # after every hook with state, so that a checkpoint includes what each did after this update
-    Timekeeping,  # accounts for everything above
-    Profiling,  # ends the record of an update after everything that belongs to it
+    Timekeeping,  # records the times of all hooks above
+    Profiling,  # ends the profile of an update after all other hooks
 ]

@@ -1,4 +1,4 @@
-"""Reject attributes of modules and the task that a forward pass changes and later ones use, as they are not saved."""
+"""Reject attributes that a forward pass changes and later passes use, because checkpoints do not contain them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Weight(NamedTuple):
 
 
 class AttributeCheck(Hook):
-    """Compares attributes of modules and the task before and after the first pass and evaluation of a process.
+    """Compares attributes of modules and the task before and after the first forward pass and evaluation.
 
     Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
     as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
@@ -58,11 +58,11 @@ class AttributeCheck(Hook):
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._work: GradientPhase | None = None  # None: the check is off
-        self._num_checked = 0  # updates
+        self._num_checked = 0  # number of updates that were checked
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
         self._changed: list[Place] = []
-        self._moved: list[str] = []  # parameters of modules outside of the model
+        self._moved: list[str] = []  # changed parameters of modules outside of the model
 
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
@@ -168,7 +168,7 @@ class AttributeCheck(Hook):
                 total, *_ = work.task_loss(parts.model, copy_batch(batch.batch))
             return float(total)
 
-        with without_effects(parts), suppress(Exception):  # the model may fail with old values: no conclusion
+        with without_effects(parts), suppress(Exception):  # the model may fail with old values, which proves nothing
             try:
                 reference = loss(current)
                 kernel_noise = 4 * abs(reference - loss(current))
@@ -196,7 +196,7 @@ class AttributeCheck(Hook):
                         yield name, weight
 
     def _record_weights(self) -> dict[str, _Weight]:
-        """Record the parameters outside of the model, with norms: versions do not show writes through `.data`."""
+        """Record the parameters outside of the model; norms show writes through `.data`, which versions do not."""
         weights = {
             name: weight
             for name, weight in self._outside_parameters()
@@ -239,7 +239,7 @@ def _is_moved(before: _Weight, now: _Weight) -> bool:
     is_same_storage = before.address == now.address
     if is_same_storage and before.version != now.version:
         return True
-    # At a different alignment, the sum is computed in a different order and rounds differently. NaN equals NaN.
+    # At another alignment, a norm is summed in another order and rounds differently. `repr`: NaN must equal NaN.
     tolerance = 0.0 if is_same_storage else 4 * torch.finfo(now.format[1]).eps
     return repr(before.norm) != repr(now.norm) and not math.isclose(before.norm, now.norm, rel_tol=tolerance)
 

@@ -20,14 +20,14 @@ from runner.engine.update.loop import StepInfo
 from runner.tensors.optimizer_state import copy_values
 from runner.tensors.stored_tensor import StoredTensor
 
-Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far); in place
+Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, number of updates averaged so far)
 
 
 class Averaging(Hook):
     """Averages the trained weights of a phase, starting after the first update or after a fraction of the updates.
 
     The average is on the device, has the dtype of the weights, and is sharded like them. Buffers are not averaged. An
-    update skipped because of an overflow counts as one that changed nothing.
+    update skipped because of an overflow counts as an update with unchanged weights.
     """
 
     name = "averaging"
@@ -66,7 +66,7 @@ class Averaging(Hook):
         if self._rule is None or state is None or not state["num_averaged"]:
             return
         if self.phase.start is not None and self.phase.start.state["values"].get(self.name) != self._choice.name:
-            return  # an EMA is not the mean of `num_averaged` updates, and vice versa
+            return  # an EMA cannot be continued as an equally weighted mean, or the reverse
         self._num_averaged = state["num_averaged"]
         self._averages = {name: weight.clone() for name, weight in self._weights().items()}
         for name, average in self._averages.items():
@@ -96,7 +96,7 @@ class Averaging(Hook):
 
 
 def expand_shared_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Store the tensor of a shared parameter under all of its names, because loading uses the last of them."""
+    """Return the tensors with each shared parameter under all of its names, because loading uses the last one."""
     names_by_parameter = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter[parameter].append(name)

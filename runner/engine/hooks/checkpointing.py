@@ -1,4 +1,4 @@
-"""Save the phase: periodically, when a metric is among the best, when stopped, and at the end."""
+"""Save checkpoints of a phase: periodically, when a metric is among the best, when stopped, and at the end."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Checkpointing(Hook):
         super().__init__(phase)
         self.saved_at = -1
         self.is_unsaved = False
-        self._has_reported_best = False  # True: a missing metric `checkpoint.best` is not reported, or not again
+        self._has_reported_best = False  # True once the metric `checkpoint.best` was found or reported missing
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
-        self._shapes: Mapping[str, torch.Size] = {}  # of the buffers in checkpoints, as in a newly built model
+        self._shapes: Mapping[str, torch.Size] = {}  # shapes of saved buffers in a newly built model
         start = phase.start
         self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
@@ -85,7 +85,7 @@ class Checkpointing(Hook):
 
     def begin(self) -> None:
         if not self.phase.position.update:
-            check_hook_states(self.phase)  # here, because `begin` of the hooks has been called
+            check_hook_states(self.phase)  # here, because `begin` of a hook may create its state
         work = self.phase.work
         self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.trained_names else []
         buffers = [(ref.name, ref.tensor) for ref in list_buffers(self.phase.parts.bare) if ref.is_saved]
@@ -120,7 +120,7 @@ class Checkpointing(Hook):
                 phase.interrupt()
 
     def after_evaluation(self, result: EvaluationResult) -> None:
-        self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
+        self.phase.finish_work()  # so that a best checkpoint of the last update is marked as finished
         self.save_if_best(result.metrics)
 
     def state_dict(self) -> list[dict[str, float]]:
@@ -168,10 +168,10 @@ class Checkpointing(Hook):
         newest = self.saver.newest_number()
         return max(self.phase.run.progress.kept, default=None) if newest is None else newest
 
-    # ------------------------------------------------------------ when
+    # ------------------------------------------------------------ deciding when to save
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
-        """Save or hold the state of this update if its value of the metric `checkpoint.best` is one of the best."""
+        """Save the state of this update, or hold it in memory, if its metric `checkpoint.best` is one of the best."""
         name, broadcast = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
@@ -202,7 +202,7 @@ class Checkpointing(Hook):
             self.save(value)
 
     def _can_hold(self) -> bool:
-        """Return whether rank 0 can hold a checkpoint in memory: it has all of the state, and updates follow."""
+        """Return whether rank 0 can hold a checkpoint in memory: if it has all of the state and updates follow."""
         return self.phase.parts.parallel.num_parts == 1 and self._has_next_update()
 
     def save(self, value: float | None = None) -> str | None:
@@ -299,7 +299,7 @@ class Checkpointing(Hook):
         num_repeated = self.phase.number - newest_number
         warn(f"{reason}; the newest checkpoint is {name}, and {num_repeated} updates after it are repeated")
 
-    # ------------------------------------------------------------ what
+    # ------------------------------------------------------------ collecting the state
 
     def snapshot(self) -> Snapshot:
         """Return the state of this update in host memory. A collective, which every rank must call.
@@ -337,7 +337,7 @@ class Checkpointing(Hook):
             "changes": run.provenance.changes,
             DIGEST: self._frozen_digest,
         }
-        state = copy.deepcopy(state)  # training continues to change the originals while they are written
+        state = copy.deepcopy(state)  # training changes the originals while the copy is written
         manifest = {
             "epoch": update // phase.order.updates_per_epoch,
             "samples": phase.order.samples_before(update),
@@ -349,7 +349,7 @@ class Checkpointing(Hook):
             "run_id": run.directory.name,
             "run_uid": run.provenance.uid,
             "wandb_id": run.observers.tracker.id,
-            "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint gets its name
+            "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint is renamed
         }
         tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), to_host), **work_tensors}
         tensors |= {name: parts.parallel.checkpoint_tensors(values, to_host) for name, values in hook_tensors.items()}
@@ -377,7 +377,7 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite, because a finite loss may not depend on all of them.
+        """Raise NumericError if learned values are not finite, which a finite loss does not exclude.
 
         Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """

@@ -69,7 +69,7 @@ def check_hook_states(phase: PhaseView) -> None:
     for choice in phase.run.plan.hooks:
         (hook,) = (hook for hook in phase.hooks if hook.name == f"{HOOK}.{choice.name}")
         try:
-            state = type(hook).state_dict(hook)  # without the wrapper, which reports what it raises
+            state = type(hook).state_dict(hook)  # not the wrapper, which turns exceptions into a TaskFault
         except Exception:
             continue
         _check_state(state, reference_file(choice.function), choice.name)

@@ -20,7 +20,7 @@ from runner.engine.process.watchdog import EVALUATION, SUMMARY
 from runner.engine.update.loop import StepInfo
 from runner.loading.fetcher import Fetcher
 
-MAX_METRIC_SAMPLES = 32  # of a check before the first update: an evaluation may be slow
+MAX_METRIC_SAMPLES = 32  # limit of the checks before the first update, because `evaluate` may be slow
 
 
 class Evaluation(Hook):
@@ -64,7 +64,7 @@ class Evaluation(Hook):
     def _check_settings(self) -> None:
         """Warn before the first update if a setting names a metric that the evaluation of a batch does not have.
 
-        No error: `evaluate` may return a metric for some batches only. The first evaluation knows all names.
+        It is no error, because `evaluate` may return a metric for some batches only: see `_warn_unknown`.
         """
         phase, task = self.phase, self.phase.parts.task
         if phase.position.update or phase.is_over or not phase.work.has_interim_evaluation:
@@ -142,7 +142,7 @@ class Evaluation(Hook):
             )
         oom.report_evaluation_reductions()
         phase.progress_mark.completed_kinds.add(SUMMARY)
-        phase.is_evaluating = False  # not after an error: its report needs to know where it occurred
+        phase.is_evaluating = False  # an error leaves it True, so that its report names the evaluation
         if measured is None:  # stopped: the resumed run repeats this evaluation
             phase.interrupt()
             return
@@ -181,7 +181,7 @@ class Evaluation(Hook):
 
 
 def _metric_settings(phase: PhaseView) -> dict[str, str]:
-    """Return the settings in use that name a metric, without the default of checkpoint.best, which may not exist."""
+    """Return the settings in use that name a metric. The default of checkpoint.best need not exist."""
     best = phase.run.plan.choices["checkpoint"].options.get("best")
     stopping = phase.planned.early_stopping
     return {

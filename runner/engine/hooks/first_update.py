@@ -49,8 +49,8 @@ class FirstUpdate(Hook):
     def _check_loss(self) -> None:
         """Raise TaskFault if the loss is not a sum.
 
-        A resumed phase is not checked again: a trained loss varies more between samples than at the start, and a
-        deviation that was within the tolerance must not stop a run after hours.
+        A resumed phase is not checked again: after training, the loss varies more between samples, and a deviation that
+        was within the tolerance at the start must not stop a run after hours.
         """
         phase, parts = self.phase, self.phase.parts
         is_sharded = parts.parallel.is_lockstep and parts.parallel.splits_batch
@@ -63,7 +63,7 @@ class FirstUpdate(Hook):
             check_coupled_loss(parts, phase.feed.peek(), read)
             phase.stopwatch.lap("starting")
             return
-        # Without validation data, the model is never gathered, and the whole model may not fit on one device.
+        # Without validation data, a sharded model is never gathered, and may not fit on one device.
         if is_sharded and phase.hook(Evaluation).held_out is None:
             option = f"parallelism={phase.run.plan.choices['parallelism'].name}"
             reason = f"{option} gathers the whole model only for evaluations, and there is no validation data"
@@ -82,7 +82,7 @@ class FirstUpdate(Hook):
             )
 
     def _check_metrics(self) -> None:
-        """Raise TaskFault if `evaluate` returns means; the default returns only what `_check_loss` has checked."""
+        """Raise TaskFault if `evaluate` returns means; by default, it returns the checked loss."""
         phase, parts = self.phase, self.phase.parts
         evaluation = phase.hook(Evaluation)
         indices = evaluation.first_samples
@@ -114,7 +114,7 @@ class FirstUpdate(Hook):
         added = {name for name, _ in _list_saved_buffers(parts.bare) - self._saved_buffers}
         if not any(parts.world.gather(bool(added))):
             return
-        # state_dict is called on all ranks, because its hooks may run collectives, and only if needed: it may be slow.
+        # state_dict is called on all ranks, because its hooks may run collectives; only if needed, as it may be slow.
         saved = sorted(added & select_saved_state(parts).keys())
         names = sorted({*chain(*parts.world.gather(saved))})
         if names:
@@ -130,7 +130,8 @@ class FirstUpdate(Hook):
     def _warn_missing_gradients(self) -> None:
         parts = self.phase.parts
         reached: dict[str, bool] = {}
-        for of_rank in parts.world.gather(self.phase.work.first_gradients()):  # a stage of a pipeline has some of them
+        # Each stage of a pipeline has only some of the parameters.
+        for of_rank in parts.world.gather(self.phase.work.first_gradients()):
             for name, has_gradient in of_rank.items():  # samples of other ranks may reach a parameter
                 reached[name] = reached.get(name, False) or has_gradient
         missed = [name for name, has_gradient in reached.items() if not has_gradient]
@@ -152,7 +153,7 @@ class FirstUpdate(Hook):
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()
-        gc.freeze()  # existing objects live as long as the run
+        gc.freeze()  # objects that exist now live as long as the run, so the collector need not scan them
         end_pause()
         run.observers.tracker.start()
         if run.provenance.tracker_id is not None:

@@ -1,4 +1,4 @@
-"""Detect forward passes that change frozen parameters or non-persistent buffers; synchronize or save these."""
+"""Detect frozen parameters and non-persistent buffers that forward passes change; synchronize and save them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _TrackedTensor(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was changed in place or replaced."""
+        """Whether the tensor was changed in place or replaced."""
         return self.seen.is_changed(getattr(self.module, self.key, None))
 
 
@@ -44,8 +44,8 @@ class ForwardState(Hook):
     """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
     A frozen parameter that a forward pass changes in place is treated as a buffer of its module: it is then
-    synchronized over ranks and restored after evaluations. Its module still lists it under `parameters()` only, because
-    a task may compute a moving average over `parameters()` and `buffers()`, as for a momentum encoder. Non-persistent
+    synchronized over ranks and restored after evaluations. It does not appear in `buffers()` of the module,
+    because a task may copy the buffers of one module to those of another, such as a momentum encoder. Non-persistent
     buffers that training changes are saved, even if they grow; buffers that shrink are not restored, because a module
     may record the length of its cache elsewhere.
     """
@@ -57,7 +57,7 @@ class ForwardState(Hook):
         self._names = phase.run.forward_state
         self._is_first = True
         self._buffer_copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
-        # Read requires_grad before the phase freezes the parameters that it does not train: other phases train them.
+        # Read requires_grad before this phase freezes the parameters that only other phases train.
         self._frozen = {
             name: tracked for name, tracked in _track_parameters(phase.parts.bare) if not tracked.tensor.requires_grad
         }
@@ -78,7 +78,7 @@ class ForwardState(Hook):
         self._names.buffers.update(uncounted)
         self._buffer_copies = {}
         if self._convert_changed():
-            with self.phase.parts.parallel.buffer_update():  # synchronizes them: each rank has changed its own
+            with self.phase.parts.parallel.buffer_update():  # synchronizes them, as each rank has changed its copy
                 pass
         self._record_changes()
         if self.phase.run.plan.hooks and not self.phase.has_one_rank and self.phase.parts.parallel.splits_batch:
@@ -204,7 +204,7 @@ class ForwardState(Hook):
         return getattr(tracked.module, tracked.key, None) is not tracked.tensor
 
     def _convert_to_buffers(self, names: Collection[str]) -> None:
-        """Treat these parameters as buffers in evaluations and on several ranks."""
+        """Treat these parameters as buffers: evaluations restore them, and ranks synchronize them."""
         for name in names:
             tracked = self._frozen.pop(name, None)
             if tracked is not None:
@@ -213,7 +213,7 @@ class ForwardState(Hook):
 
 
 def _treat_as_buffer(model: nn.Module, parameter: Tensor) -> None:
-    for module in model.modules():  # several modules may share it
+    for module in model.modules():  # several modules may share the parameter
         for key in [key for key, weight in module._parameters.items() if weight is parameter]:
             treat_as_buffer(module, key)
 
@@ -229,7 +229,7 @@ def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
 def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
     """Yield the plain parameters by name, except those that an earlier phase has treated as buffers.
 
-    Other parameters, which a strategy has sharded or moved to another rank, are not plain.
+    Parameters that a strategy has sharded or moved to another rank are not plain.
     """
     for name, weight in model.named_parameters():
         prefix, _, key = name.rpartition(".")
@@ -247,7 +247,7 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
 
 
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Load the saved buffers into the model; return the names of those that are smaller than the model's."""
+    """Load the saved buffers into the model; skip those that are smaller than in the model, and return their names."""
     smaller = []
     with torch.no_grad():
         for name, module, key, buffer in [*_non_persistent_buffers(model)]:

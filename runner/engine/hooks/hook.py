@@ -52,7 +52,7 @@ class PhaseView:
     Attributes:
         run: the run with its plan, parts and observers.
         planned: settings of this phase.
-        start: the checkpoint it resumes from, or None.
+        start: the checkpoint from which the phase resumes, or None.
         position: number of completed updates; `total` is the number after which the phase ends.
         order: the samples of each update; `shares` split them over the ranks.
         work: training with gradients, or a fit of statistics. Hooks are constructed before it, so `__init__` of a hook
@@ -63,7 +63,7 @@ class PhaseView:
         is_evaluating: an evaluation is running, or has ended the phase with an error.
         must_stop: the run stops after the current update, on all ranks; it resumes in this phase.
         is_ended: a hook called `stop`, in this process or before the checkpoint from which the phase resumes.
-        was_ended: a hook called `stop` before this checkpoint.
+        was_ended: a hook called `stop` before the checkpoint from which the phase resumes.
         update_s: seconds of the last update; None for the first one of the process.
     """
 
@@ -171,14 +171,14 @@ class PhaseView:
         return self.run.progress.updates_before + self.position.update
 
     def stop(self) -> None:
-        """End the phase after the current update, as if it were the last one: for hooks of a task.
+        """End the phase after the current update, as if it were the last one. For hooks of a task.
 
-        Every rank calls it for the same update.
+        Every rank must call it for the same update.
         """
         self.is_ended = True
 
     def interrupt(self) -> None:
-        """Stop the run after the current update; it resumes in this phase. Every rank calls it for the same update."""
+        """Stop the run after the current update; it resumes in this phase. Every rank must call it for this update."""
         self.must_stop = True
 
     def reread(self) -> None:
@@ -190,7 +190,7 @@ class PhaseView:
         raise NotImplementedError
 
     def finish_work(self) -> None:
-        """Store the result in the model once no update is left; only the first call has an effect."""
+        """Store the result of the phase in the model if no update is left; only the first call has an effect."""
         raise NotImplementedError
 
     def explain_error(self, error: BaseException) -> AccelRunError | None:
@@ -206,8 +206,8 @@ class Hook:
     have the same hooks in the same order, so collectives inside them match.
 
     Attributes:
-        name: key of its state in a checkpoint; empty: it has none.
-        ends_phase: ends the phase before its last update; must be the same on all ranks.
+        name: key of the hook's state in a checkpoint; empty for a hook without state.
+        ends_phase: True ends the phase before its last update; must be the same on all ranks.
     """
 
     name = ""
@@ -232,7 +232,7 @@ class Hook:
             parameters: trained parameters of the objective by their names in the model; `grad` may be None. With fsdp
                 they are DTensors, of which this rank holds a shard; with a pipeline, those of this rank's stage.
                 If float16 overflowed, gradients are not finite, and the step will be skipped.
-            objective: its name; "" for a single loss.
+            objective: name of the objective; "" for a single loss.
         """
 
     def after_update(self, step: StepInfo) -> None:
@@ -261,7 +261,7 @@ class Hook:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore what `state_dict` returned; None for a checkpoint without it."""
+        """Restore what `state_dict` returned. `state` is None if the checkpoint has no state of this hook."""
 
     def on_error(self, error: BaseException) -> AccelRunError | None:
         """Return the error to report if `error` ended the phase, or None if its cause is unknown."""

@@ -53,5 +53,5 @@ class Metrics(Hook):
         tally, meter = self.phase.run.tally, self.meter
         if meter.timed.updates:
             tally.timed, tally.step_times_ms = meter.timed, [*meter.step_times_ms]
-        # Without the updates after the last row, as after a stop.
+        # After a stop, updates after the last row are not counted.
         tally.items_per_update = meter.items_seen / meter.last_row["update"] if meter.last_row else None

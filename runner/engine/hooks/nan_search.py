@@ -34,9 +34,9 @@ class NanSearch(Hook):
     def on_error(self, error: BaseException) -> AccelRunError | None:
         if not isinstance(error, NotFinite):
             return None
-        self.phase.loader.close()  # its worker threads must not read concurrently
+        self.phase.loader.close()  # its worker threads must not read during the search
         update = self.phase.position.update + (0 if error.late else 1)
-        with self.phase.progress_mark.doing(SEARCH, update):  # all samples are read again by this process
+        with self.phase.progress_mark.doing(SEARCH, update):  # this process reads all samples again
             return _locate_error(error, _UpdateSearch(self.phase, update, is_late=error.late), self.phase)
 
 
@@ -47,7 +47,7 @@ class _Origin(NamedTuple):
     what         description; empty if everything was finite in the repetition
     items        number of items of the losses on this rank; None if unknown
     samples      samples that are not finite themselves
-    micro_batch  samples of the micro-batch in which it was found
+    micro_batch  samples of the micro-batch in which the origin was found
     """
 
     kind: str
@@ -60,7 +60,7 @@ class _Origin(NamedTuple):
 def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> AccelRunError:
     """Return the error with the module in which the numbers became non-finite; a collective, equal on all ranks.
 
-    It is a TaskFault if the losses of the update count no items, which causes a division by zero.
+    It is a TaskFault if the losses of the update have no items, which causes a division by zero.
     """
     try:
         local = search.run()
@@ -100,7 +100,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
 class _UpdateSearch:
     """The search of one rank.
 
-    update   number in the phase, from 1
+    update   number of the update in its phase, from 1
     is_late  the values were checked only after the optimizer step
     """
 
@@ -176,7 +176,7 @@ class _UpdateSearch:
 
     @contextmanager
     def _recorded_calls(self) -> Iterator[ModuleCalls]:
-        # Compiled code does not call hooks.
+        # Compiled code does not call the forward hooks that record the calls.
         stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         with stance, record_calls(self.parts.bare) as calls:
             yield calls
@@ -251,7 +251,7 @@ class _UpdateSearch:
     def _check_forward(
         self, calls: ModuleCalls, result: Any, batch: Any, micro: MicroBatchKey, method: Any
     ) -> _Origin | None:
-        """Return the origin in the forward pass; None if its result is finite, because other values are then harmless.
+        """Return the origin in the forward pass; None if its result is finite: intermediate values are then harmless.
 
         result, method  the loss and the method that computes it, or the embeddings and `embed`
         """
@@ -298,7 +298,7 @@ class _UpdateSearch:
         bad = []
         for micro in micros:
             for index in micro.indices:
-                with suppress(Exception):  # collate needs more than one sample
+                with suppress(Exception):  # collate may need more than one sample
                     if not is_finite(self.fetcher[micro._replace(indices=[index])].batch):
                         bad += self.fetcher.dataset_indices([index])
         return bad

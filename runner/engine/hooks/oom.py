@@ -17,7 +17,7 @@ from runner.engine.update.oom_report import MemoryAccount, format_report, measur
 class OutOfMemory(Hook):
     """Policy of `OomRetry` for a phase: choose micro-batch sizes and report.
 
-    rows    all reductions of the run, of all phases and ranks
+    rows    all reductions of micro-batches in this run, in all phases and on all ranks
     memory  usage at the last out-of-memory error on this rank, None if there was none; `last_problem`: its message
     """
 
@@ -60,7 +60,7 @@ class OutOfMemory(Hook):
     # ------------------------------------------------------------ in an update
 
     def record_usage(self, cause: OomCause, error: BaseException) -> None:
-        """Record memory usage before anything is freed; keep only the message of the error, not its frames."""
+        """Record memory usage before anything is freed; keep only the message of the error: its frames hold tensors."""
         phase, parts = self.phase, self.run.parts
         translated = phase.explain_error(error)
         self.last_problem = None
@@ -138,7 +138,7 @@ class OutOfMemory(Hook):
     # ------------------------------------------------------------ in an evaluation
 
     def _reduce_evaluation_batch(self, error: Exception, size: int) -> int:
-        """Return the reduced batch size; raise the error if it is not out of memory."""
+        """Return half of the batch size; raise the error if it has another cause or the batch has one sample."""
         cause = find_oom_cause(error)
         reduced = halve(size)
         if cause is None or reduced is None:
@@ -165,7 +165,7 @@ class OutOfMemory(Hook):
     # ------------------------------------------------------------ errors that end the phase
 
     def record_error(self, error: BaseException) -> None:
-        """Record the memory usage if this error, which ends the phase, is out of memory, before the phase is closed."""
+        """Record the memory usage before the phase is closed, if it ended with an out-of-memory error."""
         cause = find_oom_cause(error)
         if cause is not None and isinstance(self.phase.explain_error(error), (DeviceMemoryError, HostMemoryError)):
             self._record_once(cause, error)
@@ -178,7 +178,7 @@ class OutOfMemory(Hook):
     def on_error(self, error: BaseException) -> AccelRunError | None:
         """Return the error that ends the phase; record smaller micro-batches if they may help.
 
-        The run then resumes from its last checkpoint: automatically if this program started the ranks, otherwise when
+        The run then resumes from its last checkpoint: automatically if accel-run started the ranks, otherwise when
         the command is repeated.
         """
         translated = self.phase.explain_error(error)
@@ -187,7 +187,7 @@ class OutOfMemory(Hook):
     def _add_advice(self, error: BaseException, translated: AccelRunError) -> AccelRunError:
         cause = find_oom_cause(error)
         if cause is None and isinstance(translated, TaskFault) and self.memory is not None and self._is_retried():
-            # Smaller micro-batches can cause other errors: batch norm raises for one sample. Report the lack of memory.
+            # Smaller micro-batches can cause other errors: batch norm raises for one sample. Report the OOM instead.
             final = self._make_error(self.memory.shortage, "", is_final=True)
             final.add_note(f"micro-batches of {self._size()} samples were tried: {translated.problems[0].what}")
             return final
@@ -221,7 +221,7 @@ class OutOfMemory(Hook):
             f"{number}. {line}"
             for number, line in enumerate(suggest_settings(self.run.plan, self.memory, pass_size), 1)
         ]
-        task_lines = problem.fix.split("\n")[1:]  # the line of the task that allocated
+        task_lines = problem.fix.split("\n")[1:]  # the line of the task that allocated the memory
         rows, retry_hint = self.rows, ""
         if cause.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
             pass

@@ -22,7 +22,7 @@ class StepStatus:
 
     wants    merged requests of all ranks
     num_bad  number of skipped samples
-    seconds  for each rank, part -> seconds of the last update that it has timed; None before the first one
+    seconds  for each rank, part -> seconds of the last update that the rank has timed; None before the first
     samples  number of samples that each rank had in that update
     """
 
@@ -33,7 +33,7 @@ class StepStatus:
 
 
 class Exchange:
-    """All-reduces one small vector after each update and reads the previous one, so that no rank waits.
+    """All-reduces a small vector after each update and reads the result of the previous one, so that no rank waits.
 
     The strategy sends the vector together with the gradients of the next update if it can, else separately.
     """

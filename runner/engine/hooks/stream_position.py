@@ -152,7 +152,7 @@ class _FirstSamples(Fetcher):
 
     def __init__(self, fetcher: StreamFetcher) -> None:
         super().__init__(fetcher.dataset, fetcher.collate, bad_samples="stop", model=fetcher.model)
-        self.streams = fetcher.dataset.draws  # as in Fetcher: random streams, not data
+        self.streams = fetcher.dataset.draws  # random streams of the draws, as in Fetcher; not the data stream
         self.stream = fetcher.dataset
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
@@ -187,7 +187,7 @@ class _FirstSamples(Fetcher):
 
     def _hash_samples(self, reader: ShardReader, shard: int) -> list[str]:
         size = self._num_samples(shard)
-        # The mark is in the middle, so that samples follow after it is restored.
+        # The mark is set at the middle sample, so that samples remain to compare after it is restored.
         return [hash_content(reader.read(0, item, keep=item == (size - 1) // 2)) for item in range(size)]
 
 

@@ -19,7 +19,7 @@ from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 class Timekeeping(Hook):
     """Records the time of the phase; the first update of the process is a separate part, because it includes start-up.
 
-    until_first_update  seconds by part until the end of the first update of this process; None before
+    until_first_update  seconds by part until the end of the first update of this process; None before that
     """
 
     def __init__(self, phase: PhaseView) -> None:
@@ -82,7 +82,7 @@ class Timekeeping(Hook):
     def _parts_s(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
         if self.until_first_update is None or self._num_updates < 2:
             return dict(read_seconds())
-        until_first = self.until_first_update()  # read first, so that the rest includes it
+        until_first = self.until_first_update()  # read before the total, which then includes it
         first_update = {part: seconds for part, seconds in until_first.items() if part in PARTS}
         rest = {part: seconds - first_update.get(part, 0.0) for part, seconds in read_seconds().items()}
         return {**rest, "first_update": sum(first_update.values())}
