@@ -1,9 +1,9 @@
 """Check once, before the first update, that loss and metrics are summed over the batch and not averaged.
 
 With a mean instead of the sum, gradients and the logged loss are too small by a factor of the number of items, but
-nothing fails. The loss of a batch must equal the sum of the losses of its halves. It is computed in eval mode, in which
-samples do not depend on each other, with the same random numbers for all samples. The calls leave the model, the
-generators and the order of the data unchanged.
+nothing fails. The loss of a batch must equal the sum of the losses of its halves. They are computed in eval mode, in
+which samples do not depend on each other, with the same random numbers for all samples. The calls leave the model,
+the generators and the order of the data unchanged.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from runner.engine.parts.assemble import Parts
 from runner.engine.update.coupled import Embedding, validate_embedding
 from runner.loading.loaders import Loader
 
-# Relative to the loss. bfloat16 rounds, and kernels for other batch sizes round differently; a mean is off by half.
+# Accepted deviation, relative to the loss: kernels round differently for each batch size. A mean deviates by half.
 TOLERANCE = 0.05
-ROUNDING = 1e-3  # for float32 weights; a larger deviation comes from a term that is not a sum, such as an L2 penalty
+# For float32 weights. A larger deviation is not rounding, but a term that is not a sum, such as an L2 penalty.
+ROUNDING = 1e-3
 NEAR_MEAN = 0.2
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
@@ -262,7 +263,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     states.begin()
     declared = states.states  # metrics that are not sums
     missing: list[str] = []
-    returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
+    returned: list[Mapping[str, Any]] = []  # results for the batch and one of its halves
     invalid: list[TaskFault] = []
     elements = ElementCheck(task.evaluate, parts.source, EVALUATE_VALUE)
     with preserve_state(parts):
@@ -340,7 +341,7 @@ class _SplitBatch(NamedTuple):
 def _read_halves(
     first: MicroBatch, read: BatchReader | None, parts: Parts, *, at_least: int = 2, at_most: int | None = None
 ) -> _SplitBatch:
-    """Return the first micro-batch with its halves; read it again if its number of samples is not in these limits."""
+    """Return the first micro-batch with its halves; read it again if it has too few or too many samples."""
     if not first.is_counted:
         return _SplitBatch(None, None)
     norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
@@ -415,9 +416,9 @@ class _Verdict(NamedTuple):
 
 
 class _BatchComparison:
-    """Call a function on a batch and its halves from the same model, with the same random numbers for all samples.
+    """Call a function on a batch and its halves, with the same model state and random numbers for all of them.
 
-    compute  batch -> name -> (sum, count)
+    compute  returns {name: (sum, count)} for a batch
     epoch    epoch that seeds `per_sample_noise`; None: the epoch of the batch
     """
 
@@ -516,7 +517,7 @@ class _BatchComparison:
         )
 
     def _agree(self, flag: bool) -> bool:
-        """Return the flag of rank 0 if all ranks must run the same forward passes."""
+        """Return the flag, or that of rank 0 if all ranks must run the same forward passes."""
         return flag if self.parts.parallel.splits_batch else bool(self.parts.world.broadcast(flag))
 
 

@@ -14,10 +14,10 @@ from runner.workload.division import Batch
 
 
 def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -> str:
-    """Return a note for the start report that names these modules; empty if the update equals that of the whole batch.
+    """Return a note for the start report that names these modules; empty if the batch is not divided or there are none.
 
-    Dropout draws a mask for each micro-batch, and batch norm normalizes over each. Functions such as F.dropout are
-    known only after the first forward pass: see `describe_calls`.
+    Dropout draws a mask for each micro-batch, and batch norm normalizes over each of them. Functions such as F.dropout
+    are known only after the first forward pass: see `describe_calls`.
 
     is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
     """
@@ -44,16 +44,16 @@ def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -
 
 
 def describe_calls(calls: Mapping[str, str], batch: Batch) -> str:
-    """Return a note on calls that depend on the division; empty if the update is one whole batch.
+    """Return a note on calls that depend on the division of the batch; empty if it is not divided or there are none.
 
-    calls  place -> what it does, see `BatchDependentCalls`
+    calls  file:line -> what is called there, see `BatchDependentCalls`
     """
     is_accumulated, is_shared = batch.accumulation_steps > 1, batch.num_shares > 1
     if not calls or not (is_accumulated or is_shared):
         return ""
     kinds = dict.fromkeys(calls.values())
     named = (f"{kind} ({abbreviate([place for place in calls if calls[place] == kind])})" for kind in kinds)
-    # Whether the result of a draw affects the loss, or was seeded for the sample, is not known.
+    # It is not known whether a random number affects the loss, or was seeded for its sample.
     return _note(", ".join(named), is_accumulated, is_shared, verb="may depend")
 
 

@@ -1,4 +1,4 @@
-"""Find the names of the metrics before the first update, to notice settings that name a metric that does not exist."""
+"""Find the names of the metrics before the first update, to warn about settings that name an unknown metric."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_metric_names(parts: Parts, loader: Loader, indices: Sequence[int]) -> M
     """
     names: MetricNames | None = None
     parallel = parts.parallel
-    # As in an update: unless ranks divide the batch, they call the model together.
+    # As in an update, the ranks call the model together unless they divide the batch.
     calls = nullcontext() if parallel.splits_batch else matched_calls(parts.model, parallel.copy_ranks)
     with preserve_state(parts), suppress(Exception), calls:
         names = _evaluate_batch(parts, loader, indices)

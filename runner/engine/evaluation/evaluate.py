@@ -57,7 +57,7 @@ class BatchSizes:
 
     requested  size of the batches that are distributed to the ranks
     coupled    number of samples whose coupled loss is computed together; 0: all samples
-    on_error   (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
+    on_error   returns a smaller size for a retry, or raises the error if none can help; None: never retry
     current    size on this rank, smaller than `requested` after an out-of-memory error
     by_rank    (size before the last evaluation, size after it) of each rank
     """
@@ -89,7 +89,7 @@ def evaluate(
     on_batch       called before each batch
     should_stop    called before each batch; ignored in lockstep
     on_last_batch  called after the last batch, before `summarize`
-    split          of the samples, for `Task.metrics`
+    split          name of the split, which `Task.metrics` receives
 
     After an out-of-memory error, this rank evaluates all of its samples again in smaller batches, without a collective.
 
@@ -158,7 +158,7 @@ def evaluate(
 
 @contextmanager
 def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
-    """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
+    """Put the model in eval mode without gradients, and seed generators; restore modes, buffers and generators on exit.
 
     Also used after the last batch, because `couple` and metrics may draw random numbers and call modules.
     """
@@ -177,7 +177,7 @@ def _summarize(
 
     sums_by_rank      metric -> sum, count and smallest count
     state_metrics     metrics that are not sums
-    nonfinite_states  names of those that are not finite although they have items
+    nonfinite_states  names of `state_metrics` that are not finite although they have items
     """
     task, source = parts.task, parts.source
     metrics_by_name: dict[str, float] = {}
@@ -209,7 +209,7 @@ def _copy_number(number: Number) -> Number:
 
 
 def _refuse_samples(name: str, pair: Any, sizes: Collection[tuple[int, int]], task: Task, source: Path) -> None:
-    """Raise TaskFault for a vector with one element per sample in batches of several sizes: a sum was forgotten."""
+    """Raise TaskFault if a metric has one element per sample in batches of several sizes, so that a sum is missing."""
     if len(sizes) > 1 and all(elements == samples for elements, samples in sizes):
         detail = ", with as many elements as a batch has samples: sum over them"
         raise not_a_sum_fault(name, pair, task.evaluate, source, detail=detail)

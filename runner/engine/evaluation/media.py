@@ -15,7 +15,7 @@ _COLORS = {1: 0, 3: 2}  # channels -> color type of PNG
 
 
 def parse_number(name: str, value: Tensor | float) -> float:
-    """Convert a value to a number. Raises TypeError if it is not one, ValueError if `name` is a key column."""
+    """Convert a value to a number. Raises TypeError if it is not one, ValueError for the names update and phase."""
     if name in ("update", "phase"):
         raise ValueError(f"{name} is a column of every row: choose another name")
     try:
@@ -58,7 +58,7 @@ def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
 
 
 def _encode_image(pixels: Tensor) -> bytes:
-    """Encode (H, W, C) bytes. W3C, Portable Network Graphics, third edition, sections 5 and 11."""
+    """Encode bytes (H, W, C) as PNG. Source: W3C, Portable Network Graphics, third edition, sections 5 and 11."""
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
     lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)

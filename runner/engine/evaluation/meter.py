@@ -194,7 +194,7 @@ class Meter:
             "items": [float(count) for count in self._items],
             "items_seen": self.items_seen,
             "extra": {name: [float(total), float(count)] for name, (total, count) in self._extra.items()},
-            # If the row of a finished phase is pending, no later update provides these values.
+            # A finished phase whose last row is not written yet has no later update that provides these values.
             "update": last.update if last else None,
             "lr": last.lr if last else None,
             "grad_norm": float(last.grad_norm) if last and last.grad_norm is not None else None,
@@ -303,7 +303,7 @@ class Meter:
         return row
 
     def _check_items(self, items: list[float], update: int) -> None:
-        """Raise TaskFault with the first update that counts no or negative items; `update` is the last one."""
+        """Raise TaskFault if an update has no items or a negative count; `update` is the number of the last one."""
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
                 raise TaskFault(

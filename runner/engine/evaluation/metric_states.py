@@ -132,7 +132,7 @@ class MetricStates:
 
 
 class _Rows:
-    """Rows of all batches, with the position of each batch."""
+    """Outputs of all batches, with one row per sample, and the position of the first sample of each batch."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -143,7 +143,7 @@ class _Rows:
         self.blocks.append((first, rows._replace(tensors=tuple(tensor.detach().clone() for tensor in rows.tensors))))
 
     def gather(self, world: World) -> list[tuple[int, Embedding]]:
-        """Return (first, rows) of the batches of all ranks, in the order of the samples."""
+        """Return (position of the first sample, rows) of the batches of all ranks, in the order of the samples."""
         columns = list(zip(*(block.tensors for _, block in self.blocks), strict=True))
         kind = self.blocks[0][1].kind if self.blocks else None
         sizes = [[first, [len(tensor) for tensor in block.tensors]] for first, block in self.blocks]
@@ -213,16 +213,16 @@ class _TorchMetricState:
 
     def __init__(self, name: str, metric: Any, source: Path, world: World) -> None:
         self.name, self.source, self.world = name, source, world
-        # The task may keep the metric, with attributes that `reset` does not clear.
+        # A copy, because the task may reuse the metric, and `reset` does not clear all attributes.
         self.metric = metric = _copy_metric(metric).to(world.device)
         metric.reset()
         # Wrappers and collections keep their states in submodules.
         self.parts = [module for module in metric.modules() if hasattr(module, "_reductions")]
-        for part in self.parts:  # otherwise it would synchronize itself, also with empty ranks
+        for part in self.parts:  # else `compute` would synchronize, and wait for ranks without samples
             part.distributed_available_fn = lambda: False
         self.is_updated = False
         self.watch = AttributeWatch(metric, self._compute) if world.world_size > 1 else None
-        self._last: Any = None  # the last contribution
+        self._last: Any = None  # what `evaluate` returned for the last batch
 
     def add(self, contribution: Any, first: int) -> None:
         self._update(self.metric, contribution)
@@ -282,7 +282,7 @@ class _TorchMetricState:
     def _merge(self, world: World) -> None:
         """Merge the states of all ranks with samples, as torchmetrics does when it synchronizes.
 
-        Its `merge_state` supports few metrics, and its synchronization blocks if ranks have lists of different lengths.
+        `merge_state` of torchmetrics supports few metrics, and its synchronization blocks if lists differ in length.
         """
         if isinstance(self.metric, nn.ModuleDict):
             list(self.metric.items())  # copies the states that the members of a collection share
@@ -356,7 +356,7 @@ class _TorchMetricState:
         return self.watch.find_undeclared(unequal, lambda metric: self._update(metric, contribution))
 
     def check_attributes(self, contributions: Iterable[Any]) -> None:
-        """Raise TaskFault if the result depends on an undeclared attribute; test with the first accepted value."""
+        """Raise TaskFault if the result depends on an undeclared attribute, tested with the first accepted value."""
         names: list[str] = []
         for contribution in contributions:
             with suppress(TaskFault):
@@ -390,7 +390,7 @@ def _copy_metric(metric: Any) -> Any:
 
     with suppress(Exception):
         return copy.deepcopy(metric, shared())
-    result = copy.copy(metric)  # an attribute is a lock or an open file, for example
+    result = copy.copy(metric)  # an attribute cannot be copied, such as a lock or an open file
     for name, value in list(vars(result).items()):
         if name == "_modules":
             vars(result)[name] = {child: part if part is None else _copy_metric(part) for child, part in value.items()}

@@ -1,4 +1,4 @@
-"""Find attributes of a metric that its update changes, that are not declared as states, and that its result depends on.
+"""Find undeclared states of a metric: attributes that its update changes and on which its result depends.
 
 Ranks merge declared states only, so a value computed from other attributes would cover only the samples of one rank.
 """
@@ -57,7 +57,7 @@ class AttributeWatch:
             return []
         try:
             repeated = copy.deepcopy(self._metric)
-        except Exception:  # without a copy to test, each may be state
+        except Exception:  # without a copy, nothing can be tested: each may be a state
             return sorted(changed)
         with _undisturbed():
             update(repeated)

@@ -79,10 +79,9 @@ class RunAttempt:
         return cls(directory, record, time.time())
 
     def identify(self, run: RunIdentity, start: LoadedCheckpoint | None, *, is_new: bool) -> None:
-        """Record the uid of the run: its own, that of its checkpoint if run.json has lost it, or a new one.
+        """Record the uid of the run: the recorded one, that of the checkpoint if run.json was lost, or a new one.
 
-        start   checkpoint that it resumes from; recorded as adopted if it belongs to another run, which the user has
-                allowed
+        start   checkpoint from which the run resumes; if the user allowed one of another run, it is recorded as adopted
         is_new  the run restarts from scratch
         """
         checkpoint_uid = manifest_uid(start.manifest) if start else None
@@ -135,7 +134,7 @@ class RunAttempt:
             has_started = recorded.process.started == started
             reached = self.reached or previous.reached or checkpoint_update(last_checkpoint)
             self.reached = 0
-            # A hang has its note already.
+            # A Hang has this note already.
             if has_started and (last_checkpoint or reached) and not getattr(error, "__notes__", ()):
                 error.add_note(resume_note(last_checkpoint, reached))
             content = ErrorRecord(
@@ -240,7 +239,7 @@ def _format_command(request: Request, name: str) -> bytes:
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
     """Return the name of the newest valid checkpoint, or of the newest one if it cannot be checked now."""
-    if isinstance(error, Hang):  # skip verification: a checkpoint gets its name only once it is complete
+    if isinstance(error, Hang):  # not verified, as the disk may hang; only complete checkpoints have this name
         return newest_name(directory.checkpoints)
     try:
         valid = newest_valid(directory.checkpoints, directory.owner)

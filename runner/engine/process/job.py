@@ -1,4 +1,4 @@
-"""The inputs of every rank of a run, decided before it joins the process group, and what a rank returns."""
+"""The inputs of every rank of a run, decided before the ranks join the process group, and what a rank returns."""
 
 from __future__ import annotations
 

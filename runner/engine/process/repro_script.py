@@ -16,11 +16,11 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     name               name of the original run
     folder             working directory of the command; paths in settings are relative to it
     python             interpreter of the run; if it no longer exists, accel-run is looked up in PATH
-    started_elsewhere  the ranks were started by torchrun or srun, which the script does not do
+    started_elsewhere  torchrun or srun started the ranks, so the user must start the script in the same way
     The script passes -P so that a runner.py in that folder does not shadow this package.
     `resume=fresh` is omitted: a new run has nothing to archive, and with the old name the script resumes.
-    Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a folder
-    name that contains a secret is written without it.
+    Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a secret in
+    the name of a folder is removed.
     """
     kept = tuple(override for override in request.overrides if not _names_run(override))
     argv = replace(request, overrides=kept).train_arguments()

@@ -25,7 +25,7 @@ class Screen:
     """Shows progress during a phase and messages before and after it; copies the messages to the run directory.
 
     speaks   False: this rank prints nothing
-    machine  on the first rank of another machine, its name, such as `rank8`; this rank reports only its alerts
+    machine  name of a machine without rank 0, on its first rank, such as `rank8`; that rank reports only monitor alerts
     """
 
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:

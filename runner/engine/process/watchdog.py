@@ -46,13 +46,13 @@ MIN_TIMEOUT_S = 50.0  # a hang in an update is reported within a minute, with st
 TIMEOUT_FACTOR = 10  # automatic timeout, as a multiple of the longest recent duration
 MAX_RECENT = 100  # number of durations to keep; only operations longer than a tick count
 NUM_SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
-RECOMPILE_FACTOR = 1.5  # factor on the first duration: another shape, or a busier machine, may take longer
+RECOMPILE_FACTOR = 1.5  # factor on the first duration: compiling for another shape may take longer
 STOP_TIMEOUT_S = 5.0  # after a stop request, for the first update of a process; clusters kill after 10 to 30 s
 REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself hang
 
 
 class ProgressMark:
-    """Current activity of the run, read by the watchdog; no other decision reads `now`.
+    """Current operation of the run, which the watchdog checks. No other decision depends on `now`.
 
     now              (kind, update): a new tuple for each operation, even if equal to the previous one
     completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
@@ -96,7 +96,7 @@ class ProgressMark:
 
     @contextmanager
     def doing(self, kind: str, update: int) -> Iterator[None]:
-        """Replace the current operation inside the context; afterwards, also after an error, it continues."""
+        """Interrupt the current operation inside the context; on exit, with or without an error, it continues."""
         interrupted = self._now
         self._now = (kind, update)
         try:
@@ -190,7 +190,7 @@ class _KindDurations:
     """Durations of one kind of work: the first, and later ones of measurable length.
 
     update     number of the update of the last operation
-    num_later  number of operations in later updates or in evaluations, which are as representative as the first one
+    num_later  number of later operations comparable with the first: one of each update, and all evaluation batches
     """
 
     first_s: float
@@ -310,7 +310,7 @@ class _ExitOnHang:
         self.world, self.progress_mark, self.wait_s, self.traces = world, progress_mark, wait_s, traces
 
     def __call__(self, heartbeat: Heartbeat) -> None:
-        # A rank that waits for others gets longer: it cannot see what they do, such as writing a checkpoint.
+        # A rank that waits for others has a longer timeout: they may be writing a checkpoint, which it cannot see.
         if not heartbeat.is_overdue or (heartbeat.is_waiting and heartbeat.waited_s <= self.wait_s):
             return
         try:
