@@ -1,4 +1,4 @@
-"""Find where a forward pass depends on the division of an update, outside of torch's modules."""
+"""Find calls outside of torch's modules whose result depends on the division of an update into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class BatchDependentCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the lines that draw from a global generator of torch, or that normalize over the batch, while active.
 
     Batch norms and dropouts of torch.nn are left out, because `describe_dependence` names them, and so are draws of
-    accel-run itself, which depend on samples, and draws from a generator of the caller.
+    accel-run itself, which depend on samples, and draws from a generator that the caller passes.
 
-    found  place -> what it does
+    found  file:line -> "batch norm" or "random numbers"
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ def _kind_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     values |= {**dict(zip(values, args, strict=False)), **kwargs}
     if is_norm:
         return "batch norm" if values.get("training", True) else ""
-    # Attention kernels have the tag whether they drop weights or not, and so has rrelu if it does not train.
+    # The tag alone does not tell: attention kernels have it without dropout, too, and rrelu outside of training.
     draws = values.get("generator") is None and values.get("dropout_p", 1) != 0 and values.get("training", True)
     return "random numbers" if draws else ""
 
 
 def _calling_place() -> str:
-    """Return file:line of the innermost frame outside of torch; empty for calls that are named elsewhere."""
+    """Return file:line of the innermost frame outside of torch; empty for calls that are left out."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

@@ -139,7 +139,7 @@ def _validate_pair(total: Any, count: Any) -> tuple[Number | None, Number | None
 
 
 def is_vector(value: Any) -> TypeGuard[Tensor]:
-    """Return whether it is a tensor with several elements."""
+    """Return whether a value is a tensor with several elements."""
     return isinstance(value, Tensor) and value.numel() > 1
 
 
@@ -161,7 +161,7 @@ def expand_metrics(metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tu
 
 
 class ElementCheck:
-    """Refuses metrics that have one value per sample: a vector of sums has as many elements for a half as for a batch.
+    """Refuses metrics that have one value per sample: a vector of sums has equally many elements for half of a batch.
 
     method  returns the metrics
     source  file of the task
@@ -188,7 +188,7 @@ class ElementCheck:
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
     """Call `begin_update`; if it changes the model, call it again to check that a second call changes nothing more.
 
-    It is called again for an update at which a run resumes, evaluates or retries; a moving average would move twice.
+    A run calls it again for an update at which it resumes, evaluates or retries; a moving average would move twice.
     Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of weights.
     Raises TaskFault with the names of the tensors that the second call changes.
     """
@@ -216,7 +216,7 @@ def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: 
 
 
 def _equals_but_for_rounding(one: Tensor, other: Tensor) -> bool:
-    """Return whether the tensors differ by a few units in the last place; a moving average moves by far more."""
+    """Return whether the tensors differ by at most a few units in the last place; a moving average changes more."""
     if bitwise_equal(one, other):
         return True
     dtype = one.dtype
@@ -225,7 +225,7 @@ def _equals_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     eps, other = torch.finfo(dtype).eps, other.detach().to(one.device)
     if one.element_size() < 4:  # formats that lack arithmetic
         one, other = one.float(), other.float()
-    # Scaling rounds relative to each element, subtracting a mean relative to the largest one.
+    # Rounding errors of a scaled tensor are relative to each element, those of a centered one to the largest element.
     largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(one, other, rtol=4 * eps, atol=eps * largest, equal_nan=True)
 
@@ -474,7 +474,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_fit(value: Any) -> bool:
-    """Return whether it has the methods of a Fit; it need not inherit from the class."""
+    """Return whether a value has the methods of a Fit; its class need not inherit from Fit."""
     return all(callable(getattr(value, name, None)) for name, member in vars(Fit).items() if callable(member))
 
 

@@ -34,7 +34,7 @@ from runner.distributed.peer_loss import is_peer_loss
 def explain(error: BaseException, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
     """Return the user-facing error for `error`, raised while doing `what` with the task in `source`.
 
-    Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
+    Only exception messages of torch and of the system are matched, never the text of a task's own exceptions.
     """
     cause = find_oom_cause(error)
     if isinstance(error, AccelRunError) and not (cause is not None and isinstance(error, DataError)):
@@ -46,7 +46,7 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
     if translated is None:
         return make_task_fault(error, source, what) or _autograd_fault(info, source, what) or _disk_error(error, what)
     task_frames = _task_frames(info, source)
-    if task_frames:  # add the task line that allocated
+    if task_frames:  # add the task line that allocated the memory
         (problem,) = translated.problems
         translated.problems = (replace(problem, fix=f"{problem.fix}\n{_format_frame(task_frames[-1])}"),)
     return translated
@@ -143,7 +143,7 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
             return TaskFault(cause, where=where, fix=fix)
-    # An error within a hook or a Function written in Python has a frame below this one.
+    # An error in a Python hook or autograd Function is not meant: it has a frame below this one.
     if info.frames and info.frames[-1].function == "_engine_run_backward":
         return TaskFault(
             f"the backward pass raised {info.kind}: {first_line(info.message)}", where=where, fix=_SHOW_LINE
@@ -162,7 +162,7 @@ def _disk_error(error: Exception, what: str) -> AccelRunError | None:
 def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault | None:
     """Return the TaskFault for an exception that passed through the task's files, or None for any other.
 
-    Only task lines are shown, including those of its causes; error.json has the full traceback.
+    Only task lines are shown, including those of the exception's causes; error.json has the full traceback.
     """
     info = describe_exception(error)
     if isinstance(error, NotImplementedError) and info.frames[-1].file == inspect.getfile(Task):

@@ -137,7 +137,7 @@ class LoraAdapter(Adapter):
         return _is_adapter_weight(name) or any(is_under(self.base_name(name) or "", prefix) for prefix in self.train)
 
     def _select_layers(self, model: nn.Module) -> list[str]:
-        """Return the names of the layers to adapt. Raises ConfigError for a name that fits none, or a tied layer."""
+        """Return the names of the layers to adapt. Raises ConfigError for unknown names and tied layers."""
         layers = {
             name: module for name, module in model.named_modules() if name and isinstance(module, _adaptable_types())
         }

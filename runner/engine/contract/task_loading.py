@@ -1,4 +1,4 @@
-"""Load a task: a built-in one or one from an installed package by name, or a task file."""
+"""Load a task from a task file, or by the name of a built-in task or of one in an installed package."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class CheckedLoss:
     check               (answer, method, source, sync=) -> checked answer
     objective           name of the objective, for messages
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
-    batch_dependent     place -> what depends on the batch there, see `BatchDependentCalls`; empty if not recorded
-    first_call_context  context for the first call
+    batch_dependent     file:line -> what depends on the batch there, see `BatchDependentCalls`; empty if not recorded
+    first_call_context  context of the first call, such as one that detects changed attributes
     observe             receives the metrics that a loss returns as its third value
     """
 
@@ -168,7 +168,7 @@ class CheckedLoss:
                 calls = BatchDependentCalls()
 
                 def call_loss() -> None:
-                    with calls:  # inside the mode of count_calls, whose frame belongs to accel-run
+                    with calls:  # inside count_calls, whose mode would hide the caller's frame
                         answers.append(self.loss(model, batch))
 
                 self.attention = count_calls(call_loss)

@@ -28,15 +28,14 @@ class ShareChange:
 class FixedShares:
     """Use the same shares for every update.
 
-    index          index of an update, from 0
-    num_completed  number of completed updates
+    In its methods, `index` counts updates from 0, and `num_completed` is the number of completed updates.
     """
 
     def __init__(self, order: Order) -> None:
         self.order = order
 
     def of(self, index: int) -> Shares | None:
-        """Return the shares of an update, None for the default; called when the batches of the update are read."""
+        """Return the shares of an update, None for those of `order`; called when the batches of the update are read."""
         return None
 
     def samples_per_rank(self, index: int) -> Shares:
@@ -104,7 +103,7 @@ class MeasuredShares(FixedShares):
         return self.solver.ahead(max(0, index - self._num_received))
 
 
-_MAX_LAG = 64  # updates whose shares are kept: the device may lag this far behind the host
+_MAX_LAG = 64  # completed updates whose shares are kept: the device may lag this far behind the host
 
 
 def make_shares(option: Any, order: Order) -> FixedShares:

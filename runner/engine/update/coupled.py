@@ -85,7 +85,7 @@ def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, 
     """Return the value that `embed` returned as an Embedding.
 
     Raises TaskFault for anything but dense tensors with a batch dimension, or if gradients are enabled and no tensor
-    requires one.
+    requires grad.
     """
     where = locate_definition(embed, source)
     if isinstance(result, Tensor):
@@ -152,7 +152,7 @@ class CoupledSource(GradientSource):
     seed: int
     update: Callable[[], int]
     states: ModelStates = field(default_factory=ModelStates)
-    counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, which may not be checked yet
+    counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates; a loss is checked later
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = CoupledUpdate(self, parallel, passes)
@@ -260,7 +260,7 @@ class CoupledUpdate:
 
     @property
     def _has_states(self) -> bool:
-        """Whether a state was recorded: not if the last micro-batch is the only one that is counted."""
+        """Whether a state was recorded, which the last micro-batch does not need."""
         return any(batch.state for batch in self.embedded)
 
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
@@ -348,7 +348,7 @@ def _restore_generators(rng_states: Sequence[bytes]) -> None:
 
 
 class _StartBackward(torch.autograd.Function):
-    """Return a zero whose backward pass yields the given gradients of its inputs, which are already loss-scaled."""
+    """Return a zero whose backward pass returns the given gradients for its inputs; they include the loss scale."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class ExtraMetrics:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        self._names: list[str] | None = None  # of all ranks; None before the first update
+        self._names: list[str] | None = None  # names on all ranks; None before the first update
         self._is_counted = True
 
     def track(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

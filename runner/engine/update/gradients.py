@@ -28,7 +28,7 @@ def correct_and_clip(
     """
     if not gradients:
         return None
-    # The correction is computed in float64; a product of two scalar tensors would take the wider dtype.
+    # The correction is in float64. It is converted, because a product of two scalar tensors has the wider dtype.
     dtype = gradients[0].dtype.to_real()
     if isinstance(correction, Tensor):
         correction = correction.to(dtype)

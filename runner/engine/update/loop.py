@@ -37,6 +37,7 @@ class Position:
 class StepInfo(NamedTuple):
     """Results of one update; tensors stay on the device. A phase of kind fit has no loss and no learning rate.
 
+    bad    (index, reason) of each sample that could not be read
     extra  additional training metrics: name -> (sum, count)
     """
 
@@ -75,9 +76,8 @@ class Training:
     """Inputs of the training loop.
 
     loss            (model, batch) -> (loss summed over items, number of items)
-    per_item        constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
-                    gradients in range; the true count replaces it after the last backward, so results do not depend on
-                    it
+    per_item        constant factor of loss sums before the backward pass, about 1 / (items of an update), which keeps
+                    gradients in range; they are divided by the true count at the end, so results do not depend on it
     gradients       how the gradients of an update are computed
     extra           additional metrics that the loss returns
     update_wrapper  wraps each update, as the retry after an out-of-memory error does

@@ -21,7 +21,7 @@ class _TensorState(NamedTuple):
 
     address  of its data, which an assignment to `.data` changes without a new version
     shared   its data if that is memory of a trained parameter, as after `slow.data = fast.data`
-    copy     None if there was no tensor, or one that is not copied: it is restored without its values
+    copy     copy of the values; None if there was no tensor, or it is not copied: its values are then not restored
     """
 
     seen: TensorVersion
@@ -41,7 +41,7 @@ class _TensorState(NamedTuple):
         return (in_bits or self.is_written(now)) and not bitwise_equal(now, self.copy)
 
     def restore(self) -> Tensor | None:
-        """Return the tensor with its value at that time."""
+        """Return the tensor with the recorded value."""
         tensor = self.seen.tensor
         if tensor is None or self.copy is None:
             return tensor
@@ -63,11 +63,11 @@ class ModelStates:
     """Records the buffers and frozen parameters of a model between the forward passes of an update.
 
     Only what passes change is restored, not what changes between updates. Consecutive states share the copy of a tensor
-    that is the same. Copies of a tensor that no pass has changed are on the host, because they are kept for all
-    updates: a norm in eval mode may be in training mode later, for example.
+    that has not changed. Copies of a tensor that no pass has changed yet are kept on the host, in case a later pass
+    changes it: a norm in eval mode may be in training mode later, for example.
 
-    Frozen parameters may be large, and a hook may change all of them after each update. They are copied only if passes
-    of the first update change one of them, and in that update, if they have at most `MAX_FROZEN_BYTES` in total.
+    Frozen parameters may be large, and a hook may change all of them after each update. In the first update, they are
+    copied if they have at most `MAX_FROZEN_BYTES` in total; later, only if a pass of the first update changed one.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ModelStates:
     def record(self, model: nn.Module, *, passed: bool) -> ModelState:
         """Return the state of the model.
 
-        passed  only passes and `couple` may have changed the model since the last call, so that changes are restored
+        passed  only passes and `couple` may have changed the model since the last call: their changes are restored
         Raises TaskFault if a pass has changed a frozen parameter that was not copied.
         """
         tensors = {(module, key): tensor for module in model.modules() for key, tensor in _list_state(module)}
@@ -102,7 +102,7 @@ class ModelStates:
                 self._changing.add(key)
             copy = None if not is_copied or old is None else old.copy
             on_host = key not in self._changing
-            # A copy that was made before any pass changed the tensor would be downloaded for each comparison.
+            # A copy from before the first change is on the host, and would be transferred for each comparison.
             is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
             if is_copied and (differs or is_far):
                 copy = _copy_dense(tensor, on_host=on_host)
@@ -116,7 +116,7 @@ class ModelStates:
         """Decide after the first update whether frozen parameters are copied in later ones."""
         if self._is_first:
             frozen = {key for key, state in self._last.items() if isinstance(state.seen.tensor, nn.Parameter)}
-            # The first update may leave some tensors of a momentum encoder as they are.
+            # All of them, because the first update may not change every tensor of a momentum encoder.
             self._changing |= frozen if frozen & self._changing else set()
         self._is_first = False
 

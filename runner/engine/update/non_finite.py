@@ -52,7 +52,7 @@ def is_finite(value: Any) -> bool:
         if tensor.is_floating_point() or tensor.is_complex():
             # A sum needs one pass at memory speed. The exact check needs ten; it runs only if the sum is not finite.
             values = tensor.detach()
-            values = values.float() if values.element_size() == 1 else values  # torch adds no float8
+            values = values.float() if values.element_size() == 1 else values  # torch cannot sum float8
             results.append(bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()))
         return tensor
 
@@ -127,7 +127,7 @@ class ModuleCalls:
         """Return the first call that produced NaN, or the call whose infinities became NaN in another call.
 
         Without NaN, return the call that produced the infinities in the model's output. Masks contain -inf, and logits
-        may, so infinities explain a NaN only if they are inputs of the call that produced it and no mask.
+        may contain it, so infinities explain a NaN only if the call that produced it received them, and not in a mask.
         """
         producer = None
         for call in self.completed:

@@ -52,7 +52,7 @@ class ObjectiveSpec:
     max_grad_norm: float | None
 
     def select_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return its parameters by name; a tied parameter has the first of its names, even if another one is listed."""
+        """Return the parameters by name; a tied parameter has the first of its names, even if `trains` has another."""
         listed = {id(weight) for weight in _parameters_under(model, self.trains)}
         return {name: weight for name, weight in model.named_parameters() if id(weight) in listed}
 
@@ -189,13 +189,13 @@ class ObjectivePosition(Position):
 
     @property
     def skipped_before(self) -> int:  # type: ignore[override]
-        """Updates skipped in earlier phases; a forked precision counts from 0 in each phase."""
+        """Updates skipped in earlier phases; 0 with a separate precision, which counts from 0 in each phase."""
         return self.phase_position.skipped_before if self.keeps_precision else 0
 
     @property
     def update(self) -> int:  # type: ignore[override]
         """Number of completed updates of this objective."""
-        return -(-self.phase_position.update // self.every)  # rounded up: all take part in update 0
+        return -(-self.phase_position.update // self.every)  # rounded up: all objectives take part in update 0
 
 
 @dataclass
@@ -211,7 +211,7 @@ class Objectives:
     parallel: Parallel
     parts: Sequence[tuple[ObjectiveSpec, Training]]
     update_wrapper: UpdateWrapper = field(default_factory=UpdateWrapper)
-    current: int = 0  # the current objective, or the last one
+    current: int = 0  # index of the current objective, or of the last one between updates
 
     @property
     def current_training(self) -> Training:

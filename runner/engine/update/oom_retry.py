@@ -27,7 +27,7 @@ from runner.tensors.bitwise import bitwise_equal
 from runner.tensors.module_buffers import buffers_of
 from runner.tensors.optimizer_state import StepChangeDetector
 
-Place = tuple[nn.Module, str]  # place of a buffer: its module, and its name in it
+Place = tuple[nn.Module, str]  # module of a buffer, and the buffer's name in the module
 
 
 class RetryPolicy(Protocol):
@@ -132,7 +132,7 @@ class OomRetry(UpdateWrapper):
 
 def release(device: torch.device) -> None:
     """Release unused memory to the system."""
-    # First, because the allocator returns only unused blocks, and cycles such as tracebacks keep tensors in use.
+    # Collect first: reference cycles, such as tracebacks, keep tensors in use, and only unused blocks are released.
     gc.collect()
     get_accelerator(device).empty_cache()
 
@@ -150,16 +150,16 @@ class UpdateSnapshot:
         self._accelerator = get_accelerator(device)
         self._is_first = True
         self._generators = dict(zip(_HOST_GENERATORS, global_generators(), strict=False))
-        self._used = set(self._generators)  # until the first update shows which are used
+        self._used = set(self._generators)  # all, until the first update shows which are used
         self._rng_states: dict[str, Any] = {}  # states at the start of the last update that saved them
         self._places: list[Place] = []  # of buffers that updates change or replace
-        self._buffers: list[Tensor | None] = []  # their values when the update begins
+        self._buffers: list[Tensor | None] = []  # the buffers at these places when the update begins
         self._sources: list[Tensor] = []  # the same, but with the copy in place of a buffer that is None
         self._copies: list[Tensor] = []  # copies of the values
         self._constant_places: list[Place] = []  # of buffers that the first update did not change
         self._constant_tensors: list[Tensor | None] = []  # buffers at these places when the update begins
         self._weights: list[Tensor] = []
-        self._weight_samples: list[Tensor] = []  # some of their elements, during the first update
+        self._weight_samples: list[Tensor] = []  # some elements of the weights, during the first update
         self._hides_changes = False  # weights change without a version increment
 
     def begin(self) -> None:

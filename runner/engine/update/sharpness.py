@@ -20,7 +20,7 @@ from runner.engine.update.gradients import ForwardWrapper, GradientSource, Share
 from runner.tensors.module_buffers import restore_buffers
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
-# (weights, gradients, function that returns the global norm, given this rank's) -> perturbation of the weights.
+# (weights, gradients, function from the norm on this rank to the global norm) -> perturbation of the weights.
 # The gradients may have any scale.
 
 
