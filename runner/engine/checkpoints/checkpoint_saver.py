@@ -1,4 +1,4 @@
-"""Save checkpoints of a phase in the background: schedule, cost, remaining time and retention."""
+"""Save checkpoints of a phase in the background, within limits on their cost and on the time left before a kill."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Saver:
         self._writer_buffer = host_buffers[1]
         self._on_disk = on_disk
         self.bests = list(bests)
-        self._bests_before = self.bests  # without the checkpoint being written; restored if that fails
+        self._bests_before = self.bests  # without the checkpoint being written; restored if writing fails
         self._number: int | None = None  # number of the checkpoint being written
         self._is_writing = False  # a checkpoint was being written at the end of the last update
         self._warned: set[str] = set()  # topics of printed warnings
@@ -165,9 +165,9 @@ class Saver:
     ) -> None:
         """Take a snapshot and start writing it.
 
-        value           metric value if this is one of the best checkpoints; it is removed from these if the save fails
+        value           metric value if this checkpoint is one of the best; if the save fails, it is not listed there
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
-        counts_as_cost  another update follows, so the save delays training and counts as its cost
+        counts_as_cost  another update follows, so the time of the save delays training and counts as cost
         overwrite       replace an existing checkpoint of the same update
         Raises StorageError if the last three saves failed, and exceptions of `take_snapshot`.
         """
@@ -203,7 +203,7 @@ class Saver:
                 )
 
     def is_due_by_time(self) -> bool:
-        """Return True if the save interval has elapsed and the writer is idle; waiting for it would block training.
+        """Return True if the save interval has elapsed and the writer is idle: waiting for it would block training.
 
         Warns once if a write takes longer than the interval between saves.
         """

@@ -119,7 +119,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Return whether these are valid states of NumPy's and Python's generators; NumPy does not check the position."""
+    """Return whether these are valid states of NumPy's and Python's generators; NumPy would accept any position."""
     if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("numpy", "python")):
         return False
     numpy, python = value["numpy"], value["python"]

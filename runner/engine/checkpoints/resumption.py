@@ -23,12 +23,12 @@ from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.process.run_screen import Screen
 from runner.plan.run_plan import PhasePlan, Plan
 
-# Keys that define the mathematics of the run; they must not change.
+# Keys that determine what the run computes; they must not change.
 FIXED_KEYS = (
     "task", "global_batch_size", "seed", "data.path", "data.train_samples", "data.shards", "data.shards_per_update",
     "dataloader.drop_last", "sampler", "trains", "adapter",
 )  # fmt: skip
-# Keys that change the mathematics of later updates; they may change only if resume_allow names them.
+# Keys that determine what later updates compute; they may change only if resume_allow names them.
 KEYS_ALLOWED_BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook", "objective",
@@ -91,7 +91,7 @@ def compare(
             fix = "restore the old value, or start a new run with another run=NAME"
         elif key in too_short:
             fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
-        elif key == to_allow[-1]:  # the last key to allow has the complete setting, ready to paste
+        elif key == to_allow[-1]:  # the fix of the last key has the complete setting to paste
             names = ",".join((*allowed, *to_allow))
             restored = " after restoring the other values" if "fixed" in map(classes.get, refused) or too_short else ""
             fix = f"to continue anyway{restored}, use resume_allow=[{names}], or start a new run with another run=NAME"
@@ -134,7 +134,7 @@ def _is_under(key: str, roots: Iterable[str]) -> bool:
 def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDirectory) -> list[PhasePlan]:
     """Return the phases to run: the phase of the checkpoint if it is selected, then other selected unfinished ones.
 
-    Phases that another run finished satisfy `needs`; phases listed in `phases` run again.
+    If the checkpoint belongs to another run, its finished phases satisfy `needs`, and those in `phases` run again.
     Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or if no phase is left;
     InputMissing if a phase needs another one that is neither finished nor run before it.
     """

@@ -208,7 +208,7 @@ class SaveCost:
 
     def record_write(self, saved: SavedCheckpoint | None) -> None:
         """Record the end of a write; `saved` is the last completed save."""
-        if saved is None or saved is self._last_recorded:  # the current one failed
+        if saved is None or saved is self._last_recorded:  # the current save failed
             self._during_write_s.clear()
             return
         self._last_recorded = saved

@@ -1,4 +1,4 @@
-"""Build the objects of a run from its plan: process group, task, model and the implementation of every axis."""
+"""Build the objects of a run from its plan: process group, task, model and the options of all groups."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Parts:
     splits  the datasets and streams of the task
     bare    the task's model on the device; checkpoints use its parameter names
     model   the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
-    notes   changes by each axis, for the start report
+    notes   what the options have changed, for the start report
     """
 
     plan: Plan
@@ -156,7 +156,8 @@ def _adapt_model(
             precision.add_context(context)
         stack.enter_context(precision.flags)
         begin_forward = make_chosen(COMPILES, choices["compile"], bare, blocks, world.device)
-    # Not for a loss over the global batch, where several forward passes run before the first backward pass.
+    # Not for a loss over the global batch: several forward passes run before the first backward pass, and their outputs
+    # must not be overwritten.
     if begin_forward and not _has_coupled_phase(plan, task):
         precision.before_forward(begin_forward)
     notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
@@ -206,7 +207,7 @@ def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[
     """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
     choice, memory = choices["precision"], choices["memory"]
     make = own_function(choice)(model)
-    if make is None or make is model:  # which may end with `return model`
+    if make is None or make is model:  # the function may end with `return model`
         return None
     if not callable(make) or isinstance(make, nn.Module):  # a copy of the model would not be trained
         raise _wrong_result(choice, f"returned {type(make).__name__}")

@@ -128,10 +128,10 @@ class GradientPhase(PhaseKind):
     """Training with gradients: what phases with one loss and with several objectives share.
 
     task_losses  the losses of an update by objective; a single loss has the name ""
-    task_loss    the first of them, or the only one
+    task_loss    the first or only one of `task_losses`
     loss         `task_loss` with checks, as the loop calls it; for a coupled loss, `embed` with checks
     trained      the parameters that the phase trains, on any rank, by name
-    prefixes     name prefixes that select them; None: all parameters
+    prefixes     name prefixes that select `trained`; None: all parameters
     is_additive  the loss is the sum over its samples
     """
 
@@ -210,7 +210,8 @@ class GradientPhase(PhaseKind):
             wrapper = OomRetry(
                 parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
             )
-        named = {name: weight for name, weight in weights.items() if name in self.trained}  # without PLACEHOLDER
+        # Without the placeholder of a pipeline stage that has no parameters.
+        named = {name: weight for name, weight in weights.items() if name in self.trained}
         wrapper.before_step = partial(self.before_step, named, objective)
         return Training(
             position=position,
@@ -247,7 +248,7 @@ class GradientPhase(PhaseKind):
         return locate_definition(method, self.parts.source)
 
     def _load_schedule(self, schedule: Schedule, saved: Mapping[str, Any], start: LoadedCheckpoint) -> None:
-        """Restore a schedule; with `resume_allow`, it may be another one than in the checkpoint, with other state."""
+        """Restore a schedule, unless `resume_allow` has permitted a different one, whose state has other keys."""
         is_another = start.state["values"].get("scheduler") != self.parts.plan.choices["scheduler"].name
         if not (is_another and set(saved) != set(schedule.state())):
             schedule.load(saved)
@@ -278,7 +279,7 @@ class GradientPhase(PhaseKind):
         }
 
     def close(self) -> Mapping[str, float]:
-        """Raise NumericError if every update was skipped, of the phase or of an objective."""
+        """Raise NumericError if every update of the phase or of an objective was skipped."""
         for name, training in self.trainings.items():
             position = training.position
             if training.precision.num_skipped() - position.skipped_before >= position.update > 0:
@@ -486,7 +487,7 @@ class StatisticsPhase(PhaseKind):
             ) from error
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        """Return the merged state, and that of each rank for a resume: sums in another order round differently."""
+        """Return the merged state, and that of each rank, so that a resumed run sums in the same order."""
         own_states: list[State] = []
         has_own_states = self._num_states > 1 and self.position.update < self.total
 
@@ -533,7 +534,7 @@ def weight_per_item(phase: PhasePlan, parts: Parts, order: Order) -> float:
 
 
 def count_updates(epochs: float, updates_per_epoch: int) -> int:
-    """Return the smallest number of updates for `epochs`, evaluated as the decimal number in the settings.
+    """Return the smallest number of updates that covers `epochs`, evaluated as the decimal number in the settings.
 
     The float 1.1 is slightly above 1.1, and 100 updates per epoch times that would round up to 111.
     """

@@ -1,4 +1,4 @@
-"""Create the order in which a phase reads the training samples, from the sampler and the task's weights or lengths."""
+"""Create the order in which a phase reads training samples, from the sampler and the weights or lengths of samples."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _sample_lengths(parts: Parts, fetcher: Fetcher) -> Any:
 
 
 def _read_from_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> Any:
-    """Return the numbers that a method of the task returns for the samples in use, (num_samples,)."""
+    """Return the numbers that a method of the task returns for the samples in use, with shape (num_samples,)."""
     if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
         raise _fault(parts, method, "is not defined")
     with task_errors(parts.source, f"{method.__name__}()"):

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class WeightMatch:
-    """Match of the tensors of a source and a model.
+    """Result of matching the tensors of a source with those of a model.
 
     matched    tensors to load by name, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
@@ -79,7 +79,7 @@ def load_initial_weights(
         if names
     ]
     if (problems and options.strict) or not result.matched:
-        is_renamed = bool(options.rename) or bool(result.stripped)  # its names are not those of the source
+        is_renamed = bool(options.rename) or bool(result.stripped)  # `result` has other names than the source
         fix = (not is_renamed and _suggest_rename(result)) or (
             "use the task options they were trained with, and the precision if a task file defines it; to load those"
             " that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}"
@@ -144,7 +144,7 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
 def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
     """Return all tensors of the source; their values are read when needed.
 
-    Raises DataError if a tensor of the index is in no shard, or a tensor is in two.
+    Raises DataError if a tensor of the index is in no shard, or a tensor is in two shards.
     """
     average = _read_files(source.average, where, is_joined=source.is_joined) if source.average else {}
     tensors = _read_files(source.files, where, is_joined=source.is_joined)
@@ -187,7 +187,7 @@ def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
 def strip_prefixes(tensors: dict[str, Value], names: Collection[str]) -> tuple[dict[str, Value], str]:
     """Return the tensors without the prefix of a wrapper, and that prefix.
 
-    names  of the tensors of the model
+    names  names of the tensors of the model
 
     Wrappers such as DDP add a prefix to all names. It is removed if more names match without it.
     """
@@ -223,7 +223,7 @@ def _apply_renames(tensors: Mapping[str, Value], setting: Mapping[str, str]) -> 
 
 
 def _suggest_rename(result: WeightMatch) -> str:
-    """Return the settings that give most of the missing tensors the names of ignored ones; empty if there are none.
+    """Return settings that rename ignored tensors to the names of most missing ones; empty if there are none.
 
     A name may have a prefix in the source, such as model.fc.weight in a checkpoint of Lightning, or in the model.
     """
@@ -240,7 +240,7 @@ def _suggest_rename(result: WeightMatch) -> str:
         renamed: Collection[str] = ()
         with suppress(ConfigError):  # two tensors would have the same name
             renamed = _apply_renames(stored, rename)
-        if len(wanted.intersection(renamed)) < len(result.matched) + len(names):  # others match without it
+        if len(wanted.intersection(renamed)) < len(result.matched) + len(names):  # it breaks other matches
             continue
         pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
         is_complete = wanted == {*renamed} and not result.different

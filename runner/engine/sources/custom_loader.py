@@ -47,13 +47,13 @@ class RequestReader:
     them, calls are allowed only in the training thread and in the main thread of other processes.
 
     dataset  dataset of the task, for loaders that read samples themselves
-    collate  method of the task, likewise
+    collate  method of the task that collates samples, for the same loaders
     """
 
     def __init__(self, fetcher: Fetcher, owner: tuple[int, int] | None = None) -> None:
         self.collate = fetcher.collate
         self._fetcher = fetcher
-        self._owner = owner or (os.getpid(), threading.get_ident())  # process and thread of the run
+        self._owner = owner or (os.getpid(), threading.get_ident())  # process and thread that train
         self._ignores_signals = False
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ def _unpickle(content: bytes, owner: tuple[int, int]) -> RequestReader:
 
 
 class _Requests:
-    """The requests of a loader, which may take them ahead and in another thread; `next` returns the one due next.
+    """Iterator over the requests, which a loader may read ahead and in another thread; `next` returns the one due next.
 
     Empty keys, for which this rank has no samples, are not requested. The loader receives copies, because it may change
     the list of indices.
@@ -166,7 +166,7 @@ class CustomLoader(Loader):
 
     load   (read, requests) -> batches
     name   name of the option
-    where  place of its definition
+    where  file:line of its definition
     pins   whether to copy batches to pinned memory
     """
 
@@ -179,8 +179,8 @@ class CustomLoader(Loader):
         self._workers: set[int] = set()
 
     def new_like(self, fetcher: Fetcher) -> Loader:
-        # Not a custom loader, because other fetchers return more than batches. A worker reads, because processes that
-        # the custom loader forks later would share files that the dataset opened in this process.
+        # Not a custom loader, because other fetchers return more than batches. A worker process reads, because
+        # processes that the custom loader forks later would share files that the dataset opened in this process.
         return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method="fork")
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:

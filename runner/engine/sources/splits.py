@@ -46,8 +46,8 @@ class Splits:
     def fetcher(self, split: str, *, evaluates: bool = False) -> Fetcher:
         """Return the samples of a split. Those of a stream are kept in memory, except for training.
 
-        evaluates  the training split is evaluated
-        Raises DataError if it is empty, NotImplementedError if the task lacks a split other than the training split.
+        evaluates  True: read the training split for an evaluation
+        Raises DataError if the split is empty, NotImplementedError if the task lacks a split other than `train`.
         """
         dataset = self._dataset(split)
         limit = self.plan.settings.data.train_samples if split == "train" else None
@@ -145,7 +145,7 @@ class Splits:
             raise ConfigError(problems)
 
     def loader(self, fetcher: Fetcher) -> Loader:
-        """Return the data loader selected by the dataloader axis."""
+        """Return the data loader that the group `dataloader` selects."""
         choice = self.plan.choices["dataloader"]
         if choice.location:
             pins = bool(choice.options["pin_memory"])

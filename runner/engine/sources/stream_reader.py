@@ -29,7 +29,7 @@ Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): seeds th
 class ShardReader:
     """Reads one shard forward, and restores an earlier position.
 
-    length  number of samples of the shard; None: unknown, so the shard is repeated
+    length  number of samples of the shard; None: unknown, so the shard is repeated when it ends
     mark    position that an earlier process saved, or None; earlier positions are reached from the beginning of a pass
     """
 
@@ -257,7 +257,7 @@ class StreamFetcher(Fetcher):
     def __init__(self, samples: StreamSamples, collate: Collate, *, model: nn.Module | None = None) -> None:
         super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)
         self.streams = samples.draws
-        self.is_lockstep = False  # True: ranks run dummy micro-batches, which repeat the last one
+        self.is_lockstep = False  # True: ranks run dummy micro-batches, which repeat the last batch
         self._repeated: tuple[MicroBatchKey, MicroBatch] | None = None
 
     @property
@@ -271,7 +271,7 @@ class StreamFetcher(Fetcher):
         if not key.indices:
             return super().__getitem__(key)
         if not key.is_counted and self._repeated is not None and self._repeated[0].indices == key.indices:
-            return self._repeated[1]._replace(last=key.last, is_counted=False)  # a stream cannot read it again
+            return self._repeated[1]._replace(last=key.last, is_counted=False)  # a stream cannot go back
         self.dataset.begin(key)
         read = super().__getitem__(key)
         if self.is_lockstep:

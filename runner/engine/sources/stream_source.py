@@ -1,4 +1,4 @@
-"""Open the shards of `Task.stream`, or of an iterable dataset that divides itself as among torch's workers."""
+"""Open the shards of `Task.stream`, or of an iterable dataset, which divides itself as among DataLoader workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SINGLE_RANK_ENV = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be iterated over, such as torch's IterableDataset or one of `datasets`.
+    """Return whether a dataset can only be iterated over, such as torch's IterableDataset or that of Hugging Face.
 
     MosaicML's StreamingDataset is an IterableDataset that can also be indexed. It is read by index, in the order of the
     runner, because iteration would divide it among processes that wait for each other.
@@ -42,7 +42,7 @@ def is_exhaustible(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """A stream that is divided into shards. Everything in it is deterministic, given the global generators.
+    """A stream that is divided into shards. Given the state of the global generators, its samples are deterministic.
 
     dataset  an iterable dataset; None: `make` returns the samples of a shard
     make     (split, shard, num_shards) -> iterable
@@ -158,14 +158,14 @@ def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-_NO_INTEGER = re.compile(r"^'[\w.]+' object cannot be interpreted as an integer$")  # of len() in Python
+_NO_INTEGER = re.compile(r"^'[\w.]+' object cannot be interpreted as an integer$")  # message of Python's len()
 
 
 def _length(value: Any) -> int | None:
     try:
         return len(value)
     except TypeError as error:
-        if not hasattr(value, "__len__") or not _NO_INTEGER.search(str(error)):  # `__len__` may raise it by intention
+        if not hasattr(value, "__len__") or not _NO_INTEGER.search(str(error)):  # `__len__` may raise it on purpose
             return None
         problem: Exception = error
     except (ValueError, OverflowError) as error:
@@ -182,7 +182,7 @@ def _even_part(total: int, shard: int, num_shards: int) -> int:
 
 
 def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return the number of samples to use of each shard, `limit` in total: even parts, or complete shorter shards."""
+    """Return the number of samples to use of each shard, `limit` in total: equal numbers, or all of a shorter shard."""
     part = bisect_right(range(limit + 1), limit, key=lambda part: sum(min(length, part) for length in lengths)) - 1
     num_longer = limit - sum(min(length, part) for length in lengths)
     longer = {*[shard for shard, length in enumerate(lengths) if length > part][:num_longer]}
@@ -203,7 +203,7 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
 def undivided(dataset: Any) -> Any:
     """Return the samples of all ranks, because the length of MosaicML's `StreamingDataset` is that of a rank's share.
 
-    Checked with mosaicml-streaming 0.13. Raises TaskFault if another dataset contains one.
+    Checked with mosaicml-streaming 0.13. Raises TaskFault if another dataset contains a StreamingDataset.
     """
     if _is_divided(dataset):
         return Subset(dataset, range(dataset.epoch_size))

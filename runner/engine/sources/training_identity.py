@@ -35,11 +35,11 @@ Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> tuple[dict[str, Any], list[str]]:
-    """Return, per split, the dataset length and the hashes of its `Fetcher.probe_indices`; and the varying splits.
+    """Return the length and some hashes of each split, for the samples at `probe_indices`, and the varying splits.
 
     The first sample of a varying split differs when it is read again: it depends on something other than its index and
-    the global random generators, which are seeded the same. If a sample is slow to read, the others are skipped,
-    because training waits for this.
+    the global random generators, which are seeded equally. If a sample is slow to read, the others are skipped,
+    because training waits for these reads.
     """
     probed = _hash_samples(fetchers, {split: fetcher.probe_indices for split, fetcher in fetchers.items()}, loader)
     data = {
@@ -203,7 +203,7 @@ def fingerprint_code(source: Path) -> Hashes:
 def _loaded_files() -> Iterator[str]:
     """Yield the file of each loaded module.
 
-    Reads `__dict__`, because there are thousands, and some modules of torch search for attributes that they lack.
+    Reads `__dict__`, because there are thousands of modules, and `getattr` makes some modules of torch search.
     """
     for module in list(sys.modules.values()):
         name = getattr(module, "__dict__", {}).get("__file__")
