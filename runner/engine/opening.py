@@ -48,7 +48,7 @@ def open_first_rank(
 ) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on rank 0; return it with the checkpoint to resume from.
 
-    stack  closes the files and threads of the run when its owner exits it
+    stack  closes the files and threads of the run
     """
     plan, directory = job.plan, attempt.directory
 
@@ -154,7 +154,7 @@ def _open(request: Request, world: World | None, stack: ExitStack) -> tuple[Trai
 
 
 def _local_root(world: World) -> int | None:
-    """Return the PID of the process that started the ranks of this machine; None if this process is the only rank."""
+    """Return the PID of the process that started the ranks of this machine; None if it has one rank."""
     return os.getppid() if world.num_local_ranks > 1 else None
 
 

@@ -116,7 +116,7 @@ class Phase(PhaseView):
         for hook in self.hooks:
             if hook.name:
                 hook.load_state_dict(hook_state(hook.name, start))
-        # The last step, because constructing the parts also draws from the generators.
+        # Restored last, because constructing the parts also draws from the generators.
         restore_rank_random_state(parts.world, start, self.run.plan.settings.seed)
         done = self.position.update
         if done > self.total:
@@ -239,7 +239,7 @@ class Phase(PhaseView):
         progress = Progress(self.name, update, self.total, update / self.order.updates_per_epoch)
         task = self.parts.task
         if update == 1 and type(task).begin_update is not Task.begin_update:
-            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # checked after weights changed
+            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # checked, as weights have changed
         else:
             task.begin_update(progress)
 

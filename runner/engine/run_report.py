@@ -208,7 +208,7 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
 
 
 def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
-    """Return a line per option, without the optimizer of the run if every objective has set its own."""
+    """Return a line per option, without the optimizer of the run if no objective uses it."""
     phases = [parse_objectives(task, phase) for phase in plan.selected if phase.kind == "train"]
     optimizers = {spec.optimizer.name for specs in phases for spec in specs}
     is_unused = optimizers and all(phases) and plan.choices["optimizer"].name not in optimizers

@@ -167,7 +167,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
 
 @contextmanager
 def _expected_errors(plan: Plan) -> Iterator[None]:
-    """Convert exceptions of the task, the device and the system to AccelRunError; others are internal errors."""
+    """Convert exceptions of the task, the device and the system to AccelRunError; leave internal errors unchanged."""
     try:
         yield
     except BaseException as error:  # a task may raise any exception

@@ -52,7 +52,7 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
     _check_names(run)
     _check_libraries(run, phases)
     _check_options(run, phases[1:])  # the first phase checks its own when it starts
-    if run.parts.world.is_first:  # before training, because later edits do not affect it
+    if run.parts.world.is_first:  # before training: later edits do not affect this process
         origin.code = fingerprint_code(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
     if start is not None:

@@ -165,7 +165,7 @@ class Saver:
     ) -> None:
         """Take a snapshot and start writing it.
 
-        value           metric value if this checkpoint is one of the best; if the save fails, it is not listed there
+        value           metric value if this checkpoint is one of the best; a failed save removes it from `bests`
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
         counts_as_cost  another update follows, so the time of the save delays training and counts as cost
         overwrite       replace an existing checkpoint of the same update

@@ -143,7 +143,7 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
             return TaskFault(cause, where=where, fix=fix)
-    # An error in a Python hook or autograd Function is not meant: it has a frame below this one.
+    # An error in a Python hook or autograd Function does not match: it has a frame below this one.
     if info.frames and info.frames[-1].function == "_engine_run_backward":
         return TaskFault(
             f"the backward pass raised {info.kind}: {first_line(info.message)}", where=where, fix=_SHOW_LINE

@@ -1,1 +1,1 @@
-"""Metrics of training and evaluation: sums, states that are merged, and what trackers log."""
+"""Metrics of training and evaluation: sums, states that are merged, and images and histograms for trackers."""

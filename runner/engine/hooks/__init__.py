@@ -40,9 +40,9 @@ HOOKS: Sequence[type[Hook]] = [
     ShowProgress,  # displays the loss of an update before its evaluation is printed
     # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
     ForwardState,  # records what an update has changed before evaluations and checkpoints rely on it
-    AttributeCheck,  # runs forward passes and restores buffers, so ForwardState must have recorded them
+    AttributeCheck,  # its forward passes restore the buffers that ForwardState has recorded
     Averaging,  # averages the weights before an evaluation uses the average
-    OptimizerAverage,  # saves the average that an optimizer keeps
+    OptimizerAverage,  # likewise, for the average that an optimizer keeps
     EarlyStopping,  # counts an evaluation before a checkpoint includes the count
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
     Checkpointing,  # after every hook with state, so that a checkpoint includes what each did after this update

@@ -349,7 +349,7 @@ class Checkpointing(Hook):
             "run_id": run.directory.name,
             "run_uid": run.provenance.uid,
             "wandb_id": run.observers.tracker.id,
-            "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint is renamed
+            "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint gets its final name
         }
         tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), to_host), **work_tensors}
         tensors |= {name: parts.parallel.checkpoint_tensors(values, to_host) for name, values in hook_tensors.items()}
@@ -377,7 +377,7 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite, which a finite loss does not exclude.
+        """Raise NumericError if learned values are not finite: a finite loss may not depend on all of them.
 
         Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """

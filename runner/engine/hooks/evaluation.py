@@ -64,7 +64,7 @@ class Evaluation(Hook):
     def _check_settings(self) -> None:
         """Warn before the first update if a setting names a metric that the evaluation of a batch does not have.
 
-        It is no error, because `evaluate` may return a metric for some batches only: see `_warn_unknown`.
+        It is no error, because `evaluate` may return a metric for some batches only. `_warn_unknown` knows all.
         """
         phase, task = self.phase, self.phase.parts.task
         if phase.position.update or phase.is_over or not phase.work.has_interim_evaluation:
@@ -181,7 +181,7 @@ class Evaluation(Hook):
 
 
 def _metric_settings(phase: PhaseView) -> dict[str, str]:
-    """Return the settings in use that name a metric. The default of checkpoint.best need not exist."""
+    """Return the settings in use that name a metric, except the default of checkpoint.best: a task may not have it."""
     best = phase.run.plan.choices["checkpoint"].options.get("best")
     stopping = phase.planned.early_stopping
     return {

@@ -82,7 +82,7 @@ class FirstUpdate(Hook):
             )
 
     def _check_metrics(self) -> None:
-        """Raise TaskFault if `evaluate` returns means; by default, it returns the checked loss."""
+        """Raise TaskFault if `evaluate` returns means. The default one returns the loss, which is checked already."""
         phase, parts = self.phase, self.phase.parts
         evaluation = phase.hook(Evaluation)
         indices = evaluation.first_samples

@@ -9,7 +9,7 @@ from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.update.loop import StepInfo
 
-FIRST_SAMPLE_S = 0.5  # delay of the monitor's first sample, so that opening NVML does not delay the first update
+FIRST_SAMPLE_S = 0.5  # seconds before the monitor opens NVML, so that this does not slow the first update
 
 
 class ShowProgress(Hook):

@@ -37,7 +37,7 @@ class LoadedBatch:
 
     request: MicroBatchKey
     batch: MicroBatch | AccelRunError | RemoteError
-    worker: int = 0  # PID of the worker of torch's DataLoader that read it
+    worker: int = 0  # PID of the worker of torch's DataLoader that read it, or 0
 
 
 class RequestReader:

@@ -1,4 +1,4 @@
-"""Open the shards of `Task.stream`, or of an iterable dataset, which divides itself as among DataLoader workers."""
+"""Open the shards of `Task.stream`, or of an iterable dataset that divides itself as among DataLoader workers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> tuple[dict[str, Any], list[str]]:
-    """Return the length and some hashes of each split, for the samples at `probe_indices`, and the varying splits.
+    """Return each split's length and hashes of its samples at `Fetcher.probe_indices`, and the names of varying splits.
 
     The first sample of a varying split differs when it is read again: it depends on something other than its index and
     the global random generators, which are seeded equally. If a sample is slow to read, the others are skipped,
@@ -203,7 +203,7 @@ def fingerprint_code(source: Path) -> Hashes:
 def _loaded_files() -> Iterator[str]:
     """Yield the file of each loaded module.
 
-    Reads `__dict__`, because there are thousands of modules, and `getattr` makes some modules of torch search.
+    Reads `__dict__`: there are thousands of modules, and a missing attribute starts a search in some of torch's.
     """
     for module in list(sys.modules.values()):
         name = getattr(module, "__dict__", {}).get("__file__")

@@ -152,7 +152,7 @@ class CoupledSource(GradientSource):
     seed: int
     update: Callable[[], int]
     states: ModelStates = field(default_factory=ModelStates)
-    counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates; a loss is checked later
+    counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, to be checked later
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = CoupledUpdate(self, parallel, passes)

@@ -34,7 +34,7 @@ class RetryPolicy(Protocol):
     """Callbacks of the retry: report the error and reduce the micro-batch size."""
 
     def record_usage(self, shortage: OomCause, error: Exception) -> None:
-        """Record the memory usage before anything is freed, and the error to report."""
+        """Record the error to report, and the memory usage before anything is freed."""
 
     def reduce(self, shortage: OomCause | None, obstacle: str) -> None:
         """Agree with all ranks on smaller micro-batches, and read the samples of the update again.
@@ -152,11 +152,11 @@ class UpdateSnapshot:
         self._generators = dict(zip(_HOST_GENERATORS, global_generators(), strict=False))
         self._used = set(self._generators)  # all, until the first update shows which are used
         self._rng_states: dict[str, Any] = {}  # states at the start of the last update that saved them
-        self._places: list[Place] = []  # of buffers that updates change or replace
+        self._places: list[Place] = []  # buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # the buffers at these places when the update begins
-        self._sources: list[Tensor] = []  # the same, but with the copy in place of a buffer that is None
+        self._sources: list[Tensor] = []  # the same, but with its copy instead of a buffer that is None
         self._copies: list[Tensor] = []  # copies of the values
-        self._constant_places: list[Place] = []  # of buffers that the first update did not change
+        self._constant_places: list[Place] = []  # buffers that the first update did not change
         self._constant_tensors: list[Tensor | None] = []  # buffers at these places when the update begins
         self._weights: list[Tensor] = []
         self._weight_samples: list[Tensor] = []  # some elements of the weights, during the first update
