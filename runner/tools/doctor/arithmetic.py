@@ -17,7 +17,7 @@ from runner.tensors.tf32 import float32_matmul
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, skip
 
 Product = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
-SIDE, MAX_TIMED_SIDE = 256, 16384  # side of the matrices that are compared, and of the largest ones that are timed
+SIDE, MAX_TIMED_SIDE = 256, 16384  # side of the matrices of the accuracy test; largest side that is timed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def matmul(context: CheckContext) -> Iterator[CheckResult]:
             continue
         try:
             yield check_format(number_format)
-        except RuntimeError as error:  # torch has no such kernel, which is a failure if the device supports the format
+        except RuntimeError as error:  # torch may lack kernels for bf16 and fp16, but only where they are not native
             if number_format.is_native or number_format.name not in ("bf16", "fp16"):
                 raise
             yield skip(number_format.subject, f"not supported on this device: {first_line(str(error))}")
@@ -78,7 +78,7 @@ def formats(device: Device, inventory: Inventory) -> list[FormatUnderTest]:
 
 
 def check_format(number_format: FormatUnderTest, product: Product | None = None) -> CheckResult:
-    """Check a product in this format: FAIL if rounding does not explain its error."""
+    """Return FAIL if a product in this format has a larger error than rounding can explain, otherwise ok."""
     error, allowed = measure_error(number_format, product), allowed_error(number_format)
     if not error <= allowed:  # also true for NaN
         seen = f"a matrix product has a relative error of {error:.1e}; rounding explains at most {allowed:.1e}"
@@ -87,7 +87,7 @@ def check_format(number_format: FormatUnderTest, product: Product | None = None)
 
 
 def measure_error(number_format: FormatUnderTest, product: Product | None = None) -> float:
-    """Return the largest difference from float64, relative to the RMS of the result."""
+    """Return the largest error of a product in this format, relative to the RMS of the product in float64."""
     left, right = (factor.to(get_dtype(number_format)) for factor in random_matrices(SIDE, torch.device("cpu")))
     expected = torch.from_numpy(left.double().numpy() @ right.double().numpy())  # by NumPy, independently of torch
     device = torch.device(number_format.device.torch_name)
@@ -97,7 +97,9 @@ def measure_error(number_format: FormatUnderTest, product: Product | None = None
 
 
 def allowed_error(number_format: FormatUnderTest) -> float:
-    """Return the error that rounding of the factors, the result and the sum explains; sums use at least float32.
+    """Return the largest error that rounding of the factors, the sums and the result can explain.
+
+    Sums are assumed to be accumulated in float32 or in a more accurate format.
 
     Random rounding errors of a sum of n terms grow with the square root of n.
     Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019.
@@ -144,8 +146,8 @@ def time_product(number_format: FormatUnderTest, size: int) -> float:
 def fastest_product(number_format: FormatUnderTest, max_s: float, repetitions: int = 1) -> tuple[int, float]:
     """Return the side of the square matrices whose product has the highest rate, and the rate in FLOP/s.
 
-    max_s        seconds of a product beyond which no larger one is measured
-    repetitions  measurements of each size, of which the shortest counts
+    max_s        maximum expected seconds of a product; larger products are not measured
+    repetitions  number of measurements of each size; the shortest one counts
     """
     size, rates = SIDE, dict[int, float]()
     free = number_format.device.free_bytes or number_format.device.memory_bytes
@@ -185,6 +187,6 @@ def _fix(number_format: FormatUnderTest) -> str:
     return f"do not train with precision={number_format.name} here: reinstall torch, or check the device"
 
 
-_MARGIN = 16.0  # factor from the RMS of many thousand errors to the largest of them
-_MEASURED_S, _BURST_S = 0.03, 0.005
+_MARGIN = 16.0  # upper bound of the largest of many thousand errors, as a multiple of their RMS
+_MEASURED_S, _BURST_S = 0.03, 0.005  # seconds of all timed calls, and of the calls between two synchronizations
 _WHY_WRONG = "wrong results from a device, driver or library make training useless"

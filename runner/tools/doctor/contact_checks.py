@@ -1,4 +1,4 @@
-"""The checks of `accel-run doctor first_contact` that compute in this process; importing them loads torch."""
+"""The checks of `accel-run doctor first_contact` that call torch directly; importing this module loads torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.
 
 
 def parse_refusal(kernel: str, caught: Sequence[str]) -> str:
-    """Return why torch refuses a kernel. Its warnings are a headline per kernel, each followed by the reasons."""
+    """Return why torch refuses a kernel, from its warnings: a headline for each kernel, followed by the reasons."""
     reasons, is_ours = [], False
     for line in (first_line(message).partition(" (Triggered")[0] for message in caught):
         if line.endswith("because:"):
@@ -144,7 +144,7 @@ def compare_kernel(subject: str, expected: str, found: str) -> CheckResult:
     return compare(subject, "runs", pair, seen)
 
 
-# ---------------------------------------------------------------- memory of a context
+# ---------------------------------------------------------------- memory of a CUDA context
 
 
 def context_memory(context: CheckContext) -> Iterator[CheckResult]:
@@ -181,11 +181,12 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 @dataclasses.dataclass(frozen=True)
 class RunPrediction:
-    """The predictions for the run: the memory of its most demanding phase, the work of its first training phase.
+    """The predictions for a run: the memory of its most demanding phase, and the updates of its first training phase.
 
     allocated  peak bytes in tensors
-    reserved   peak bytes that torch's allocator reserves, without the margin for kernels that a trace does not see
-    launches   number of kernels of an update
+    reserved   peak bytes that torch's allocator reserves, without the margin for memory that kernels allocate
+               internally, which a trace does not record
+    launches   number of kernel launches in an update
     seconds    time of an update; None if no hardware profile describes the device
     """
 
@@ -196,7 +197,7 @@ class RunPrediction:
 
 
 def predict_run(request: Request, inventory: Inventory) -> RunPrediction | str:
-    """Predict the run; return the reason if that is not possible."""
+    """Predict memory, kernel launches and update time of a run; return the reason if they cannot be predicted."""
     configuration = compose(request)
     needs = predict_needs(configuration, inventory)
     plan = make_plan(configuration, inventory, needs=needs)

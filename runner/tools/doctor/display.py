@@ -20,7 +20,7 @@ REDRAW_INTERVAL_S = 0.2
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError that is being handled, instead of exiting with 1: `accel-run doctor | head`."""
+        """Raise the BrokenPipeError that is being handled, as in `accel-run doctor | head`. rich would exit with 1."""
         raise  # noqa: PLE0704
 
 

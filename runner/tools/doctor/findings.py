@@ -68,8 +68,10 @@ NOT_TIMED = "the GPU is simulated on the CPU, so times are not compared"
 
 
 def compare(subject: str, unit: str, pair: tuple[float, float], seen: str, difference: str = "") -> CheckResult:
-    """Return the result of a comparison of (predicted, measured).
+    """Return the result of comparing a prediction with a measurement.
 
+    unit        unit of both values, which becomes part of their names in `figures`
+    pair        predicted and measured value
     difference  consequence of the difference; empty: they agree
     """
     figures = {f"predicted_{unit}": pair[0], f"measured_{unit}": pair[1]}
@@ -79,7 +81,7 @@ def compare(subject: str, unit: str, pair: tuple[float, float], seen: str, diffe
 
 
 class SharedResult(str):
-    """A value for later checks, yielded among the findings."""
+    """A value that a check yields among its findings, for later checks."""
 
     __slots__ = ()
 
@@ -92,7 +94,7 @@ class CheckContext:
     root       folder of the runs; may not exist yet
     scratch    private temporary folder
     inventory  devices of torch and NVML; None for checks that do not need torch
-    begin      call it with each subject before checking it, so that a crash is attributed to the subject
+    begin      function to call with each subject before it is checked, so that a crash is attributed to the subject
     clock      monotonic seconds, for the limits and durations of checks
     """
 

@@ -44,7 +44,7 @@ OVERRIDES = ("global_batch_size=16", "micro_batch_size=8", "updates=20", "evalua
 LARGE_OVERRIDES = ("task.size=124m", "global_batch_size=8", "micro_batch_size=4")
 MEMORY_TOLERANCE = 0.05  # share of the predicted memory (docs/memory.md)
 SEGMENT_BYTES = 2 * MIB  # smallest allocation of torch's allocator from the driver; smaller differences do not count
-MAX_WAITS = 2.0  # expected waits per update, to read loss and norm for a line of progress (docs/gpu-costs.md)
+MAX_WAITS = 2.0  # expected waits per update: a progress line reads the loss and the norm (docs/gpu-costs.md)
 SIMULATED = "This GPU is simulated: a dry run of the command on the CPU. The results do not apply to a real GPU."
 
 
@@ -90,7 +90,7 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
         is_default = not request.task_file and not any(item.startswith("task=") for item in request.overrides)
         is_large = is_default and device.memory_bytes > LARGE_GPU_BYTES and not is_stand_in()
         chosen = merge_overrides(OVERRIDES, LARGE_OVERRIDES if is_large else ())
-        # The plan expects flash or efficient attention, which need less memory, but the stand-in has neither.
+        # The plan expects flash or efficient attention, which need less memory, but the simulated GPU has neither.
         attention = ("attention=math",) if is_stand_in() else ()
         own = (f"device={device.torch_name}", "checkpoint=off", "tracker=none", "monitor=off", "parallelism=single")
         wanted = dataclasses.replace(
@@ -207,7 +207,7 @@ def _compare_profile(device: Device, expected: RunPrediction | str, folder: Path
 def make_report(
     findings: Sequence[CheckResult], hardware: Mapping[str, Any], overrides: Sequence[str], version: str
 ) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+    """Return the content of first_contact.json."""
     return {
         "version": version,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),

@@ -193,7 +193,7 @@ def _judge_unlisted_processes(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
     parts = [f"{used / GIB:.1f} GiB are in use"] if used is not None else []
     parts += [f"it is {busy:.0f} % busy"] if busy is not None else []
     is_idle = (used or 0) <= _IDLE_BYTES and (busy or 0) <= _IDLE_PERCENT
-    if is_idle or gpu.instances:  # memory and load of a MIG GPU are those of its instances
+    if is_idle or gpu.instances:  # processes on the MIG instances of a GPU explain its memory use and load
         return ok(name, f"no other processes; {' and '.join(parts)}")
     seen = f"{' and '.join(parts)}, by processes that the driver does not show here (in a container?)"
     fix = f"run {nvml.tool.name} on the host to list them, or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
@@ -249,9 +249,9 @@ def _suggest_order_fix() -> str:
     return f"{by_bus}; {by_name}" if "CUDA_VISIBLE_DEVICES" in os.environ else by_bus
 
 
-MINIMA = {"CUDA": Version("11.0"), "cuDNN": Version("8.0")}  # older ones lack kernels that torch >= 2.11 has
+MINIMA = {"CUDA": Version("11.0"), "cuDNN": Version("8.0")}  # older versions lack kernels that torch >= 2.11 uses
 _MAX_PROCESSES = 4
-_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # older drivers report less than this as used on an idle GPU
+_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # an idle GPU; older drivers report some memory as used, but less than this
 _WHY_LOST = "it cannot be used until it responds again"
 _WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
 _WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"

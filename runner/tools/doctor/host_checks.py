@@ -13,7 +13,7 @@ from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
 
-DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each with a descriptor on both sides
+DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each open in the worker and in the main process
 DESCRIPTORS_BESIDES = 256  # modules, logs, sockets, shards of data, checkpoints
 
 

@@ -32,7 +32,7 @@ def run_check(
     """Yield the findings of a check, and the reason if its process ends early.
 
     watch           called about every TICK_S
-    shared_results  receives the check's result for later checks, under its name
+    shared_results  receives the SharedResult of the check, if there is one, under the name of the check
     """
     try:
         process = _CheckProcess(check, context)
@@ -56,9 +56,9 @@ def run_check(
 class _CheckProcess:
     """A running check, from the fork to the end of all its processes.
 
-    subject        the last one that it has started
-    shared_result  its result for later checks
-    has_ended      whether it ended regularly
+    subject        what is being checked, such as a GPU; a finding about a crash names it
+    shared_result  value for later checks; None if the check yielded none
+    has_ended      whether the check completed; False if it raised an exception, crashed or was killed
     """
 
     def __init__(self, check: DoctorCheck, context: CheckContext) -> None:
@@ -68,7 +68,7 @@ class _CheckProcess:
         self._raised: CheckResult | None = None
         self._limit_s, self._clock, self._began = check.limit_s, context.clock, context.clock()
         self._status: int | None = None
-        self._text = ""  # its printed output
+        self._text = ""  # output that the check has printed
         self._known_children: Set[int] = children()
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
@@ -101,7 +101,7 @@ class _CheckProcess:
             watch(self.subject, self._clock() - self._began)
 
     def end_reason(self) -> CheckResult:
-        """Return a finding with the reason why the process did not end regularly."""
+        """Return a finding with the reason why the process did not end normally."""
         subject = self.subject
         if self._raised:
             return dataclasses.replace(self._raised, subject=subject)
@@ -130,7 +130,7 @@ class _CheckProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         wait([self._ended], _KILL_WAIT_S)
-        with suppress(ChildProcessError):  # a signal interrupted this call, and its handler has called it, too
+        with suppress(ChildProcessError):  # a signal handler that interrupted this method may have reaped the process
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
@@ -230,7 +230,7 @@ def _label(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -
 
 
 _running: list[_CheckProcess] = []
-_KILL_WAIT_S = 2.0  # a process that takes longer to die waits for a disk or a driver
+_KILL_WAIT_S = 2.0  # a process that takes longer to die is waiting for a disk or a driver
 _LOG_BYTES = 16384
 _STACKS = re.compile(r"^Fatal Python error: |^Timeout \(", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')

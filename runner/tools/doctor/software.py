@@ -121,7 +121,7 @@ def _install_command(package: Requirement) -> str:
     return f'pip install "{package.name}{package.specifier}"'
 
 
-# Modules whose names differ from their packages'; for packages that import lazily, a submodule that accel-run uses.
+# package -> module to import, if the names differ; a submodule that accel-run uses, if the package imports lazily
 _MODULES = {
     "dipy": "dipy.reconst.dti",
     "hydra-core": "hydra",

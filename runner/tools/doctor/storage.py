@@ -84,4 +84,4 @@ def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
 
 _FIX_SPACE = "accel-run train output_root=/path/on/a/larger/disk"
 _IMAGES, _IMAGES_BYTES = "32 images of 224 x 224", 32 * 3 * 224 * 224 * 4
-_BATCHES_PER_WORKER = 2  # torch's own prefetch_factor
+_BATCHES_PER_WORKER = 2  # torch's default prefetch_factor
