@@ -1,1 +1,1 @@
-"""Commands about runs and machines: nothing below imports them."""
+"""Tools behind commands that inspect or measure runs and machines; no lower layer of the package imports them."""

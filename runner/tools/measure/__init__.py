@@ -6,9 +6,10 @@ comparing     compare (rounds, restarts, budget), comparison_result (results, ou
               intervals), selection (candidates, and the best of several, measured twice)
 processes     fork_server (starts and stops variants), variant_process (the training in a variant), forked_ranks
               (variants with ranks), weight_sketch (compares weights)
-suites        suites (declarations, and a module each), suite (request, tables, JSON), measurement_context (where a
-              request is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
+suites        suites (declarations, and a module for each), suite (request, tables, JSON), measurement_context (plan and
+              machine of a request), results and plots (of suite=ladder), technique (YAML files of the ladder),
+              machine_rates
 tune          tuner (search and proof), tune_axes (what may change)
 advise        advisor, rules (evidence -> candidates), probe (inspects the code of a task), facts (and rules of thumb)
-profiles      hardware_profile (writes the settings that were found)
+profiles      hardware_profile (writes the settings that tune or a benchmark found)
 """

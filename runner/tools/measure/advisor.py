@@ -31,7 +31,8 @@ class Entry:
     """One piece of advice.
 
     tried  setting with its comparison; None for a manual change, which is in `finding.by_hand`
-    gain   speed relative to the current settings: measured, or the largest possible; None: unknown
+    gain   speed relative to the current settings: measured for a setting, an upper bound for a manual change; None:
+           unknown
     """
 
     finding: RuleFinding
@@ -80,7 +81,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdviceInputs:
-    """Records of a finished run: its evidence, the means of its monitor, and its longest phase."""
+    """Records of a finished run.
+
+    monitor    metric -> mean over the run
+    throttled  throttling reason -> share of the time
+    phase      the longest phase
+    """
 
     evidence: Evidence | None = None
     monitor: Mapping[str, float] = field(default_factory=dict)
@@ -134,7 +140,7 @@ def try_candidates(
     opened: VariantResult,
     log: LogFunction,
 ) -> ComparisonResult:
-    """Compare the candidates with the current settings, as time allows; `why_not` of an untried one has the reason.
+    """Compare the candidates with the current settings, as time allows; set `why_not` of those that are not tried.
 
     deadline  time on the clock of the comparison
     opened    measurements of the current settings, to estimate the time

@@ -60,7 +60,7 @@ class CompareLimits:
     block_s                approximate seconds of a block of the baseline
     min_updates            minimum number of updates in a block, unless they take too long
     start_s                timeout for the first update of a variant
-    interleave             False: restart for each block, never two variants alive
+    interleave             False: restart a variant for each of its blocks, so that two are never alive together
     run_evaluations        run evaluations within blocks; their time counts
     time_first_evaluation  add the extra time of the first evaluation, which compiles again, to the start-up
     phase                  phase whose updates are measured; None: the first training phase
@@ -184,7 +184,7 @@ class Comparison:
         self.num_started += 1
         process = self.fork(trial.variant, self.num_started, deadline)
         self._stack.callback(process.end)
-        since, startup = self.clock(), trial.startup  # after the first variant has started the fork server
+        since, startup = self.clock(), trial.startup  # the start of the fork server is not counted
         limits = self._limits_for(deadline)
         try:
             process.receive_reply(limits.start_s)
@@ -266,8 +266,8 @@ class Comparison:
     def _start_waiting(self, result: ComparisonResult, since: float, log: LogFunction) -> bool:
         """Start the waiting variants as time allows, compiled ones last; return whether any was started.
 
-        Time for rounds is reserved: with more than two variants, half of the time from `since` to the deadline. At the
-        beginning of the reserved time, an unfinished start is ended, and no further one begins.
+        Time for the minimum number of rounds is reserved; with more than two variants, at least half of the time from
+        `since` to the deadline. When the reserved time begins, an unfinished start is ended, and no other one begins.
         """
         half_s = (self.deadline - since) / 2 if len(result.variants) > 2 else 0.0
         active = [trial for trial in result.variants if trial.is_active]
@@ -301,7 +301,8 @@ class Comparison:
         """Run rounds until every interval is narrow; return whether time is left.
 
         No block starts that would end after the deadline. While variants wait to be started, an active one is left out
-        as soon as the interval from its blocks is narrow; the variation between processes is considered later.
+        as soon as the interval of its ratio is narrow, even without the variation between processes, which is included
+        once all variants have started.
 
         is_last  no waiting variant can be started
         """
@@ -523,15 +524,15 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
 SHORT_BUDGET = "there was no time to try everything; use a larger budget_s="
 MIN_ROUNDS = 3  # the fewest blocks from which a spread can be estimated
 SLACK = 1.2  # factor on expected times, because blocks may take longer than the updates before them
-MAX_WARM_UP_UPDATES = 64  # maximum per command
+MAX_WARM_UP_UPDATES = 64  # maximum number of warm-up updates per command
 MAX_BLOCK_UPDATES = 20_000
 MAX_GROWTH = 32  # maximum factor between two attempts at the number of updates in a block
-BLOCK_STRETCH = 4  # a block may always be this many times longer to include whole evaluations, rows or checkpoints
-UPDATES_PER_PREFETCHED = 4  # so that the head start by prefetched batches is at most a fifth of a block
+BLOCK_STRETCH = 4  # a block may always be this many times longer to include whole evaluations, checkpoints or log rows
+UPDATES_PER_PREFETCHED = 4  # timed updates per untimed one, so that at most a fifth of the updates are untimed
 REPLY_TIMEOUT_S = 60.0
 MEMORY_MARGIN = 1.2  # factor on the memory of the baseline, because other variants may need more
 CONTEXT_GIB = 0.6  # GPU memory of a process besides what torch has reserved
-SLOWER_RATIO = 0.95
+SLOWER_RATIO = 0.95  # a variant whose interval ends below this ratio is clearly slower and needs no more blocks
 IDLE_SAMPLE_S = 0.05  # duration of the measurement of busy cores before each round
 RESTART_TIMEOUT_FACTOR = 5  # a restart may take this many times as long as the previous start
 NEARLY_DUE_SHARE = 0.5  # after this fraction of its restart time, a variant restarts together with those that are due

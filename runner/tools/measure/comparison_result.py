@@ -28,7 +28,8 @@ BASELINE_NAME = "as it is"  # name of the baseline if it has the current setting
 class RankSetup:
     """CPU ranks over gloo.
 
-    settle  number of updates after which the shares of the ranks, which follow their measured speed, are constant
+    settle  number of updates before the first block, in which load balancing adapts the share of the batch that each
+            rank computes to its measured speed
     """
 
     num: int
@@ -75,7 +76,7 @@ class Startup:
 
     start_s       until the run is built; first_update_s and warm_up_s follow
     evaluation_s  extra time of the first evaluation compared with later ones; 0 if not measured
-    taken_s       of the first start, until it was ready or was ended
+    taken_s       of the first start (in mode `restarted`, of the latest), until it was ready or was ended
     again_s       of the last restart
     """
 
@@ -108,7 +109,7 @@ class VariantResult:
     updates    number of updates per block; a block takes about the same time for every variant
     untimed    number of updates before each block that are not timed: their data may have become ready while the
                process was stopped
-    opened     description of the run from its process; the values of the plan are the effective ones
+    opened     description of the run, sent by its process; `values` has the settings that it really uses
     report     memory, losses and kernels from its process at the end
     why_not    reason why nothing, or nothing more, was measured; empty if the variant did not fail
     is_out     left out of further rounds, because its ratio is known well enough
@@ -159,7 +160,7 @@ class VariantResult:
 
     @property
     def is_untried(self) -> bool:
-        """True if it was not compared because of the budget alone."""
+        """True if nothing but the time budget prevented the comparison."""
         return self.is_short or self.why_not.startswith((NO_TIME_LEFT, START_TIMED_OUT))
 
     @property
@@ -225,7 +226,7 @@ class TrialOutcome:
     """The conclusion about one variant, as read by every suite, tune and advise.
 
     ratio    speed relative to its baseline; None: not compared, for the reason in `why_not`
-    later_s  start-up time in seconds beyond the baseline's; None: unknown
+    later_s  seconds by which the start-up takes longer than that of the baseline; None: unknown
     pays_at  number of updates after which faster updates make up for a longer start-up; None: not longer, or unknown
     updates  number of updates of the run; None: unknown
     """
@@ -239,7 +240,7 @@ class TrialOutcome:
 
     @property
     def is_untried(self) -> bool:
-        """True if it was not compared because of the budget alone."""
+        """True if nothing but the time budget prevented the comparison."""
         return self.ratio is None and self.why_not.startswith((NO_TIME_LEFT, START_TIMED_OUT))
 
     @property
@@ -378,7 +379,7 @@ class ComparisonResult:
         )
 
     def later_s(self, trial: VariantResult) -> float | None:
-        """Return the start-up time in seconds beyond the baseline's; None if unknown."""
+        """Return by how many seconds the start-up takes longer than that of the baseline; None if unknown."""
         seconds = trial.startup_s - self.baseline.startup_s
         return seconds if math.isfinite(seconds) else None
 
@@ -412,7 +413,7 @@ class ComparisonResult:
 
 
 def merge_reports(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report with more losses of two processes, with the higher peaks of both."""
+    """Merge the reports of two processes of a variant: the one with more losses, with the higher of both peaks."""
     longer = before if len(before.get("losses", ())) > len(now.get("losses", ())) else now
     peaks = {key: max(before[key], now[key]) for key in before.keys() & now.keys() if key.startswith("peak_")}
     return {**longer, **peaks}
@@ -438,7 +439,10 @@ def is_compiled(trial: VariantResult) -> bool:
 
 
 def expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
-    """Return the expected seconds of a start: the median of similar variants, or of all that started in time."""
+    """Return the expected seconds of a start: the median of the variants that also compile, or that also do not.
+
+    Without such a variant, it is the median of all variants that started in time.
+    """
     timed = [
         other for other in result.variants if other.startup.taken_s and not other.why_not.startswith(START_TIMED_OUT)
     ]
@@ -500,10 +504,12 @@ def encode_outcome(outcome: TrialOutcome) -> dict[str, Any]:
 NO_TIME_LEFT = "not tried: no time was left for its start"
 START_TIMED_OUT = "not tried: start-up timed out"
 MIN_DELAY_S = 0.5  # start-ups of identical settings differ by this much
-NOISY_SPREAD = 0.15  # a note reports a larger interquartile range of blocks, relative to the median
-BUSY_CORES = 0.25  # a note reports if other processes use more cores
-MAX_WAIT_SHARE = 0.02  # a note reports a larger share of the time of all blocks
-NOTABLE_SIGMA = 0.02  # a note reports a larger standard deviation between identical processes
+# A note is shown above these values.
+NOISY_SPREAD = 0.15  # interquartile range of the baseline's blocks, relative to their median
+BUSY_CORES = 0.25  # number of cores that other processes use
+MAX_WAIT_SHARE = 0.02  # run-queue wait, as a share of the time of all blocks
+NOTABLE_SIGMA = 0.02  # standard deviation between identical processes
+
 LOSS_ROUNDING = 1e-3  # largest relative difference of losses due to the order of summation
 GRADIENT_FACTOR = 5  # factor on the tolerance for gradient norms, which are more sensitive than mean losses
 # Settings that change losses by more than rounding, with tolerances: other number formats, other dropout masks.
@@ -512,10 +518,10 @@ TOLERANCES: Mapping[str, float] = {
     "backend.threads": 0.01, "optimizer": 0.02,
 }  # fmt: skip
 # Tolerances for the distance of the weights after the first updates, relative to the distance they moved. Adam's first
-# updates are little more than the signs of the gradients, so other rounding flips the sign of gradients that should be
-# 0, such as those of the bias of keys: up to 0.1 in small models. Measured with the tasks in size tiny: other kernels
-# 1e-4, bf16 0.02 to 0.08, fp16 up to 0.04, 8 bits 0.1; a seventh of the learning rate 0.85, SGD instead of Adam 0.99,
-# no movement 1, opposite direction 2.
+# updates are little more than the signs of the gradients, so different rounding flips the sign of gradients that should
+# be 0, such as those of the bias of keys; this alone causes a distance of up to 0.1 in small models. Measured with the
+# tasks in size tiny: other kernels 1e-4, bf16 0.02 to 0.08, fp16 up to 0.04, 8 bits 0.1; a seventh of the learning rate
+# 0.85, SGD instead of Adam 0.99, no movement 1, opposite direction 2.
 WEIGHT_TOLERANCE = 0.3
 WEIGHT_TOLERANCES: Mapping[str, float] = {"precision": 0.6, "optimizer": 0.6, "device": 0.6}
 WEIGHT_TOLERANCE_RANDOM = 1.6  # if the setting may change random draws: other dropout masks lead to up to 1.4

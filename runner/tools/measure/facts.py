@@ -116,7 +116,7 @@ def evaluate_criteria(evidence: Evidence, batch: Mapping[str, Any]) -> list[Crit
         Criterion("channels", 100, 20, channels),
         Criterion("pixels of a side", 256, 128, side),
         # A CPU core computes 3.5 MFLOP while a GPU launches an operator (35 us at 100 GFLOP/s). A layer of 100,000
-        # parameters needs as much for 16 samples; networks have about ten such layers.
+        # parameters needs about as many for 16 samples, and a network has about ten such layers.
         Criterion("parameters", 1_000_000, 100_000, evidence.num_parameters),
         Criterion("epochs", 10, None, evidence.epochs),
         Criterion("terms of the loss", 2, None, batch.get("loss_terms")),

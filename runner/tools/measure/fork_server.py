@@ -41,12 +41,12 @@ class ReplyTimeout(AccelRunError):
 class ForkServer:
     """A process that has only imported modules; variants are forks of it.
 
-    A fork starts like a new process, without the seconds of importing torch.
+    A fork starts with the state of a new process, but saves the seconds of importing torch.
     """
 
     def __init__(self, folder: Path, cores: int) -> None:
         self.folder = folder
-        # A socket, because a command and its descriptors are sent in one call, which Ctrl-C cannot divide.
+        # A socket, because it sends a command together with its descriptors in one call, which Ctrl-C cannot interrupt.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(START_TIMEOUT_S)
         self._replies = self._socket.makefile("r", encoding="utf-8")

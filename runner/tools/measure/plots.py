@@ -30,7 +30,7 @@ def draw_plots(results: Results, plotted: Results | None = None) -> list[Path]:
 
     An earlier plot that can no longer be drawn is removed. Raises InputMissing if there are no results.
 
-    plotted  names of the plots, if they differ from those of the results
+    plotted  determines folder and prefix of the plots; None: those of the results
     """
     plotted = plotted or results
     images = {name: encode_png(figure) for name, figure in make_figures(results).items()}
@@ -317,7 +317,7 @@ def _classify(ratio: Ratio) -> str:
     return {"better": "faster", "worse": "slower"}.get(ratio.verdict, ratio.verdict)
 
 
-SCALE_LIMIT = 2.0  # limit of the time axis, as a multiple of the slowest variant's median
+SCALE_LIMIT = 2.0  # upper limit of the time axis, as a multiple of the slowest variant's median
 LOG_SCALE_RATIO = 4.0  # use a log scale if the slowest variant exceeds this multiple of the median one
 COLOR_MAP = "Blues"
 _BASELINE_RATIO = Ratio(1.0, 1.0, 1.0, 0)
@@ -329,7 +329,7 @@ _NUM_COLORS = 7  # colors of COLORS used for lines; gray is too similar to black
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MAX_MARKED_STEPS = 60  # lines with more steps have no markers
 _MAX_GROUPS = 50  # maximum number of cells in a row of the heat map
-_MIN_COLOR_RANGE = 0.9  # largest ratio of the lower to the upper end of the color scale, so that noise has low contrast
+_MIN_COLOR_RANGE = 0.9  # upper limit of lowest / highest value of the color scale, so that noise has low contrast
 _MAX_LEGEND_COLUMNS = 5
 _MAX_LABEL_LETTERS = 30  # maximum number of letters in one line of the legend
 _LETTERS_PER_INCH = 13  # in text of 8 points

@@ -45,7 +45,11 @@ def probe(run: TrainingRun, phase: Phase) -> Reply:
 
 
 def _inspect_samples(fetcher: Fetcher) -> Reply:
-    """Read samples as the run does; return their size, and whether reading them computes or repeats."""
+    """Read samples as the run does.
+
+    Return their size, the share of the reading time that is spent on a CPU, and whether samples change when they are
+    read again.
+    """
     num, seconds, busy = 1, 0.0, 0.0
     while seconds < SECONDS / 20 and num <= SAMPLES:  # read in batches, because a dataset may read samples together
         num = min(2 * num, len(fetcher)) if num < len(fetcher) else num

@@ -1,6 +1,6 @@
-"""The results of the ladder: a JSON record per column, and the step times as a CSV table.
+"""The results of suite=ladder: a JSON record per variant, and the step times as a CSV table with a column per variant.
 
-Columns that were measured together form a session with its own baseline. Times of different sessions must not be
+Variants that were measured together form a session with its own baseline. Times of different sessions must not be
 compared, even on the same machine, because its load and clocks differ.
 """
 
@@ -55,9 +55,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class LadderRow:
-    """The record of one column.
+    """The record of one variant: a technique alone, or a stack of techniques.
 
-    members     techniques on the baseline, without those that a later one replaced
+    members     techniques that are added to the baseline, without those that a later one replaced
     own         speed relative to the previous row of the stack
     start_s     seconds until the run is built
     compile_s   extra seconds of its first updates

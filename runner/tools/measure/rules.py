@@ -25,8 +25,8 @@ MAX_MEMORY_SHARE = 0.6  # share of the GPU's memory below which activations need
 SMALL_UPDATE_MS = 5.0  # shorter updates may mostly wait for kernel launches
 MIN_THROTTLED_SHARE = 0.05
 CACHE_SHARE = 0.25  # share of the machine's memory that cached samples may use
-MIN_INTERVAL_RATIO = 1.5  # a longer interval between checkpoints is recommended from this ratio to the current one on
-MIN_EVENTS = 3  # minimum number of checkpoints or evaluations; fewer are those at the end of phases
+MIN_INTERVAL_RATIO = 1.5  # minimum ratio of a recommended interval between checkpoints to the current one
+MIN_EVENTS = 3  # minimum number of checkpoints or evaluations; fewer may all come from the ends of phases
 CPU_BOUND_SHARE = 0.5  # CPU share of the time of reading a sample, below which reading is I/O-bound
 MAX_SHAPES = 3  # the usual shape, and two at the end of an epoch
 
@@ -135,7 +135,8 @@ def varying_shapes(facts: Facts) -> RuleFinding | None:
 def saves_too_often(facts: Facts) -> RuleFinding | None:
     """Training waits for checkpoints.
 
-    Blocks contain too few time-based checkpoints, so the measurements of the run are used instead.
+    The short blocks of a comparison contain too few time-based checkpoints to measure a gain, so the gain is computed
+    from the measurements of the run.
     """
     share, every = facts.share("saving"), facts.values.get("checkpoint.every")
     saves, seconds = facts.evidence.num_saves, facts.evidence.parts_s.get("saving")
@@ -211,7 +212,7 @@ def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
     usage = "" if peak is None or memory is None else f"; at most {peak / memory:.0%} of the GPU's memory was in use"
     if peak and memory:
-        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part of it grows with the batch
+        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part of it depends on the size
     fitting = sorted({size for size in sizes if share_of_rank % size == 0}, reverse=True)
     evidence = f"an update of {total} samples has {steps} micro-batches of {micro}{usage}"
     return _make_finding(evidence, *(f"micro_batch_size={size}" for size in fitting[:3]))

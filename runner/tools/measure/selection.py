@@ -28,8 +28,8 @@ class Confirmation:
 
     least_s  minimum time in seconds
     rounds   minimum and maximum number of blocks; None: as in the first comparison
-    extends  True: exceed the budget if necessary; False: without enough time, or with a single candidate, the first
-             comparison counts
+    extends  True: measure again even beyond the budget; False: use the result of the first comparison if time is too
+             short for a second one, or if there is a single candidate
     log      called with the name of the best variant
     """
 
@@ -44,7 +44,8 @@ class Selection:
     """Measured variants, and the best of them.
 
     leader   fastest variant of the first comparison with the same numerical results; empty: none is clearly faster
-    outcome  outcome of the leader in the second comparison; the first one selected it, so it overestimates the gain
+    outcome  outcome of the leader in the second comparison, because the first, which selected it, overestimates its
+             gain; without a second comparison, the outcome in the first
     """
 
     result: ComparisonResult
@@ -112,7 +113,10 @@ SHARE_OF_FIRST = 0.7  # share of the budget for the first comparison
 
 @dataclass(frozen=True)
 class Candidate:
-    """Overrides that may make updates faster; they set only mechanics, which change results by rounding at most."""
+    """Overrides that may make updates faster.
+
+    They set only mechanics: settings of how an update is computed, which change its result by rounding at most.
+    """
 
     overrides: tuple[str, ...]
 

@@ -109,9 +109,9 @@ def estimate_process_spread(variants: Sequence[tuple[Blocks, Processes]]) -> Pro
     """Estimate the spread between identical processes from the changes at restarts of variants.
 
     Consecutive rounds with the same processes form a piece. The level of a variant in a piece is the median of its
-    distance from the median of all variants. The change of the level at a restart has the variance of two processes,
-    plus that of the medians, which is not subtracted, so the estimate is conservative. Variants with few blocks before
-    or after a restart are excluded.
+    distance from the median of all variants. The change of the level at a restart has the variance of two processes
+    plus the variance of the two medians. The latter is not subtracted, so the estimate is conservative. Variants with
+    few blocks before or after a restart are excluded.
     """
     numbers = sorted(set().union(*(blocks for blocks, _ in variants)) if variants else [])
     pieces: list[list[int]] = []
@@ -194,7 +194,7 @@ def _widen(middle: float, low: float, high: float, half_width: float, num: int) 
     return Ratio(math.exp(middle), math.exp(center - total), math.exp(center + total), num)
 
 
-# Assumed before any restart: 1 %, with the weight of four degrees of freedom.
+# Spread that is assumed before any restart was measured: 1 %, with the weight of four degrees of freedom.
 PRIOR_SPREAD = ProcessSpread(squares=4 * 0.01**2, freedom=4)
 PRIOR_HALF_WIDTH = PRIOR_SPREAD.half_width(1, 1)  # for two variants with one process each
 MIN_BLOCKS = 3  # blocks of a process that define its level

@@ -38,8 +38,8 @@ class SuiteRequest:
     request     settings of the training run that is measured
     positional  arguments without a value, such as `plots` or names of techniques, in order
     options     key=value arguments that the suite declares
-    folder      for results and plots
-    prefix      of their file names
+    folder      folder for results and plots
+    prefix      first letters of the names of these files
     budget_s    approximate total time in seconds
     """
 
@@ -270,6 +270,6 @@ def call_interleaved(
     return replies
 
 
-CALL_ROUNDS_FACTOR = 2  # more rounds than blocks of updates need, because each reply is a single time
+CALL_ROUNDS_FACTOR = 2  # more rounds than for blocks of updates, because each reply is a single measurement
 ROUNDS = (6, 60)  # minimum and maximum number of blocks of a variant
 BLOCK_S = 0.4

@@ -124,7 +124,7 @@ def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
 def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], group: str = "optimizer") -> list[str]:
     """Return overrides that copy the keys of an optimizer to another one, for keys that both have and that are not set.
 
-    group  group of the run, or of a phase, which then gets the other optimizer too
+    group  `optimizer`, or `phase.NAME.optimizer` for a phase, whose optimizer is then replaced too
     """
     signature = find_signature("optimizer", option)
     keys = {override.partition("=")[0] for override in overrides}

@@ -1,4 +1,8 @@
-"""The axes of `accel-run tune`: settings of the mechanics, which change the speed of updates."""
+"""The axes of `accel-run tune`, each a group of alternative settings of the mechanics.
+
+Mechanics are settings of how an update is computed, such as the number of data workers. They change its speed, and its
+result by rounding at most; all other settings belong to the mathematics of training.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +143,7 @@ Proposed = Iterable[Overrides] | str
 
 
 def is_mechanics(key: str) -> bool:
-    """Return whether a key belongs to the mechanics. Its effect on losses is measured."""
+    """Return whether a key belongs to the mechanics. Comparisons check the losses, too."""
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     return name in MECHANICS or name.partition(".")[0] in MECHANICS_GROUPS
 
@@ -256,7 +260,7 @@ def _propose_compile_modes(state: TuneState) -> Proposed:
 
 MAX_CANDIDATES = 7  # maximum number of candidates of an axis
 DETERMINISTIC, SLOWEST = "deterministic", "max-autotune"
-# Settings that may change; everything else is mathematics.
+# The mechanics: only these settings may change.
 MECHANICS_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")
 MECHANICS = (
     "micro_batch_size", "accumulation_steps", "optimizer.kernel", "dataloader", "dataloader.num_workers",
@@ -265,7 +269,7 @@ MECHANICS = (
 )  # fmt: skip
 
 
-# name -> proposals, part of the time budget relative to other axes, whether one of its variants may fill the memory.
+# name -> proposals, weight of its share of the time budget, whether one of its variants may fill the memory.
 # Compilation comes last, because every axis after it would compile again.
 AXES: Mapping[str, tuple[Callable[[TuneState], Proposed], float, bool]] = {
     "kept samples": (_propose_caches, 1.0, False),

@@ -1,4 +1,4 @@
-"""`accel-run tune`: find the mechanics with the fastest updates on this machine, and confirm them in new rounds.
+"""`accel-run tune`: find the settings with the fastest updates on this machine, and confirm them in new rounds.
 
 For each axis, the candidates are compared with the best settings so far, and the best candidate is measured again. The
 result of all axes is then compared with the current settings. Only this last comparison counts: the rounds that select
@@ -30,7 +30,7 @@ class TuneAxis:
     """Mutually exclusive settings.
 
     offer         returns the candidates, given the settings adopted so far
-    weight        weight of its share of the time
+    weight        share of the time that the axis gets, relative to the weights of other axes
     fills_memory  one of its variants may fill the memory, so two of them must never be in memory together
     """
 
@@ -44,7 +44,7 @@ class TuneAxis:
 class TuneResult:
     """The result of a search.
 
-    tried    all candidates, each with its last comparison against the best settings before its axis
+    tried    all candidates, each with its last comparison against the settings adopted before its axis
     skipped  axis or setting -> why it was not tried
     adopted  winners of the axes
     proof    all adopted settings against the current settings, in new rounds; None if nothing was adopted
@@ -304,6 +304,6 @@ def as_json(report: TuneReport) -> dict[str, Any]:
 PROOF = "proof"
 PROOF_SHARE = 0.25  # share of the budget for the proof
 SHARE_OF_ALL = 0.7  # share of the time of an axis for all of its candidates; the rest is to measure the best one again
-TIME_MARGIN = 1.1  # factor on the estimated time of an axis, because its comparisons begin a little late
+TIME_MARGIN = 1.1  # factor on the estimated time of an axis, because its comparisons start a little later
 SCREENING_ROUNDS = (3, 12)  # minimum and maximum number of rounds with all candidates of an axis
 PROOF_ROUNDS = (10, 120)  # minimum and maximum number of rounds of a comparison that decides on adopting a setting

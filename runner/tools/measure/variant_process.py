@@ -166,7 +166,7 @@ def _receive_command(connection: Connection) -> dict[str, Any] | None:
 
 
 def _to_reported_error(error: BaseException) -> AccelRunError:
-    """Return the error to send to the peer, which cannot load classes of errors that a task defines."""
+    """Return the error as an AccelRunError, because the peer cannot unpickle errors of classes that a task defines."""
     if isinstance(error, AccelRunError):
         return rebuild_error(AccelRunError, error.problems, error.exit_code)
     return AccelRunError(error_line(error))
@@ -319,7 +319,7 @@ class TrainingVariant:
         phase            phase to run; None: the first training phase. Earlier phases without gradients run before it;
                          earlier training phases do not, because the time of an update does not depend on the weights
         run_evaluations  run evaluations as often as the real phase
-        settle           number of updates to run until shares that follow the measured speed are constant
+        settle           number of updates to run first, in which load balancing adapts the shares of the ranks
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
@@ -433,7 +433,7 @@ class TrainingVariant:
     def fit(self) -> Reply:
         """Repeat the phases without gradients before the measured phase; return name -> seconds.
 
-        They depend only on the data, so they do not change the model.
+        Their results depend only on the data, so repeating them does not change the model.
         """
         seconds = {}
         for planned in self.run.plan.phases:

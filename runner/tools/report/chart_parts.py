@@ -146,7 +146,7 @@ def describe_range(name: str, curve: Curve) -> str:
 
 
 def align_to(x: Floats, curve: Curve) -> Floats:
-    """Return the values of the curve at the updates `x`: 0 if missing or not finite, and at least 0."""
+    """Return the values of the curve at the updates `x`; missing, non-finite and negative values become 0."""
     values_at = np.zeros(len(x))
     values = np.nan_to_num(np.asarray(curve.y, dtype=np.float64), posinf=0.0, neginf=0.0)
     values_at[np.searchsorted(x, np.asarray(curve.x, dtype=np.float64))] = np.maximum(values, 0.0)

@@ -46,7 +46,7 @@ def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], 
                     missing.append(MissingPart(kind.title, drawing))
                     continue
                 charts.append(make_chart(drawing, kind.id, kind.title, wide=kind.wide))
-            except (ArithmeticError, ValueError) as error:  # values that a run never writes
+            except (ArithmeticError, ValueError) as error:  # caused by values that accel-run never writes
                 missing.append(MissingPart(kind.title, make_printable(f"cannot be drawn: {error_line(error)}")))
     return charts, missing
 
@@ -80,7 +80,7 @@ def loss(run: RunData) -> Drawing | str:
     axes.legend(loc="upper right", fontsize=9)
     bad = sum(not math.isfinite(value) for value in raw.y)
     notes = [f"{bad:,} rows without a finite loss are gaps"] if bad else []
-    if any(count > 1 for count in updates_per_row(raw.x)):  # explains why it may be above the validation loss
+    if any(count > 1 for count in updates_per_row(raw.x)):  # the training loss may then be above the validation loss
         notes.append("training: each point is the mean of the updates since the previous one")
     return Drawing(figure, "; ".join(descriptions), "; ".join(notes))
 
@@ -178,7 +178,7 @@ def step_time(run: RunData) -> Drawing | str:
     return Drawing(figure, f"time of updates by part: {shares_text}", note, curves)
 
 
-_MAX_LIMIT_RATIO = 2.0  # a limit is drawn if it is at most this many times as high as the curve
+_MAX_LIMIT_RATIO = 2.0  # the clipping threshold is drawn if it is below this multiple of the upper limit of the y axis
 _STACK_POINTS = 160
 _MAX_METRICS = 6
 _MIN_SHARE = 0.01

@@ -1,4 +1,4 @@
-"""State which differences between compared runs may be noise: between seeds for metrics, between rows for times."""
+"""State which differences between runs may be noise, estimated between seeds for metrics and between rows for times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = Sequence[Sequence[int]]  # numbers of runs that differ in their seed on
 
 
 def describe_noise(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """Return which differences between the runs are within noise, and how to measure it; empty if nothing is known."""
+    """Return which differences are within noise, or how to measure the noise; empty if nothing is known."""
     return "; ".join((*_describe_metrics(runs, labels), *_describe_times(runs, labels)))
 
 
@@ -26,9 +26,9 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
     """Yield a statement for each metric that all runs have.
 
     The noise of a metric is its standard deviation over seeds, pooled over all groups of runs that differ in nothing
-    else. A difference is within noise if Student's t-test at 95 % does not reject that it is 0; among many pairs, one
-    in 20 is rejected by chance. Nothing is stated if a run is not finished, because its metrics are not yet those that
-    its settings lead to.
+    else. A difference is within noise if Student's t-test at 95 % does not reject that it is 0; of 20 pairs without a
+    real difference, one is rejected by chance. Nothing is stated if a run is not finished, because its metrics are not
+    final.
     """
     metrics = [_finite(run.metrics) for run in runs]
     names = [name for name in metrics[0] if all(name in of_run for of_run in metrics)]

@@ -71,7 +71,7 @@ class Curves:
 class Checkpoint:
     """A folder in checkpoints/.
 
-    labels  such as best or last, with its metric
+    labels  `best` and `last`, as far as they apply, and the tracked metric
     """
 
     name: str
@@ -118,7 +118,7 @@ class RunData:
 
     @property
     def reference(self) -> str:
-        """The value of run= for this run in a command to paste: its name, or its path outside of the default folder."""
+        """The value of run= for this run in a command to paste: its name, or its path if it is in another folder."""
         is_default = self.path == (Path(_DEFAULT_ROOT) / self.path.name).absolute() and is_run_name(self.path.name)
         return self.name if is_default else make_printable(shlex.quote(str(self.path)))
 
@@ -337,9 +337,9 @@ def updates_per_row(updates: Sequence[float]) -> Iterator[float]:
 
 
 _DEFAULT_ROOT = "outputs"  # default of output_root=
-_MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
+_MAX_VALUE = 1e100  # larger values are drawn as infinite, because axes overflow near the largest float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
-_MAX_KEYS = 400  # metrics in metrics.jsonl that are read
+_MAX_KEYS = 400  # maximum number of metrics that are read from metrics.jsonl
 # Only metrics that charts and health rules use: reading the others of a long run would double the time of a report.
 MACHINE_METRICS = (
     "util", "memory_gib", "memory_total_gib", "temperature_c", "power_w", "power_limit_w", "throttle_reasons",

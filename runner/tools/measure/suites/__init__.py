@@ -1,6 +1,6 @@
 """The suites of `accel-run benchmark`: one declaration each, and one module with the function `run`.
 
-This module imports nothing else, because shell completion and help read it, too.
+This module imports nothing of accel-run, because shell completion and help read it and must start fast.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def _inference_row(inferred: Mapping[str, Replies | str]) -> tuple[Value, ...]:
 
 
 def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
-    """Return the row of the largest batches; the verdict is unknown if the smaller one might have been larger."""
+    """Return the row of the largest batches; the verdict is unknown if the search for the smaller one ended early."""
     name, sizes = "largest batch, samples", [biggest for biggest in (before, after) if biggest.size]
     if len(sizes) == 2 and not min(sizes, key=lambda biggest: (biggest.size or 0, biggest.is_all)).is_all:
         return (name, before.size, after.size, "", "unknown: no time for larger ones")
@@ -267,7 +267,7 @@ def _single_reading_row(
 
 BEFORE, AFTER = "before", "after"
 VARIED_GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
-DATA_KEYS = ("drop_last", "bad_samples")
+DATA_KEYS = ("drop_last", "bad_samples")  # keys of data loaders that change which samples are trained
 MIN_CHANGE = 10 * NEGLIGIBLE  # minimum relative change between single measurements
 SHARE_OF_BIGGEST = 0.1  # share of the budget for each variant
 SHARE_OF_INFERENCE = 0.15

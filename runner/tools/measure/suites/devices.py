@@ -39,7 +39,7 @@ Replied = Mapping[str, Replies | str]  # variant -> replies, or why there are no
 
 
 class Point(NamedTuple):
-    """Samples per update and side of a cube in pixels; None: the task has no such setting."""
+    """Samples per update, and side of an image cube in pixels; None: the task has no such setting."""
 
     batch: int
     side: int | None = None
@@ -50,7 +50,7 @@ class Points:
     """The sizes that are measured.
 
     series    what varies, "batch" or "size" -> sizes
-    extremes  "small" and "large" -> size at which each phase is measured
+    extremes  "small" and "large" -> size at which both kinds of phases, statistics and gradients, are measured
     """
 
     series: Mapping[str, Sequence[Point]]
@@ -63,7 +63,7 @@ class Points:
 
 
 def run(suite_request: SuiteRequest) -> SuiteReport:
-    """Compare two devices, or numbers of threads, by batch; for a task with cubes, also by their size.
+    """Compare two devices, or numbers of threads, by batch size; for a task with image cubes, also by the cubes' size.
 
     A task with a phase of statistics is measured in both phases.
     Raises ConfigError for an unknown device and invalid numbers.
