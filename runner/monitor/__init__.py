@@ -1,1 +1,1 @@
-"""GPU, CPU and memory of the machine while something runs."""
+"""Monitor GPUs, CPU, memory and disk of the machine, during a run or around any Python code."""

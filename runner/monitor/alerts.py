@@ -11,7 +11,7 @@ from runner.monitor.nvml import NORMAL_THROTTLING, THROTTLE_MEANINGS, Gpu, GpuEv
 from runner.monitor.samples import Readings
 
 MIN_THROTTLED_SAMPLES = 3  # in a row, before an alert
-MAX_PROCESSES = 3  # in one line
+MAX_PROCESSES = 3  # processes that one alert lists
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AlertMonitor:
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu]) -> None:
         self._nvml, self._gpus = nvml, tuple(gpus)
         self._reported: set[tuple[object, ...]] = set()
-        self._slowed: dict[tuple[int, str], int] = {}  # samples in a row
+        self._slowed: dict[tuple[int, str], int] = {}  # (GPU, reason) -> consecutive samples
         self._errors: dict[str, float] = {}
 
     def check(

@@ -1,4 +1,4 @@
-"""Wrap AMD SMI, the package `amdsmi` of ROCm, to provide the same readings as NVML. No other module uses it.
+"""Wrap AMD SMI, the package `amdsmi` of ROCm, to provide the same readings as NVML. No other module imports `amdsmi`.
 
 Checked against the documentation of AMD SMI 26.0 and with a fake module; no AMD GPU was available.
 """
@@ -94,7 +94,7 @@ class AmdSmi(Nvml):
 def open_amd_smi() -> AmdSmi | None:
     """Return the AMD GPUs of this machine; None if the package, the driver or the permission is missing."""
     try:
-        import amdsmi as library  # type: ignore[import-not-found] # part of ROCm, not of the package index
+        import amdsmi as library  # type: ignore[import-not-found] # part of ROCm, not on PyPI
 
         library.amdsmi_init()
     except Exception:  # importing it runs code that may raise any error if a library is missing

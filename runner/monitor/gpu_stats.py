@@ -159,8 +159,8 @@ class GPUStats:
 def _replace(path: Path, content: bytes) -> Path:
     """Write `path` atomically, readable only by its owner; does not follow links. Returns the path.
 
-    Not `durable.files.atomic_write`, which waits for the disk: nothing resumes from this file, and the end of a `with`
-    block should not wait.
+    Does not use `durable.files.atomic_write`, which waits for the disk: nothing resumes from this file, and the end of
+    a `with` block should not wait.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -59,8 +59,8 @@ def assess_health(
     """Return the assessments of all rules, problems first.
 
     alerts  reported by the driver; a lost GPU gets no other assessment
-    of_run  a run was monitored, whose own processes are not counted; otherwise the machine
-    on_gpu  the run used the monitored GPUs; otherwise they are not assessed
+    of_run  True: a run was monitored, and its own processes are not counted; False: the machine was monitored
+    on_gpu  False: the run did not use the monitored GPUs, so they are not assessed
     """
     lost = {str(alert.facts.get("device")) for alert in alerts if alert.kind == "lost"}
     excluded = lost if on_gpu else {gpu for gpu, _ in _gpus(summary)}
@@ -129,7 +129,7 @@ def check_throttling(summary: Summary) -> Iterator[HealthVerdict]:
 
 
 def check_processes(summary: Summary, *, of_run: bool) -> Iterator[HealthVerdict]:
-    """Check for processes on a GPU that do not belong to the run, or for several if the machine was monitored."""
+    """Check for processes on a GPU that do not belong to the run; without a run, for more than one process."""
     most, message = (
         (0, "shared with other processes, which use its time and memory")
         if of_run

@@ -22,7 +22,7 @@ from runner.monitor.thinning import ThinnedSamples, as_groups
 if TYPE_CHECKING:
     from runner.monitor.samples import Floats
 
-MAX_POINTS = 1000  # of a line: about the width of a plot in pixels
+MAX_POINTS = 1000  # points of a line: about the width of a plot in pixels
 PHASE_COLORS = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")
 
 
@@ -31,8 +31,8 @@ class Panel:
     """One pair of axes.
 
     values  (samples, "gpu0/" or "") -> values to draw (N,)
-    top     end of the scale; None: that of the values
-    include_zero  the scale begins at 0
+    top     upper limit of the y axis; None: chosen from the values
+    include_zero  the y axis begins at 0
     is_gpu  one line per GPU
     limit   metric of a GPU that limits the values, its label and unit
     """
@@ -99,7 +99,7 @@ def thin_line(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, 
 def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, points: int) -> PlotLine:
     """Return a line of fewer points, as `thin_line` does.
 
-    counts  (N,) number of values whose mean each point is
+    counts  (N,) number of values of which each point is the mean
     """
     size = max(1, math.ceil(len(line.x) / points))
     edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(line.x)]
@@ -132,7 +132,7 @@ def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: flo
 
 @dataclass(frozen=True)
 class _Canvas:
-    """State shared by the panels of a figure; `time` is the unit of x: its name and seconds."""
+    """State shared by the panels of a figure; `time` is the unit of the x axis: its name, and its length in seconds."""
 
     samples: ThinnedSamples
     labels: Mapping[int, str]
@@ -267,7 +267,7 @@ def _scale_axes(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
 
 
 def _shade_spans(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:
-    """Shade (begin, width) over the height of the axes, in one collection: there may be thousands."""
+    """Shade (begin, width) over the height of the axes, in one collection, because there may be thousands."""
     return axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), linewidth=0, **style)
 
 

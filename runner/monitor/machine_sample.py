@@ -21,7 +21,7 @@ from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 class GpuUser:
     """A compute process on a GPU.
 
-    name, user  of the process and of its owner; empty if the process is not in this machine's /proc
+    name, user  name of the process, and of its owner; empty if the process is not in /proc of this machine
     memory_gib  None if the driver hides it
     is_ours     whether it belongs to this run; None if unknown, as in a container, where NVML reports PIDs of the host
     """
@@ -43,7 +43,7 @@ class Host:
     If affinity or a cgroup limits the run to a part of the machine, CPU and memory are those of this part.
     """
 
-    SELDOM_S = 10.0  # between searches for processes
+    SELDOM_S = 10.0  # minimum seconds between searches for processes
     SEARCH_SHARE = 0.002  # maximum fraction of one core that the search may use; it reads all of /proc
 
     def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
@@ -64,9 +64,9 @@ class Host:
 
 
 class Gpus:
-    """Samples the GPUs and their processes; values that hardly change less often. Blocks if a driver hangs."""
+    """Samples the GPUs and their processes; values that hardly change are read less often. Blocks if a driver hangs."""
 
-    SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
+    SELDOM_S = 10.0  # seconds between readings of values that hardly change, and of the lists of processes
 
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], process_tree: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
@@ -139,7 +139,7 @@ class CpuLoad:
         return min(100.0, max(0.0, 100 * busy / elapsed)) if elapsed > 0 else None
 
     def _times(self) -> tuple[float, float]:
-        """Return busy and total seconds of the cores so far; psutil.cpu_percent has one state for all callers."""
+        """Return busy and total seconds of the cores so far; callers of psutil.cpu_percent would share one state."""
         if self._cores is None:
             core_times = [psutil.cpu_times()]
         else:
@@ -180,7 +180,7 @@ def make_cpu_load(root: int, system: Path) -> CpuLoad | QuotaCpuLoad:
     limit = cgroup_cpu_limit(system)
     if limit is not None and limit.amount < len(cores) and limit.cpu_seconds() is not None:
         return QuotaCpuLoad(limit)
-    is_part = len(cores) < present and max(cores) < present  # core numbers have gaps if cores are offline
+    is_part = len(cores) < present and max(cores) < present  # psutil lists no offline cores
     return CpuLoad(cores if is_part else None)
 
 

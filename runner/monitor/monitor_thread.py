@@ -1,6 +1,6 @@
 """Monitor the machine in a thread: sample into gpu.csv, and provide a summary and a status line.
 
-It neither raises into the run nor blocks it; problems become notes.
+The monitor neither raises exceptions in the run nor blocks it; problems become notes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 
 OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
-STALE_S = 5.0  # or three intervals, if longer: older readings are stale, because a driver or a disk does not respond
+STALE_S = 5.0  # readings older than this, or than three intervals, are stale: a driver or a disk does not respond
 RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
 MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
-MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
+MIN_SPAN_S = 0.1  # minimum time between two samples, because CPU utilization is the mean since the previous one
 
 
 class NoMonitor:
-    """Monitors nothing; the interface of all monitors.
+    """Monitors nothing, and defines the interface of all monitors.
 
     notes  what is not monitored and why, and alerts
     """
@@ -87,11 +87,11 @@ class NoMonitor:
 class Monitor(NoMonitor):
     """Samples every `interval_s` seconds, on the monotonic clock, in a thread.
 
-    path_csv    file for a row per sample and GPU, or one for the CPU without a GPU; missing values are empty cells.
-                None: no file. About 250 bytes per row, 20 MB per day and GPU at an interval of one second
+    path_csv    file to which each sample adds a row per GPU, or one for the CPU without a GPU; missing values are empty
+                cells. None: no file. About 250 bytes per row, 20 MB per day and GPU at an interval of one second
     interval_s  seconds between samples
     uuids       the GPUs to monitor, gpu0 first: pass torch's order. None: those of CUDA_VISIBLE_DEVICES. Empty: none
-    root        process whose descendants, itself included, belong to the run. None: this one
+    root        process whose descendants, itself included, belong to the run. None: this process
 
     In a forked child nothing is sampled, and all calls do nothing.
     Raises ConfigError for an invalid interval.
@@ -235,10 +235,10 @@ class Monitor(NoMonitor):
         nvml.watch_events(chosen)
         gpus, alert_monitor = Gpus(nvml, chosen, host.process_tree), AlertMonitor(nvml, chosen)
         file = SamplesFile(self.path_csv, self._note, self._record_loss)
-        if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
+        if file.num_earlier_bytes and not self._latest:  # otherwise this monitor wrote them before a restart
             self._num_earlier_bytes = file.num_earlier_bytes
         before = due = time.monotonic()
-        wall = time.time() - before  # once: rows stay in order if the clock of the machine is set
+        wall = time.time() - before  # computed once, so that setting the machine's clock does not reorder rows
         delay = min(MIN_SPAN_S, self.interval_s)
         try:
             stopped = False
@@ -268,7 +268,7 @@ class Monitor(NoMonitor):
         visible_gpus = visible(nvml.gpus)
         found = None if self._uuids is None else {uuid: nvml.find_torch_device(uuid) for uuid in self._uuids}
         gpus = visible_gpus.gpus if found is None else tuple(gpu for gpu in found.values() if gpu is not None)
-        # Set before the notes, because a caller that reads a note may then report that no GPU is monitored.
+        # Set before the notes: a caller that reads a note and finds no devices would report that no GPU is monitored.
         self._devices = MappingProxyType({f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(gpus)})
         for note in dict.fromkeys(filter(None, (*nvml.notes, nvml.why_not))):
             self._note(note, "debug")
@@ -316,10 +316,10 @@ def format_line(sample: Readings, num_gpus: int = 1) -> str:
 
 
 def monitored_gpus(uuids: Sequence[str], device: str) -> list[str] | None:
-    """Return the GPUs that a run monitors, for `Monitor`: only its own.
+    """Return the GPUs that a run monitors, as an argument of `Monitor`: only those on which the run computes.
 
-    device  device type of the run. On `cuda` without a UUID its GPU is unknown, so all visible ones are monitored; on
-            other devices none is
+    device  device type of the run. On `cuda` without a UUID, the GPU of the run is unknown, so all visible GPUs are
+            monitored; on other devices, no GPU is
     """
     return list(uuids) or (None if device == "cuda" else [])
 

@@ -402,7 +402,7 @@ def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
 
 
 def _address(handle: Any) -> int | None:
-    """Return the address behind a handle: the device of an event is a different pointer object."""
+    """Return the address behind a handle, because the handle in an event is another object with the same address."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

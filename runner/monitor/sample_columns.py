@@ -141,10 +141,10 @@ def _has_counter(column: Floats, segments: Ints) -> Bools:
 class SampleReader:
     """Reads a file in pieces of limited size.
 
-    A GPU is named after its last number in the file, which is known only at the end.
+    A GPU is named after its last number in the file, which is known only at the end; the pieces use temporary names.
 
-    names    after the last piece: name of a GPU in the pieces -> its name
-    devices  after the last piece: name -> the GPU, in the order of the names
+    names    after the last piece: temporary name of a GPU -> final name
+    devices  after the last piece: final name -> the GPU, in the order of the names
     notes    after the last piece: problems of the file
     """
 
@@ -167,8 +167,8 @@ class SampleReader:
             itertools.chain([first_rows], blocks),
             _SampleTable(columns, metrics),
         )
-        self._last_s: float | None = None  # of the samples so far, as in the file
-        self._intervals = np.empty(0)  # between the last PIECE_SAMPLES samples
+        self._last_s: float | None = None  # time of the last sample so far, as in the file
+        self._intervals = np.empty(0)  # seconds between the last PIECE_SAMPLES samples
         self._shift_s = 0.0  # added to later times, because the clock was set back
 
     def pieces(self) -> Iterator[MachineSamples]:
@@ -196,7 +196,7 @@ class SampleReader:
         self.devices = dict(in_order)
 
     def _fill_spans(self, times: Floats, spans: Floats) -> Floats:
-        """Fill missing spans (older versions): the time since the previous sample, at most three usual intervals."""
+        """Fill spans that an older version did not write: time since the previous sample, at most 3 usual intervals."""
         intervals = np.diff(times, prepend=times[:1] if self._last_s is None else self._last_s)
         known = intervals[1:] if self._last_s is None else intervals
         self._intervals = np.append(self._intervals, known)[-PIECE_SAMPLES:]
@@ -277,9 +277,9 @@ def join_samples(reader: SampleReader) -> MachineSamples:
 
 
 class _SampleTable:
-    """Collects rows; the rows of one time are one sample. A GPU is identified by its UUID, or its number if unknown.
+    """Collects rows; rows with the same time form one sample. A GPU is identified by its UUID, or else by its number.
 
-    times    of the samples that were not taken yet
+    times    times of the samples that `take` has not returned yet
     """
 
     def __init__(self, header: list[str], metrics: Collection[str]) -> None:
@@ -290,7 +290,7 @@ class _SampleTable:
         self._gpu_columns = [one for one in GPU_COLUMNS if one.name in header and one.metric in metrics]
         self._machine_columns = [one for one in MACHINE_COLUMNS if one.name in header and one.metric in metrics]
         self._gpus: dict[bytes, tuple[str, SampledGpu]] = {}  # GPU -> its last number
-        self._ids: dict[bytes, str] = {}  # GPU -> its name in the pieces
+        self._ids: dict[bytes, str] = {}  # GPU -> its temporary name in the pieces
         self._numbers: dict[str, bytes] = {}  # number -> its last GPU
         self._changes: list[tuple[str, bytes, bytes]] = []  # number, GPU before, GPU after
         self._time = math.nan
@@ -311,7 +311,7 @@ class _SampleTable:
     def take(self, *, with_last: bool) -> tuple[Floats, Floats, list[str], dict[str, Floats]]:
         """Remove and return times, spans, phases and values of the samples.
 
-        with_last  also the last sample, to which the next row may belong
+        with_last  include the last sample; before the end of the file, the next row may belong to it
         """
         end = len(self.times)
         num = end - (not with_last)
@@ -325,9 +325,10 @@ class _SampleTable:
         return taken
 
     def _drop_damaged(self, rows: Sequence[tuple[bytes, ...]]) -> Iterator[tuple[bytes, ...]]:
-        """Yield the rows without damaged cells; rows that require these cells are left out.
+        """Yield the rows in which all required cells are intact; other cells are emptied, because they may be damaged.
 
-        Cells of the machine are required only in the first row of a sample, cells of a GPU only in the row of a GPU.
+        Cells with readings of the machine are required only in the first row of a sample, those of a GPU only in a row
+        of a GPU.
         """
         before = self._time
         for row in rows:
@@ -404,7 +405,7 @@ class _SampleTable:
         return [self._note_gpu(*row) for row in zip(numbers, uuids, names, strict=True)]
 
     def _note_gpu(self, number: bytes, uuid: bytes, name: bytes) -> bytes:
-        """Return the GPU of a row, empty without one; note that it has this number."""
+        """Return the GPU of a row, empty without one; note that the GPU has this number."""
         if not number.startswith(b"gpu"):
             return b""
         gpu, as_text = uuid or number, _decode(number)
@@ -417,7 +418,7 @@ class _SampleTable:
         return gpu
 
     def devices(self) -> tuple[dict[str, tuple[str, SampledGpu]], list[str]]:
-        """Return name in the pieces -> (name, GPU), and notes on changes.
+        """Return temporary name in the pieces -> (final name, GPU), and notes on GPUs that changed their number.
 
         A GPU is named after its last number, or after a free one if another GPU has taken that number.
         """
@@ -446,7 +447,7 @@ def _split_columns(block: bytes, num_columns: int) -> tuple[Sequence[Sequence[by
     if is_intact and not is_escaped:
         cells[num_columns - 1 :: num_columns] = [cell[:-1] for cell in last]
         return [cells[column::num_columns] for column in range(num_columns)], 0
-    if is_escaped:  # another program wrote the file again, with quotes or CRLF; Latin-1 has a character for each byte
+    if is_escaped:  # another program has rewritten the file, with quotes or CRLF; Latin-1 has a character for each byte
         texts = csv.reader(block.decode("latin-1").split("\n")[:-1])
         rows = [[cell.encode("latin-1") for cell in row] for row in texts]
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Readings = Mapping[str, float]
 
 COUNTERS = frozenset({"energy_j", "ecc_corrected", "ecc_uncorrected"})  # read as totals since the driver was loaded
-GAP_TOLERANCE_S = 0.05  # minimum delay, beyond half the span of a sample, that counts as a gap
+GAP_TOLERANCE_S = 0.05  # a gap precedes a sample if its distance to the previous one exceeds 1.5 spans plus this
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MachineSamples:
         return len(self.phases)
 
     def gaps(self) -> NDArray[np.bool_]:
-        """Return (N,) True where nothing was sampled right before a sample: no line may be drawn across."""
+        """Return (N,) True where nothing was sampled right before a sample, so that a line must be interrupted."""
         intervals = self.times_s - self._before_s()
         return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
 
@@ -94,7 +94,8 @@ class SummaryPart:
 
     metrics   metric -> Stat; for ECC counters, of the errors that occurred while sampling
     energy_j  device -> joules, from its energy counter if it has one, otherwise power x time
-    slowed    device -> reason -> share of the time with known throttle reasons in which it reduced the clocks
+    slowed    device -> throttle reason -> share of the time in which it reduced the clocks, relative to the time for
+              which throttle reasons are known
     """
 
     seconds: float = 0.0
@@ -164,7 +165,7 @@ class SampleTally:
     ) -> Summary:
         """Return the means, extremes and increases.
 
-        names  name of a device in the samples -> its name; others are kept
+        names  temporary name of a device in the samples -> final name; other names are kept
         """
         whole = PhaseSums()
         for part in self._parts.values():

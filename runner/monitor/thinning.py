@@ -70,7 +70,7 @@ def _thin(reader: SampleReader) -> ThinnedSamples:
         parts.append(_merge(as_groups(piece), size))
         if (num := sum(map(len, parts))) > limit:
             merged = _merge(_join(parts), 2)
-            if len(merged) > 0.75 * num:  # most groups are between two gaps: larger ones would only lose details
+            if len(merged) > 0.75 * num:  # most groups lie between two gaps and cannot be merged
                 limit = 2 * num
             else:
                 size, parts = min(2 * size, PIECE_SAMPLES), [merged]
@@ -97,7 +97,7 @@ def as_groups(samples: MachineSamples) -> ThinnedSamples:
 
 
 def _merge(groups: ThinnedSamples, size: int) -> ThinnedSamples:
-    """Merge each `size` groups between gaps and changes of the phase."""
+    """Merge every `size` consecutive groups, but not across gaps and changes of the phase."""
     if size == 1 or not len(groups):
         return groups
     phases = np.array(groups.phases, dtype=object)
