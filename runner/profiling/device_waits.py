@@ -86,7 +86,7 @@ def _intercept_warnings(callback: Callable[[], None]) -> Iterator[None]:
     """Call `callback` for each synchronization that torch reports in the context."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=SYNC_WARNING)
-        warnings.filterwarnings("ignore", message=PROTOTYPE_WARNING)  # the report says the same
+        warnings.filterwarnings("ignore", message=PROTOTYPE_WARNING)  # says that some waits are not reported
         show = warnings.showwarning
 
         def show_warning(message: Any, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from runner.profiling.profile_report import Findings, Kernel, Operator, Operator
 class Subject:
     """The training that is profiled.
 
-    folder        folder of its files in profile/, ending with a slash; "" for the only phase
+    folder        subfolder of profile/ for the files of this phase, ending with a slash; "" if there is one phase
     ranks         number of ranks; the profile is of rank 0
     is_task_file  returns whether a file belongs to the task
     settle        waits until no message to other ranks is pending
@@ -293,7 +293,7 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
 
 # Annotations in the trace.
 DATA = "accel-run: data"  # the wait for a batch
-PROFILER_WAIT = "accel-run: wait of the profiler"  # only the profiler causes it
+PROFILER_WAIT = "accel-run: wait of the profiler"  # a synchronization that does not happen without the profiler
 EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is not part of an update
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
 CUDA_ACTIVITIES = ("cuda_runtime", "cuda_driver", "overhead")

@@ -29,7 +29,7 @@ def host_peak_gib() -> float:
 def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
     """Return the columns of a metrics row from torch's memory_stats: GiB, shares and counts.
 
-    fragmentation  share of the reserved memory that is free, but in blocks next to memory in use
+    fragmentation  share of the reserved memory that is free, but in segments that also hold memory in use
     retries        how often torch released its cache and called cudaMalloc again, since the start
     ooms           how often cudaMalloc failed again
     """
@@ -61,4 +61,4 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
 
 
 MIN_RESERVED_GIB = 0.5  # fragments of less memory do not justify a setting
-MIN_FRAGMENTATION = 0.2  # of the reserved memory; there is little to gain below it
+MIN_FRAGMENTATION = 0.2  # share of the reserved memory below which there is little to gain

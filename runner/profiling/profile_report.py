@@ -21,7 +21,7 @@ from runner.profiling.module_times import NON_MODULES, ModuleTime
 
 TOP = 10  # operators shown
 ROWS = 20  # modules shown
-KERNEL_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::")  # in names of kernels
+KERNEL_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::")  # not shown in names
 
 
 @dataclass(frozen=True)

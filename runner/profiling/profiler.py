@@ -33,9 +33,9 @@ WriteFile = Callable[[str, bytes], Path]  # (name, content) -> path of the file 
 
 
 class Profiler:
-    """Receives the start of each phase and every update; this base class does nothing.
+    """Is called at the start of each phase and after every update; this base class does nothing.
 
-    limit   updates after which the phase ends
+    limit   number of updates after which the phase ends
     only    the run is for the profile alone: it neither evaluates nor saves
     note    a line for the end of the run, "" if nothing was profiled
     report  text of the report
@@ -140,7 +140,7 @@ class Session:
         is_last = self._num_updates == part.num_warm_up + part.num
         if self._num_updates == part.num_warm_up:  # so that no kernel of a warm-up update is recorded
             self._synchronize()
-        if is_last:  # before the instrument analyzes its data
+        if is_last:  # before `part.update`, in which the instrument may spend time on its data
             self._record_time()
             # A collective that is still running when torch's profiler stops writes into freed memory (torch 2.13).
             with record_function(PROFILER_WAIT):
