@@ -48,7 +48,7 @@ class Rows:
     """The recorded mathematics of a run: losses, metrics and learning rates by update.
 
     updates   in the order of the file
-    damaged   unreadable lines
+    damaged   number of unreadable lines
     """
 
     name: str
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         one, other = parsed.one, parsed.other
         if not parsed.commits:
             return _print_comparison(read(RunDirectory.find(OUTPUTS, one)), read(RunDirectory.find(OUTPUTS, other)))
-        for commit in (one, other):  # checks both before one trains
+        for commit in (one, other):  # check both before the first one trains
             _check_commit(commit)
         with private_folder() as folder:
             runs = [_train_at(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]

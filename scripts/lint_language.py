@@ -1,4 +1,4 @@
-"""Find wording that the project replaces by the field's terms, and fail if a package has more of it than its limit.
+"""Find phrases that the project replaces by the field's terms, and fail if a package exceeds its limit of such phrases.
 
     python scripts/lint_language.py            # packages above their limit, with each place: exit code 1
     python scripts/lint_language.py --all      # every place

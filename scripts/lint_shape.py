@@ -11,8 +11,8 @@ function     a function has at most 6 positional parameters; settings after `*` 
 layer        imports go down only; axes do not import each other; tasks import only the task contract
 cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
 name         names of modules and of public classes are unique, so that a search finds one thing
-late         the number of imports inside functions does not grow; those in commands/ and cli.py, which make them start
-             fast, do not count
+late         the number of imports inside functions does not grow; imports in commands/ and cli.py do not count, because
+             they make commands start fast
 top          the top level has only the names in TOP_LEVEL, so that a file created by a mistyped redirection is found
 
 NOT_YET lists the current exceptions. It may only shrink: an entry that is no longer needed is also a finding.
@@ -37,7 +37,7 @@ MAX_METHODS = 30
 MAX_FIELDS = 14
 MAX_POSITIONAL = 6
 SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key
-# Imports inside functions, for modules that must be importable without torch, Hydra or numpy. Lower it, never raise it.
+# Number of imports inside functions, which keep modules importable without torch, Hydra or numpy. Never raise it.
 MAX_LATE = 56
 MAY_IMPORT_LATE = ("runner/commands/", "runner/cli.py")
 # A package imports only packages with a smaller number.
@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Module:
-    """What the rules need of a file, without its tree, because 300 trees slow down garbage collection."""
+    """The facts about a file that the rules need. The tree is not kept: 300 trees slow down garbage collection."""
 
     path: str
     name: str

@@ -11,15 +11,15 @@ A mutant is one change of one expression or statement, applied in a copy of the 
 Messages and asserts are not changed, nor is `strict=True` of zip, which asserts too. Tests that execute the changed
 statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
 the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
-fails for the first time runs again with the mutant and without it; unless it fails with it and passes without it, it is
-left out. Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each
-call in them is left out in turn, so a new field gets its mutant without an edit here.
+fails for the first time runs again, once with the mutant and once without it; it counts only if it fails with the
+mutant and passes without it. Mutants "not restored" are made from the functions that restore state (RESTORING): each
+assignment and each call in them is left out in turn, so a new field gets its mutant without an edit here.
 
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
 Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
 
-Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 2: invalid command line.
+Exit 0: at least --least percent of the mutants that are not equivalent were killed. 1: fewer. 2: invalid command line.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ WARM = (
 class Mutant:
     """One change of one place.
 
-    function, statement  its place: qualified name of the function, and text of the innermost statement
+    function, statement  where it is: qualified name of the function, and text of the innermost statement
     start, stop          range of bytes of the source that `after` replaces
     """
 
@@ -131,7 +131,7 @@ class Mutant:
     after: str
     start: int
     stop: int
-    number: int  # among the mutants with the same text in the same function
+    number: int  # distinguishes mutants with the same text in the same function
 
     @property
     def key(self) -> str:
@@ -233,7 +233,7 @@ def is_zip(node: ast.AST) -> bool:
 
 
 def is_message(node: ast.AST) -> bool:
-    """Return whether a node only produces text: an error's message, a warning, a type."""
+    """Return whether a node only produces a message, such as an error or a warning, or only serves type checkers."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Subscript):
@@ -393,7 +393,7 @@ def copied(tree: Path) -> None:
 
 
 def write_bytecode(path: Path, code: Any, source: bytes, *, is_checked: bool) -> None:
-    """Write the code where an import finds it. Unless `is_checked`, it is used even if it differs from the source."""
+    """Write the code as cached bytecode. Unless `is_checked`, Python imports it even if the source differs."""
     external: Any = importlib.import_module("_frozen_importlib_external")
     cache = Path(importlib.util.cache_from_source(str(path)))
     cache.parent.mkdir(exist_ok=True)
@@ -536,7 +536,7 @@ class Recorder:
 
 
 def collect(cache: Path, only: Sequence[str], *, is_slow: bool) -> None:
-    """Run each test file whose map is missing or of another version, and keep its map; is_slow: also slow tests."""
+    """Run each test file whose map is missing or outdated, and store its map; is_slow: run slow tests, too."""
     tree, maps = cache / "collected", cache / "maps"
     maps.mkdir(parents=True, exist_ok=True)
     tree.mkdir(exist_ok=True)
@@ -582,7 +582,7 @@ def files_of_tests(tree: Path, only: Sequence[str] = ()) -> list[str]:
 
 
 def mirror_of(tree: Path, path: str) -> str:
-    """Return the test file that mirrors a module, or the closest folder with a slash where the module has none."""
+    """Return the test file that mirrors a module; if there is none, the closest folder with tests, and a slash."""
     module = Path("tests", *Path(path).parts[1:])
     file = module.with_name(f"test_{module.name}")
     if (tree / file).exists():
@@ -625,7 +625,7 @@ class Known:
                         self.by_file[path].add(test)
 
     def tests_of(self, mutant: Mutant) -> set[str]:
-        """Return the tests that execute the changed statement; for code that runs only at import, those of the file."""
+        """Return the tests that execute the changed statement; for code that runs at import, all tests of the file."""
         place = f"{mutant.path}\0{mutant.function}"
         if not mutant.function:
             return self.by_file[mutant.path]
@@ -651,7 +651,7 @@ def warm() -> None:
     import torch
 
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a test leaves behind becomes our child
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of a test become our children
     assert not any(name == "runner" or name.startswith("runner.") for name in sys.modules)
 
 
@@ -759,7 +759,7 @@ class Result:
     """The result of the tests of a mutant.
 
     status    killed, survived, not reached (by any test), no verdict (tests left out for the budget)
-    by        the test that failed, twice
+    by        the test that failed in two runs
     """
 
     key: str
@@ -785,7 +785,7 @@ class Judge:
         copied(self.tree)
         self.known = Known(cache, self.tree)
         self.chosen: Sequence[str] = ()  # tests or files of tests to run instead of those of the map
-        self.sound: dict[str, bool] = {}  # tests that failed -> whether they do so again, and pass without the mutant
+        self.sound: dict[str, bool] = {}  # failed test -> whether it fails again, and passes without the mutant
         self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # function -> tests that killed a mutant of it
         for path in target_files(self.tree):
             apply(self.tree, path, (self.tree / path).read_bytes())

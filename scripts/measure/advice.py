@@ -35,7 +35,7 @@ PLANTED = Path(__file__).resolve().parents[2] / "tests" / "tools" / "measure" / 
 class Case:
     """A task with a bottleneck, its settings, and the rules that detect it.
 
-    updates  length of a run that measures the applied gain
+    updates  number of updates of each run that measures the applied gain
     """
 
     name: str

@@ -1,13 +1,14 @@
 """Measure how the cost of supervision, flags, checkpoints and reporting a failing rank grows with the number of ranks.
 
 Ranks are processes that the local launcher forks and supervises, without a process group: heartbeats, exit reports,
-parts of a checkpoint and its manifest are those of a run. The flags after each update are also those of a run; another
-process sums them over Unix sockets. Each rank saves its rows of a tensor and reads them, as when a run resumes.
+parts of a checkpoint and its manifest are those of a run. The flags that the ranks exchange after each update are also
+those of a run, but another process sums them over Unix sockets. Each rank saves its rows of a tensor and reads them, as
+when a run resumes.
 
 complete   all ranks finish: seconds; the largest number of descriptors, bytes sent and bytes read of a rank; bytes of
            the manifest; bytes that the times of the ranks take in a row of metrics.jsonl
 failing    rank n/2 raises while the others wait for it: seconds until it is reported, and until all have ended
-supervisor CPU seconds of this process in both runs, and the larger growth of its peak resident memory
+supervisor CPU seconds of this process in both runs, and the larger of the two increases of its peak resident memory
 
 Run: python scripts/measure/bookkeeping.py --ranks 8 32 128 256
 """
@@ -72,10 +73,10 @@ class Alone:
     """A strategy that sends no numbers together with gradients."""
 
     def attached_sums(self) -> None:
-        """Return that there are none."""
+        """Return None: there are no such numbers."""
 
     def attach_numbers(self, vector: torch.Tensor | None) -> bool:
-        """Return that they are not sent."""
+        """Return False: the numbers are not sent."""
         return False
 
 

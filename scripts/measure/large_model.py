@@ -1,4 +1,4 @@
-"""A model of 30 billion parameters: its plan, and its real width built in shards over CPU ranks.
+"""Plan a model of 30 billion parameters, and build a few of its layers, at full width, in shards over CPU ranks.
 
 plan   `accel-run plan` for the complete model (48 layers of width 7168, 56 heads) on 8 GPUs of a profile: memory of a
        rank by part, and the time that planning takes
@@ -6,8 +6,8 @@ build  on this machine: as many layers as fit, with a small vocabulary. Each ran
        and initializes its shards (parallelism.init=meta). Nothing is trained: a forward pass gathers a block of 2.5 GB
        on each rank
 
-Peaks are those of resident memory of a rank, in total and above its value before the build. The script stops all ranks
-if together they exceed --limit GiB.
+Peaks are those of the resident memory of a rank: in total, and above its value before the build. The script stops all
+ranks if together they exceed --limit GiB.
 
 Run: python scripts/measure/large_model.py --layers 2 --ranks 8
 """

@@ -1,7 +1,7 @@
 """Print how much held-out text of task gpt is also in its training text, before and after known blocks are removed.
 
-A block is five consecutive non-blank lines, without their indentation. The figure depends only on the Python version,
-whose standard library is the text.
+A block is five consecutive non-blank lines, without their indentation. Without TEXT, the text is the standard library
+of Python, and the figure depends only on the version of Python.
 Run: python scripts/measure/leakage.py [TEXT]
 """
 

@@ -106,7 +106,7 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
         while ready:
             item = ready.pop(0)
             map_tensors(count.add, item.batch)
-            yield item  # kept until the next one is requested, as the run does on a CPU
+            yield item  # kept until the next one is requested, as in a run on a CPU
 
     for tensor in (*parts.bare.parameters(), *parts.bare.buffers()):
         count.add(tensor)

@@ -4,13 +4,14 @@ NVML is the stub of the tests, which returns stored values.
 Queries of a real driver also use CPU time: on a machine with a GPU, use --real, which monitors its GPUs.
 
 sampler   CPU seconds of the monitor's thread per second, at one sample a second, with 2 and with 8 GPUs
-loop      updates of the training loop with and without the monitor, alternating: median of the ratios of neighboring
-          blocks, at one sample per second, and at fifty, whose overhead is divided by fifty: the noise of the machine
-          may hide the former but not the latter
+loop      blocks of updates of the training loop, alternately with and without the monitor: median of the ratios of
+          neighboring blocks. The noise of the machine may hide the overhead of one sample per second, so the loop also
+          runs with fifty, and the overhead is divided by fifty
 rows      rows per device in a run of d seconds: at least d - 2
 
-Exits with 1 if a target is missed, and names it: SAMPLER_SHARE of a core, LOOP_SHARE of the time of an update (if
-the lower end of the interval is above it, so that a busy machine alone does not fail), or missing rows.
+Exits with 1 and names the target if one is missed: the sampler takes SAMPLER_SHARE of a core, the lower end of the
+interval of the loop's overhead is above LOOP_SHARE (the lower end, so that a busy machine alone does not fail), or rows
+are missing.
 
 Run: python scripts/measure/monitor.py
 """

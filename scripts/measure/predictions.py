@@ -13,7 +13,8 @@ predictions for a hardware profile, possibly on another machine, and --predicted
 allocated  peak memory of torch's allocator, without the context. On a CPU: peak resident memory of the process, which
            includes the training data and evaluation, and never falls from one phase to the next
 reserved   peak memory that torch's allocator has obtained from the driver
-update     the median of all rows but the first; predicted where a hardware profile lists the device
+update     median time of an update over all rows of metrics but the first; predicted only for devices that a hardware
+           profile lists
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Figures] | str:
         plan = make_plan(configuration, inventory, needs=needs)
     except Exception as error:  # one row must not end the others
         return f"{type(error).__name__}: {error}"
-    rank = dataclasses.replace(plan.ranks[0], unseen=0.0)  # without the margin for kernels that a trace does not see
+    rank = dataclasses.replace(plan.ranks[0], unseen=0.0)  # without the margin for memory that a trace does not record
     rates = find_rank_rates(plan, list(profile_facts().values()))
     predicted = {}
     for phase in plan.phases:

@@ -1,11 +1,11 @@
-"""Count the lines of each project in tests/projects, and with Lightning, the Trainer of transformers and a plain loop.
+"""Count the lines of each project in tests/projects with accel-run, Lightning, transformers' Trainer and a plain loop.
 
     python scripts/measure/projects.py
 
-Blank lines, comments, imports and docstrings do not count. The model and the data do not count either, because they
-are the same in all. In a project, the settings, tables, hooks and the class of the task without `dataset` count; for a
-plain loop, its function and the helpers of `plain_loops.py` that it calls; in with_lightning and with_trainer, the rest
-of the file. `tests/projects/test_other_trainers.py` shows that these compute the same. A plain loop has no
+Blank lines, comments, imports and docstrings do not count. The model and the data do not count either, because they are
+the same in all variants. In a project, the settings, tables, hooks and the class of the task without `dataset` count;
+for a plain loop, its function and the helpers of `plain_loops.py` that it calls; in with_lightning and with_trainer,
+the rest of the file. `tests/projects/test_other_trainers.py` shows that these train in the same way. A plain loop has no
 micro-batches, ranks, precision, checkpoints, resuming, logging or evaluation during training.
 """
 
@@ -84,7 +84,7 @@ def of_script(file: Path) -> int | None:
 
 
 def table() -> str:
-    """Return the table in Markdown, with sums over the projects of each of the others, and why some are missing."""
+    """Return the table in Markdown, with a sum over the projects of each other trainer, and why some are missing."""
     loops = of_loops(PROJECTS / "plain_loops.py")
     files = [file for file in sorted(PROJECTS.glob("*.py")) if file.stem in loops]
     counts = {

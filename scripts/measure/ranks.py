@@ -150,7 +150,7 @@ def per_sample_ms(world: Any) -> float:
 
 
 def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
-    """Train with one slow rank; return the milliseconds of an update at the end, and the fitted lines of the ranks."""
+    """Train with one slow rank; return the final milliseconds of an update, and the lines fitted to the ranks' times."""
     from runner.engine.hooks.rank_sync import RankSync
 
     with ExitStack() as stack:
@@ -173,7 +173,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 
 def optimum_ms(lines: list[list[float]]) -> float:
-    """Return the minimum milliseconds per update for the fitted lines, without communication."""
+    """Return the minimum milliseconds per update of ranks with these fitted lines, without communication."""
     from runner.workload.share_solver import RankTiming, fastest_shares, slowest_seconds
 
     known = [RankTiming(*line) for line in lines]

@@ -2,9 +2,9 @@
 
     python scripts/measure/report.py [--days 10]
 
-Trains a small model on the CPU for two updates, and replaces its gpu.csv by one with a sample per second: of a machine
-without a GPU, and of one with a GPU whose readings are all present. Prints a line per case, and for a run of a few
-seconds: CPU time, user and system, as the minimum of three reports; peak resident memory, as the maximum.
+Trains a small model on the CPU for two updates, and replaces its gpu.csv by one with a sample per second, of a machine
+without a GPU or with one whose readings are all present. Prints a line for a run of ten seconds, and for a run of many
+days on each machine: the minimum CPU time (user and system) and the maximum peak resident memory of three reports.
 Exit 0: all reports are below REPORT_S and REPORT_MB. 1: one is not.
 """
 

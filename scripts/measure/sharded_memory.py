@@ -5,8 +5,8 @@ value before the step, so that imports and existing tensors do not count.
 
 Before the first step, a tiny model is built in the same way, which loads modules of torch; `constant` is its peak.
 
-full    each rank builds the whole model, then shards it (parallelism.init=full)
-meta    each rank builds the model without memory, then initializes its shards (parallelism.init=meta)
+full    each rank builds the complete model, then shards it (parallelism.init=full)
+meta    each rank builds the model on the meta device, then initializes its shards (parallelism.init=meta)
 save    a checkpoint in parts: weights and two tensors of optimizer state for each; divided by the size of the part
 load    the weights of that checkpoint, each rank its rows; divided by the rank's shards
 export  one file from the parts, on rank 0, tensor by tensor

@@ -11,9 +11,9 @@ ours  the phase of accel-run, including its meter, monitor, screen, metrics and 
 Both are interleaved in one process. On a CPU, one thread computes, and ratios are those of its CPU time, which other
 processes hardly affect. On a GPU, both read batches in the main process into pinned memory, and ratios are those of the
 elapsed time. A ratio is the median over rounds of the ratio within a round, with the range of 80 % of the rounds in
-parentheses. Both write files in this thread; `hand` does not wait for the disk. --set gives settings for both, such as
-task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05 times, or inference more
-than 1.1 times, as long as the handwritten loop.
+parentheses. Both write files in the main thread; `hand` does not wait for the disk. --set gives settings for both, such
+as task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05 times, or inference
+more than 1.1 times, as long as the handwritten loop.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Measured:
     """A task.
 
     before     phases that must be finished before the measured one
-    updates    of a block; few for slow tasks
+    updates    number of updates in a block; few for slow tasks
     inference  settings of a short inference
     predicts   phase after which the task predicts; empty: the measured one
     """

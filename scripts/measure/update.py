@@ -2,8 +2,8 @@
 
 hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10 updates;
        on a GPU also page-locked batches that are copied without waiting
-half   the same, with the loss in the format of autocast: F.cross_entropy of bfloat16 logits has a log-softmax in
-       bfloat16, which is faster; its probabilities are rounded to 8 bits. The others convert the logits to float32
+half   as `hand`, but with the loss in bfloat16: the log-softmax of F.cross_entropy is then faster, but its
+       probabilities are rounded to 8 bits. The others convert the logits to float32; measured with --precision bf16
 ours   the Phase of accel-run, including its meter, screen, evaluation and saving
 
 Time is measured interleaved in one process; the ratio is that of the medians. Memory is measured in separate processes:
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 class Case:
     """What both loops train.
 
-    batch          samples of an update; micro: of a micro-batch
+    batch, micro   number of samples of an update, and of a micro-batch
     words_of_ours  more settings of accel-run
     """
 

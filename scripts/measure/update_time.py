@@ -100,8 +100,8 @@ MPT = {
 class Row:
     """A measurement.
 
-    batch           samples of a micro-batch, micro-batches of an update and rank, number of ranks
-    tokens_per_s    of each GPU; or `seconds` of an update
+    batch           samples of a micro-batch, micro-batches of a rank per update, number of ranks
+    tokens_per_s    throughput of each GPU; alternatively, `seconds` is the time of an update
     is_calibration  used to choose constants of the prediction
     """
 
@@ -266,8 +266,9 @@ def reducer_table(config_dir: Path) -> Iterator[str]:
     """Yield a table of the reducer of `ddp` and DistributedDataParallel, which send the same buckets.
 
     accel-run copies gradients into its buckets, which then are the gradients, and sends one more message.
-    DistributedDataParallel copies in both directions by default, and once with gradient_as_bucket_view=True: gradients
-    that `zero_grad` has set to None are created outside of the buckets (torch 2.13).
+    DistributedDataParallel copies them into its buckets and back by default. With gradient_as_bucket_view=True, it
+    still copies in one direction, because gradients that `zero_grad` has set to None are created outside of the buckets
+    (torch 2.13).
     """
     yield "| ms | update | exposed | accel-run | DDP | DDP with gradient_as_bucket_view |"
     yield "|" + "---|" * 6

@@ -6,8 +6,9 @@ Each checkout is a folder with an installed .venv; both train task=gpt with one 
 before within a round: the median, and the range over the rounds.
 
 start   a run of one update
-update  an update: a run of many updates, less the start, divided by their number
-save    a save: the same run with a checkpoint after every update, less that run, divided by their number
+update  an update: the time of a run of many updates minus that of the start, divided by the number of updates
+save    a save: the time of the same run with a checkpoint after every update minus the time without them, divided by
+        the number of updates
 memory  peak resident memory of the run of many updates
 """
 

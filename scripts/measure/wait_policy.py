@@ -1,8 +1,8 @@
 """Compare spinning with sleeping OpenMP threads, on free cores and while other processes run.
 
 Each process imports torch with one policy and measures updates of a small MLP, a small convolutional network or a small
-transformer, with one thread per core. The policies take turns. Printed are milliseconds per update (the median of all
-rounds) and the ratio of sleeping to spinning; below 1, sleeping is faster.
+transformer, with one thread per core. The policies are interleaved. Prints the median milliseconds per update of
+all rounds, and the ratio of sleeping to spinning; below 1, sleeping is faster.
 
 Run: python scripts/measure/wait_policy.py
 """

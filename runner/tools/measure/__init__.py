@@ -11,5 +11,5 @@ suites        suites (declarations, and a module for each), suite (request, tabl
               machine_rates
 tune          tuner (search and proof), tune_axes (what may change)
 advise        advisor, rules (evidence -> candidates), probe (inspects the code of a task), facts (and rules of thumb)
-profiles      hardware_profile (writes the settings that tune or a benchmark found)
+profiles      hardware_profile (writes the settings that tune has found)
 """
