@@ -9,9 +9,9 @@ loop      blocks of updates of the training loop, alternately with and without t
           runs with fifty, and the overhead is divided by fifty
 rows      rows per device in a run of d seconds: at least d - 2
 
-Exits with 1 and names the target if one is missed: the sampler takes SAMPLER_SHARE of a core, the lower end of the
-interval of the loop's overhead is above LOOP_SHARE (the lower end, so that a busy machine alone does not fail), or rows
-are missing.
+Exits with 1 and prints each missed target: the sampler must use less than SAMPLER_SHARE of a core, an update must take
+less than LOOP_SHARE longer, and no rows may be missing. The lower end of the confidence interval of the overhead is
+compared with LOOP_SHARE, so that a busy machine alone does not fail.
 
 Run: python scripts/measure/monitor.py
 """

@@ -5,7 +5,7 @@
 Blank lines, comments, imports and docstrings do not count. The model and the data do not count either, because they are
 the same in all variants. In a project, the settings, tables, hooks and the class of the task without `dataset` count;
 for a plain loop, its function and the helpers of `plain_loops.py` that it calls; in with_lightning and with_trainer,
-the rest of the file. `tests/projects/test_other_trainers.py` shows that these train in the same way. A plain loop has no
+the rest of the file. `tests/projects/test_other_trainers.py` shows that they train in the same way. A plain loop has no
 micro-batches, ranks, precision, checkpoints, resuming, logging or evaluation during training.
 """
 

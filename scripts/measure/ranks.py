@@ -150,7 +150,7 @@ def per_sample_ms(world: Any) -> float:
 
 
 def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
-    """Train with one slow rank; return the final milliseconds of an update, and the lines fitted to the ranks' times."""
+    """Train with one slow rank; return the final milliseconds of an update, and the lines fitted to rank times."""
     from runner.engine.hooks.rank_sync import RankSync
 
     with ExitStack() as stack:
