@@ -10,7 +10,7 @@ from runner.monitor.machine_sample import GpuUser
 from runner.monitor.nvml import NORMAL_THROTTLING, THROTTLE_MEANINGS, Gpu, GpuEvent, Nvml, decode_throttle_reasons
 from runner.monitor.samples import Readings
 
-MIN_THROTTLED_SAMPLES = 3  # in a row, before an alert
+MIN_THROTTLED_SAMPLES = 3  # consecutive samples before an alert
 MAX_PROCESSES = 3  # processes that one alert lists
 
 

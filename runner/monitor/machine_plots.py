@@ -112,7 +112,7 @@ def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, p
 def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: float, *, with_names: bool = True) -> Any:
     """Shade (phase, begin, end) of the x axis in a color per phase; write the names above if there is room.
 
-    end  end of the x axis
+    end  upper limit of the x axis
     Returns phase -> handle for a legend.
     """
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -287,7 +287,10 @@ def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
 
 
 def _average_groups(line: PlotLine, counts: Floats, part: slice, size: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return time, mean, lowest and highest of groups of about `size` points, NaN if none is finite; then a NaN."""
+    """Return time, mean, lowest and highest of groups of about `size` points, and a NaN that interrupts the line.
+
+    The values of a group are NaN if none of its points is finite.
+    """
     x, y = line.x[part], line.mean[part]
     starts = np.linspace(0, len(x), math.ceil(len(x) / size), endpoint=False).astype(np.int64)
     is_finite = np.isfinite(y)

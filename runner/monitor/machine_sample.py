@@ -180,7 +180,8 @@ def make_cpu_load(root: int, system: Path) -> CpuLoad | QuotaCpuLoad:
     limit = cgroup_cpu_limit(system)
     if limit is not None and limit.amount < len(cores) and limit.cpu_seconds() is not None:
         return QuotaCpuLoad(limit)
-    is_part = len(cores) < present and max(cores) < present  # psutil lists no offline cores
+    # If cores are offline, their numbers do not match psutil's list, so the load of all cores is measured.
+    is_part = len(cores) < present and max(cores) < present
     return CpuLoad(cores if is_part else None)
 
 

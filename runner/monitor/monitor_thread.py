@@ -25,7 +25,7 @@ from runner.monitor.samples_file import SamplesFile, read_samples
 
 OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
 STALE_S = 5.0  # readings older than this, or than three intervals, are stale: a driver or a disk does not respond
-RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
+RECOVERY_S = 1.0  # stale readings are reported after this time, in which a process that was stopped (SIGSTOP) recovers
 MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
 MIN_SPAN_S = 0.1  # minimum time between two samples, because CPU utilization is the mean since the previous one
 
@@ -235,7 +235,7 @@ class Monitor(NoMonitor):
         nvml.watch_events(chosen)
         gpus, alert_monitor = Gpus(nvml, chosen, host.process_tree), AlertMonitor(nvml, chosen)
         file = SamplesFile(self.path_csv, self._note, self._record_loss)
-        if file.num_earlier_bytes and not self._latest:  # otherwise this monitor wrote them before a restart
+        if file.num_earlier_bytes and not self._latest:  # otherwise this monitor wrote the rows before a restart
             self._num_earlier_bytes = file.num_earlier_bytes
         before = due = time.monotonic()
         wall = time.time() - before  # computed once, so that setting the machine's clock does not reorder rows
@@ -343,7 +343,7 @@ def _check_interval(interval_s: float) -> None:
     interval: Range = get_args(Interval)[1]
     try:
         is_valid = interval.allows(interval_s)
-    except TypeError:  # a text
+    except TypeError:  # not a number
         is_valid = False
     if not is_valid:
         raise ConfigError(

@@ -182,7 +182,7 @@ class Nvml:
         return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
 
     def watch_events(self, gpus: Sequence[Gpu]) -> None:
-        """Record errors of these GPUs, and of the GPUs of these instances, for `events`."""
+        """Record errors for `events`, of these GPUs and of the GPUs that contain these MIG instances."""
         if self._library is None:
             return
         events = _query(self._library, self._library.nvmlEventSetCreate)

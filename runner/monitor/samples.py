@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Readings = Mapping[str, float]
 
 COUNTERS = frozenset({"energy_j", "ecc_corrected", "ecc_uncorrected"})  # read as totals since the driver was loaded
-GAP_TOLERANCE_S = 0.05  # a gap precedes a sample if its distance to the previous one exceeds 1.5 spans plus this
+GAP_TOLERANCE_S = 0.05  # a gap precedes a sample if the time since the previous one exceeds 1.5 spans plus this
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of monitor.json; numbers have six digits."""
+        """Return the content of monitor.json; numbers have six significant digits."""
         content: dict[str, Any] = _round_floats(asdict(self))
         return content
 

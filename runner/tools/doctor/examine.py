@@ -30,7 +30,7 @@ class Examination:
 
     device, clock  as in CheckContext
     root           folder of the runs
-    inventory      set by the check of GPUs
+    inventory      devices that the check of GPUs found; None before a check has needed them
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class SharedResult(str):
 class CheckContext:
     """The context of a check.
 
-    device     auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
+    device     devices to check: `auto` (all), or a device or a type of device, such as cpu, cuda, cuda:1 or mps
     root       folder of the runs; may not exist yet
     scratch    private temporary folder
     inventory  devices of torch and NVML; None for checks that do not need torch
@@ -142,7 +142,7 @@ class DoctorCheck:
 
     function  yields the findings; the first line of its docstring is the summary
     why       why the check matters
-    limit_s   seconds after which its process is killed
+    limit_s   seconds after which the process of the check is killed
     needs     check whose shared result is required
     """
 

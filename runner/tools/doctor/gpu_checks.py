@@ -251,7 +251,7 @@ def _suggest_order_fix() -> str:
 
 MINIMA = {"CUDA": Version("11.0"), "cuDNN": Version("8.0")}  # older versions lack kernels that torch >= 2.11 uses
 _MAX_PROCESSES = 4
-_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # an idle GPU; older drivers report some memory as used, but less than this
+_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # upper limits of an idle GPU, on which older drivers report some memory as used
 _WHY_LOST = "it cannot be used until it responds again"
 _WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
 _WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"

@@ -85,7 +85,7 @@ class AdviceInputs:
 
     monitor    metric -> mean over the run
     throttled  throttling reason -> share of the time
-    phase      the longest phase
+    phase      the longest training phase, which is measured
     """
 
     evidence: Evidence | None = None
@@ -146,7 +146,7 @@ def try_candidates(
     opened    measurements of the current settings, to estimate the time
     """
     left = deadline - comparison.clock()
-    least_s = SLACK * (2 * opened.startup.taken_s + SLACK * MIN_ROUNDS * 3 * opened.turn_s)  # to compare two variants
+    least_s = SLACK * (2 * opened.startup.taken_s + SLACK * MIN_ROUNDS * 3 * opened.turn_s)  # for two variants
     hint = f"budget_s={limits.budget_s:g} is too short"
     variants = [Variant(BASELINE_NAME), *(Variant(candidate.name, candidate.overrides) for _, candidate in candidates)]
     if not candidates or left < least_s:

@@ -523,7 +523,7 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
 
 SHORT_BUDGET = "there was no time to try everything; use a larger budget_s="
 MIN_ROUNDS = 3  # the fewest blocks from which a spread can be estimated
-SLACK = 1.2  # factor on expected times, because blocks may take longer than the updates before them
+SLACK = 1.2  # factor on expected times, because blocks may take longer than estimated from earlier updates
 MAX_WARM_UP_UPDATES = 64  # maximum number of warm-up updates per command
 MAX_BLOCK_UPDATES = 20_000
 MAX_GROWTH = 32  # maximum factor between two attempts at the number of updates in a block

@@ -503,7 +503,7 @@ def encode_outcome(outcome: TrialOutcome) -> dict[str, Any]:
 
 NO_TIME_LEFT = "not tried: no time was left for its start"
 START_TIMED_OUT = "not tried: start-up timed out"
-MIN_DELAY_S = 0.5  # start-ups of identical settings differ by this much
+MIN_DELAY_S = 0.5  # a shorter delay of the start-up is ignored: start-ups of identical settings differ by this much
 # A note is shown above these values.
 NOISY_SPREAD = 0.15  # interquartile range of the baseline's blocks, relative to their median
 BUSY_CORES = 0.25  # number of cores that other processes use

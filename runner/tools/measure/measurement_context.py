@@ -1,4 +1,4 @@
-"""The context in which a request is measured: the request of one rank, its plan, the machine, and its evidence."""
+"""The context in which a request is measured: the request reduced to one rank, the plan, the machine, the evidence."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def plan_on_this_machine(configuration: Configuration) -> tuple[Plan, Inventory]
 def reduce_to_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
     """Return the request for one rank's share of an update, its number of cores (0: all), and a note.
 
-    Values of `auto` are fixed to those of the ranks, because `auto` would choose others with fewer cores.
+    Settings that are `auto` are fixed to the values that the ranks use, because `auto` would choose other values for
+    fewer cores.
     """
     if plan.world_size == 1:
         return request, 0, []

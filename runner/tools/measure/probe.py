@@ -1,6 +1,6 @@
 """Inspect the samples and batches of a task.
 
-Inspection slows the code down, so its times are not those of updates.
+An inspection disturbs the process, so its updates must not be timed afterwards.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def varying_shapes(facts: Facts) -> RuleFinding | None:
 def saves_too_often(facts: Facts) -> RuleFinding | None:
     """Training waits for checkpoints.
 
-    The short blocks of a comparison contain too few time-based checkpoints to measure a gain, so the gain is computed
-    from the measurements of the run.
+    Time-based checkpoints are too rare in the short blocks of a comparison to measure the gain of a longer interval.
+    It is computed from the measurements of the run instead.
     """
     share, every = facts.share("saving"), facts.values.get("checkpoint.every")
     saves, seconds = facts.evidence.num_saves, facts.evidence.parts_s.get("saving")

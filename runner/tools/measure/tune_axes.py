@@ -149,7 +149,7 @@ def is_mechanics(key: str) -> bool:
 
 
 def _propose_caches(state: TuneState) -> Proposed:
-    """Cache samples, if reading them again gives the same samples."""
+    """Propose to cache samples, if reading them again gives the same samples."""
     if not cache_override(state.facts)[0]:
         return "samples are read once, are not known to be the same each time, or do not fit into memory"
     return [
@@ -160,7 +160,7 @@ def _propose_caches(state: TuneState) -> Proposed:
 
 
 def _propose_loaders(state: TuneState) -> Proposed:
-    """Other numbers of worker processes, or other loaders."""
+    """Propose other numbers of worker processes, and other loaders."""
     if state.get("dataloader.cache") != "none":
         return "samples are cached: nothing is read"
     loader, share = state.get("dataloader"), state.facts.share("data")
@@ -191,7 +191,7 @@ def _propose_prefetching(state: TuneState) -> Proposed:
 
 
 def _propose_copies(state: TuneState) -> Proposed:
-    """Copy to the GPU from page-locked memory or on a separate stream, or stop doing so."""
+    """Propose to copy to the GPU from page-locked memory or on a separate stream, or to stop doing so."""
     if not state.on_gpu:
         return "no GPU"
     pinned = str(not state.get("dataloader.pin_memory")).lower()
@@ -207,7 +207,7 @@ def _propose_threads(state: TuneState) -> Proposed:
 
 
 def _propose_precisions(state: TuneState) -> Proposed:
-    """Number formats; on a CPU, only those that it supports natively.
+    """Propose number formats; on a CPU, only those that it supports natively.
 
     A format whose losses differ by more than its tolerance is rejected after it is measured.
     """
@@ -249,12 +249,12 @@ def _propose_kernel_search(state: TuneState) -> Proposed:
 
 
 def _propose_keeping_activations(state: TuneState) -> Proposed:
-    """Keep activations instead of recomputing them, if they fit in memory."""
+    """Propose to keep activations instead of recomputing them; if they do not fit in memory, the candidate fails."""
     return "activations are not recomputed" if state.get("memory") == "none" else state.choices("memory")
 
 
 def _propose_compile_modes(state: TuneState) -> Proposed:
-    """Other compile modes, or none. The mode that compiles longest comes last."""
+    """Propose other compile modes, or none. The mode that compiles longest comes last."""
     return sorted(state.choices("compile"), key=lambda overrides: overrides == (f"compile={SLOWEST}",))
 
 

@@ -65,7 +65,7 @@ class Points:
 def run(suite_request: SuiteRequest) -> SuiteReport:
     """Compare two devices, or numbers of threads, by batch size; for a task with image cubes, also by the cubes' size.
 
-    A task with a phase of statistics is measured in both phases.
+    A task with a phase of statistics is measured in that phase, too.
     Raises ConfigError for an unknown device and invalid numbers.
     """
     batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))

@@ -1,4 +1,4 @@
-"""`suite=parallelism`: one rank, equal shares, measured shares, a pipeline."""
+"""`suite=parallelism`: compare one rank, ranks with equal shares or with shares by measured speed, and a pipeline."""
 
 from __future__ import annotations
 
