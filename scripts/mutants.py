@@ -351,8 +351,8 @@ def target_files(root: Path, only: Sequence[str] = ()) -> list[str]:
 def selection(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     """Return all mutants "not restored", and about `count` others.
 
-    Targets get shares in proportion to the square root of their number of mutants. Within a target, operators take
-    turns, so that frequent ones do not crowd out the rest.
+    Targets get shares in proportion to the square root of their number of mutants. Within a target, operators are
+    interleaved, so that frequent ones do not crowd out the rest.
     """
     restoring = [mutant for mutant in every if mutant.operator == "not restored"]
     strata: dict[str, list[Mutant]] = defaultdict(list)

@@ -49,7 +49,7 @@ class SocketWorld(World):
     """A world whose sums are computed by another process."""
 
     def connect(self, folder: Path) -> None:
-        """Connect to the process that adds."""
+        """Connect to the process that computes the sums."""
         link = socket.socket(socket.AF_UNIX)
         link.connect(str(folder / "sums"))
         object.__setattr__(self, "link", link)
@@ -93,7 +93,7 @@ def receive(link: socket.socket, size: int) -> bytes:
 
 
 def add_for_all(folder: Path, num_ranks: int, size: int) -> None:
-    """Serve sums to all ranks until one of them ends."""
+    """Compute sums for all ranks until one of them ends."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(folder / "sums.new"))
     server.listen(num_ranks)

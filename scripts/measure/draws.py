@@ -3,15 +3,16 @@
 One process reads micro-batches of 32 samples with and without the streams of runner/base/sample_rng.py, interleaved.
 The figures are minima of CPU time over all rounds, because other programs only increase it.
 
-rows       (64 numbers, label) from memory, with torch's default collate; draws no random numbers
-together   the same with `__getitems__`, one selection per batch; draws no random numbers
-transform  rows with a few operations, like a light augmentation without random numbers
-draws      rows, and one random number from each of torch, NumPy and Python
+rows       samples (64 numbers, label) from memory, with torch's default collate; draws no random numbers
+together   the same samples, read by `__getitems__` with one selection per batch; draws no random numbers
+transform  as rows, with a few operations, like a light augmentation without random numbers
+draws      as rows, with one random number from each of torch, NumPy and Python
 
 The script first prints the times of single calls.
 
-The share is relative to a complete update: reading, forward and backward pass, and a fused AdamW step of an MLP
-64-64-10. Run: python scripts/measure/draws.py
+The column `share` has the overhead relative to a complete update: reading, forward and backward pass, and a fused AdamW
+step of an MLP 64-64-10.
+Run: python scripts/measure/draws.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 plan   `accel-run plan` for the complete model (48 layers of width 7168, 56 heads) on 8 GPUs of a profile: memory of a
        rank by part, and the time that planning takes
 build  on this machine: as many layers as fit, with a small vocabulary. Each rank builds the model on the meta device
-       and initializes its shards (parallelism.init=meta). Nothing is trained: a forward pass gathers a block of 2.5 GB
-       on each rank
+       and initializes its shards (parallelism.init=meta). Nothing is trained, because a forward pass would gather a
+       block of 2.5 GB on each rank
 
 Peaks are those of the resident memory of a rank: in total, and above its value before the build. The script stops all
 ranks if together they exceed --limit GiB.

@@ -4,12 +4,12 @@ Workload: MLP 64-64-10, batch 32, one thread, AdamW, clipping to 1.0, a linear s
 
 hand    a typical handwritten loop: DataLoader with default collate, AdamW's defaults, clip_grad_norm_, LambdaLR
 tuned   the same with a fused optimizer, batched reading and a handwritten schedule: the best that plain torch allows
-ours    the Phase of accel-run, including its meter, monitor, screen, evaluation and saving
+ours    the Phase of accel-run, including its meter, monitor, screen and checkpoints, but without evaluations
 
-hand and ours read the same TensorDataset. All three are interleaved in one process. A ratio is the median over rounds
-of the ratio within a round. It is printed for the wall-clock time and for the thread's CPU time, which is less
-sensitive to other processes. On a GPU, hand and tuned copy pinned batches with non_blocking=True, and a block ends with
-a synchronization.
+hand and ours read a TensorDataset of the same shape. All three are interleaved in one process. A ratio is the median
+over rounds of the ratio within a round. It is printed for the wall-clock time and for the thread's CPU time, which is
+less sensitive to other processes. On a GPU, hand and tuned copy pinned batches with non_blocking=True, and a block ends
+with a synchronization.
 Run: python scripts/measure/loop.py [--device cuda]
 """
 

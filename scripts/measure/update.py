@@ -2,9 +2,9 @@
 
 hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10 updates;
        on a GPU also page-locked batches that are copied without waiting
-half   as `hand`, but with the loss in bfloat16: the log-softmax of F.cross_entropy is then faster, but its
-       probabilities are rounded to 8 bits. The others convert the logits to float32; measured with --precision bf16
-ours   the Phase of accel-run, including its meter, screen, evaluation and saving
+half   with --precision bf16: as hand, but with the loss in bfloat16. The log-softmax of F.cross_entropy is then faster,
+       but its probabilities are rounded to 8 bits. hand and ours convert the logits to float32
+ours   the Phase of accel-run, including its meter, screen and checkpoints, but without evaluations
 
 Time is measured interleaved in one process; the ratio is that of the medians. Memory is measured in separate processes:
 the peak resident set or, on a GPU, the peak of allocated memory. For a GPU with a hardware profile, the model FLOP
@@ -184,7 +184,7 @@ def alone(case: Case, which: str, updates: int) -> None:
 
 
 def flops_of_update(case: Case) -> float:
-    """Return the operations of the matrix products of an update: 6 per weight and token, and those of attention.
+    """Return the FLOP of the matrix products of an update: 6 per weight and token, and those of attention.
 
     Source: PaLM, appendix B: 6 N + 12 L d T per token, with the output layer, without the other embeddings.
     """
