@@ -24,7 +24,7 @@ from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 
 OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
-STALE_S = 5.0  # readings older than this, or than three intervals, are stale: a driver or a disk does not respond
+STALE_S = 5.0  # older readings (or than 3 intervals, if longer) are stale: a driver or a disk does not respond
 RECOVERY_S = 1.0  # stale readings are reported after this time, in which a process that was stopped (SIGSTOP) recovers
 MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
 MIN_SPAN_S = 0.1  # minimum time between two samples, because CPU utilization is the mean since the previous one
