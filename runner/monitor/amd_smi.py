@@ -125,7 +125,7 @@ def _read_free_memory(library: Any, handle: Any) -> float | None:
 
 
 def _read_power(library: Any, handle: Any) -> float | None:
-    """Watts; MI300 reports the current power only, older GPUs the average only."""
+    """Return watts. MI300 reports only the current power, older GPUs only the average."""
     info = library.amdsmi_get_power_info(handle)
     values = (_number(info.get(key)) for key in ("current_socket_power", "average_socket_power"))
     return next((value for value in values if value), None)
@@ -144,7 +144,7 @@ def _read_temperature(library: Any, handle: Any, metric: Any) -> float | None:
 
 
 def _read_energy(library: Any, handle: Any) -> float | None:
-    """Joules since the driver was loaded; the counter is in units of `counter_resolution` microjoules."""
+    """Return the joules since the driver was loaded; the counter is in units of `counter_resolution` microjoules."""
     info = library.amdsmi_get_energy_count(handle)
     count, unit = _number(info["energy_accumulator"]), _number(info["counter_resolution"])
     return None if count is None or unit is None else count * unit / 1e6

@@ -432,7 +432,7 @@ def _clock(reading: GpuReading, domain: str) -> float:
 
 
 def _ecc(reading: GpuReading, kind: str) -> float:
-    """Memory errors since the driver was loaded."""
+    """Return the number of memory errors since the driver was loaded."""
     nvml = reading.nvml
     kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
     return int(nvml.nvmlDeviceGetTotalEccErrors(reading.handle, kinds[kind], nvml.NVML_VOLATILE_ECC))

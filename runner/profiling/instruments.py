@@ -225,7 +225,7 @@ def _make_profiler(device: torch.device, updates: int, **options: Any) -> Any:
 
 
 def _export_trace(profile: Any) -> bytes:
-    # torch writes to a path and follows links, so it writes to a private folder.
+    # torch can only write a trace to a path, and follows links there, so the path is in a private folder.
     with TemporaryDirectory(prefix="profile-", dir=shared_folder()) as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

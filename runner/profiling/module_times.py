@@ -1,8 +1,8 @@
 """Measure forward and backward time per module from events at module boundaries, without synchronizing.
 
 A module's self time is the time in which it runs and none of its submodules does. In a backward pass, a node of the
-graph belongs to the module that was running when the node was created. Its sequence number shows this, so the graph
-does not have to be changed.
+graph belongs to the module that was running when the node was created. The sequence number of the node shows which
+module that was, so the graph does not have to be changed.
 """
 
 from __future__ import annotations

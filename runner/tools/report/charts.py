@@ -55,7 +55,7 @@ def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], 
 
 
 def loss(run: RunData) -> Drawing | str:
-    """Training loss of all rows, also smoothed, and validation loss."""
+    """Draw the training loss, of each row and smoothed, and the validation loss."""
     curves = run.curves
     raw, val = curves["train/loss"], curves["val/loss"]
     if not len(raw) and not len(val):
@@ -86,7 +86,7 @@ def loss(run: RunData) -> Drawing | str:
 
 
 def metrics(run: RunData) -> Drawing | str:
-    """Validation metrics besides the loss, each with the value of a trivial model."""
+    """Draw the validation metrics besides the loss, each with the value of a trivial model."""
     names = [name for name in run.curves.of if name.startswith("val/") and name != "val/loss"]
     if not names:
         return missing_reason(run, "only the loss was evaluated")
@@ -114,12 +114,12 @@ def metrics(run: RunData) -> Drawing | str:
 
 
 def learning_rate(run: RunData) -> Drawing | str:
-    """The learning rate of each row."""
+    """Draw the learning rate of each row."""
     return draw_over_updates(run, "lr", "learning rate", COLORS[3], include_zero=True)
 
 
 def gradient_norm(run: RunData) -> Drawing | str:
-    """The norm of the gradients before clipping, with the clipping threshold."""
+    """Draw the norm of the gradients before clipping, and the clipping threshold."""
     drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], include_zero=True)
     given = run.settings.get("max_grad_norm")
     limit = float(given) if given is not None and is_number(given) else None
@@ -139,12 +139,12 @@ def gradient_norm(run: RunData) -> Drawing | str:
 
 
 def throughput(run: RunData) -> Drawing | str:
-    """Items per second."""
+    """Draw the items per second."""
     return draw_over_updates(run, "perf/items_per_s", f"{run.item}s/s", COLORS[2], include_zero=True)
 
 
 def step_time(run: RunData) -> Drawing | str:
-    """Milliseconds of an update, stacked by part."""
+    """Draw the milliseconds of an update, stacked by part."""
     known = {part: run.curves[f"perf/{part}_ms"] for part in (*PARTS, *BETWEEN)}
     known = {part: curve for part, curve in known.items() if len(curve)}
     if not known:

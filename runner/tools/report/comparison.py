@@ -83,7 +83,7 @@ def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> P
 
 
 def _transpose_if_wide(table: PageTable) -> PageTable:
-    """Return the table with a row per run if there are more runs than columns fit on a screen."""
+    """Return the table with a row per run if there are more runs than columns that fit on a screen."""
     if len(table.head) - 1 <= _MAX_COLUMNS or not table.rows:
         return table
     head, *rows = zip(table.head, *table.rows, strict=True)

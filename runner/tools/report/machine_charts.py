@@ -21,7 +21,7 @@ from runner.tools.report.run_data import RunData, make_printable
 
 
 def memory(run: RunData) -> Drawing | str:
-    """Memory over updates, with the peaks relative to the capacity in the note."""
+    """Draw the memory over updates; the note has the peaks relative to the capacity."""
     lines = {
         name: run.curves[key]
         for key, name in (
@@ -61,12 +61,12 @@ def _describe_peaks(run: RunData) -> Iterator[str]:
 
 
 def machine(run: RunData) -> Drawing | str:
-    """GPU, CPU and RAM over time."""
+    """Draw GPU, CPU and RAM over time."""
     return _draw_samples(run, ("machine.png",))
 
 
 def gpus(run: RunData) -> Drawing | str:
-    """Utilization, memory, temperature and power of every GPU over time."""
+    """Draw utilization, memory, temperature and power of every GPU over time."""
     if run.samples is not None and not run.samples.devices:
         return "no GPU was monitored"
     return _draw_samples(run, ("gpus.png", "gpu0.png"))

@@ -95,7 +95,13 @@ class PredictedFiles:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page, in order."""
+    """The content of the page, in order.
+
+    first    tables before the charts
+    tables   tables after the charts
+    repeat   commands that run, resume or repeat what the page is about
+    missing  charts and data that are missing, with the reasons
+    """
 
     head: PageHead = PageHead()
     problems: Sequence[str] = ()

@@ -12,7 +12,7 @@ from runner.tools.report.svg import GRID
 
 
 def ranks(run: RunData) -> Drawing | str:
-    """Seconds of each rank by part, and the samples of each rank if they changed."""
+    """Draw the seconds of each rank by part, and the samples of each rank if their numbers changed."""
     of_ranks = run.evidence.ranks_s if run.evidence is not None else ()
     rows = [dict(seconds) for seconds in of_ranks]
     if len(rows) < 2:
