@@ -28,7 +28,7 @@ def auto(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -
 
 
 def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest; for constant shapes.
+    """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest.
 
     Worthwhile if shapes repeat; every new shape costs a search. Results may differ between runs in the last bits.
 
@@ -45,10 +45,11 @@ def deterministic(
 ) -> AbstractContextManager[None]:
     """Use deterministic kernels only, so that repeated runs on one machine are bitwise equal.
 
-    warn_only  warn about an operation without deterministic kernel instead of stopping
+    warn_only  warn about an operation without a deterministic kernel instead of stopping
     threads    CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine.
-               Sums depend on it, so it must be the same in all of these runs
-    Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized: enter before the first product on a GPU.
+               The order of additions depends on it, so all compared runs must use the same number
+    Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized, so the context must be entered before the
+    first matrix product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     return _set_flags(num_local_ranks, threads, deterministic=True, warn_only=warn_only)

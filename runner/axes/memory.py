@@ -58,10 +58,11 @@ def checkpoint(
 ) -> Lines:
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
-    Gradients are bitwise equal, dropout included; forward passes without gradients are not affected. With a 16-bit
-    precision and several blocks, the 16-bit copies of weights are freed after each block, unless modules share weights.
-    If a block is called twice (as by a loss with two forward passes), or another module both before and after a block,
-    the gradients of the two calls are then summed in float32 instead of 16 bits, and differ by rounding.
+    Gradients are bitwise equal to those of memory=none, dropout included; forward passes without gradients are not
+    affected. With a 16-bit precision and several blocks, the 16-bit copies of weights are freed after each block,
+    unless modules share weights. If a block is called twice (as by a loss with two forward passes), or another module
+    both before and after a block, the gradients of the two calls are then summed in float32 instead of 16 bits, and
+    differ by rounding.
 
     every          checkpoint every n-th block
     Call before compiling, wrapping and building the optimizer.

@@ -38,7 +38,7 @@ from runner.tensors.step_counters import keep_counters_in_state, remember_number
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # names and parameters of the model, only those with requires_grad
 NEED_MATRICES = ("adafactor", "muon")  # options that `refuse_shards` refuses for sharded parameters
-KEYS_WITH_NAMES = ("lr_scales", "adamw_for")  # options that contain names of modules or parameters
+KEYS_WITH_NAMES = ("lr_scales", "adamw_for")  # keys whose values contain names of modules or parameters
 
 
 def adamw(
@@ -236,7 +236,7 @@ def lion(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Lion: the sign of a momentum, so each parameter changes by the learning rate; half the state of AdamW.
+    """Lion: steps by the sign of a momentum, so each parameter changes by the learning rate; half of AdamW's state.
 
     lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
     weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
@@ -261,9 +261,9 @@ def muon(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Muon for matrices: the orthogonalized momentum. AdamW for all other parameters, with the same learning rate.
+    """Muon, which orthogonalizes the momentum, for matrices; AdamW for all other parameters, with the same lr.
 
-    The update of a matrix is scaled to the root mean square of AdamW's.
+    The update of a matrix is scaled to the root mean square that updates of AdamW have.
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
@@ -299,9 +299,9 @@ def schedulefree(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Schedule-free AdamW: averaged weights, no schedule; needs the package schedulefree, and scheduler=constant.
+    """Schedule-free AdamW: averages the weights instead of decaying the learning rate; needs the package schedulefree.
 
-    Use scheduler=constant with a warm-up, which this optimizer needs.
+    Use scheduler=constant with a warm-up; the optimizer needs both.
 
     lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
@@ -498,7 +498,7 @@ def module_prefixes(names: Sequence[str]) -> list[str]:
 
 
 def suggest_module(prefix: str, names: Sequence[str], kind: str = "trainable parameters") -> str:
-    """Return what to write instead of `prefix`, which matches no name: a similar one, or the top levels.
+    """Return what to write instead of `prefix`, which matches no name: a similar name, or the top-level modules.
 
     kind  what the names are, for the message
     """
@@ -569,7 +569,7 @@ def _torchao(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
 
 
 def _import_quietly(name: str) -> Any:
-    """Import a library that logs missing kernels of other machines; raise _Unusable if the import fails."""
+    """Import a library without its log messages about missing kernels; raise _Unusable if the import fails."""
     logger = logging.getLogger(name.partition(".")[0])
     level = logger.level
     logger.setLevel(logging.CRITICAL)

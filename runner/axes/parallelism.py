@@ -33,7 +33,7 @@ def ddp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Data parallel: each rank has a replica and a share of each update; gradients are divided by the total count.
+    """Data parallel: each rank has a replica and a share of each update; gradients are divided by all ranks' items.
 
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
     """
@@ -62,15 +62,15 @@ def fsdp(
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
     shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
-                           auto: the ranks of one machine, if several machines have as many and the shards fit
+                           auto: the ranks of one machine, if machines have equal numbers and the shards fit in memory
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
-    communicate            communication format of parameters; a 16-bit format must match precision
+    communicate            dtype in which parameters are communicated; a 16-bit dtype must match precision
     gradients              full: keep unsharded gradients, and reduce them after the last micro-batch of an update;
                            sharded: reduce them after each micro-batch, which needs less memory and more communication;
                            auto: full if it fits
     evaluation             whole: each rank gathers the whole model for an evaluation; sharded: each call of the model
-                           gathers one block after another, and only its forward pass can be called; auto: whole if it
-                           fits
+                           gathers one block after another, and no other method of the model can be called; auto: whole
+                           if it fits
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     init                   full: each rank builds the whole model, then shards it; meta: large tensors are built on the
                            meta device, and each rank initializes its shards to the same values; auto: meta if the

@@ -191,7 +191,7 @@ class Precision:
 
 
 class ScaledHalf(Precision):
-    """float16 with a loss scale that is halved at each overflow, which skips the update.
+    """float16 with a loss scale that is reduced at each overflow, which skips the update.
 
     Batch norm statistics of a skipped update are restored, too: they would otherwise stay infinite.
     """
@@ -256,8 +256,8 @@ class ScaledHalf(Precision):
 
     def discard(self) -> None:
         self._statistics.discard()
-        # Private, checked on torch 2.13: only `update` clears it, which would also change the scale. It holds whether
-        # gradients were unscaled and overflowed; a second `unscale_` before `update` raises an error.
+        # Private, checked on torch 2.13. These states record whether gradients were unscaled and overflowed; a second
+        # `unscale_` would raise an error for them. The public `update` clears them, but would also change the scale.
         self.scaler._per_optimizer_states.clear()
 
     def num_skipped(self) -> int:

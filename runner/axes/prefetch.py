@@ -44,7 +44,7 @@ class Prefetch:
 
 
 class Streams(Protocol):
-    """Stream operations of the copy-ahead; tests substitute a recording implementation."""
+    """Stream operations of `CopyAhead`; tests substitute an implementation that records the calls."""
 
     def copying(self) -> AbstractContextManager[object]:
         """Return the context in which work is queued on the copy stream."""
@@ -98,7 +98,8 @@ class CopyAhead(Prefetch):
                 return None
             with self.streams.copying():
                 moved = following._replace(batch=map_tensors(self._move, following.batch))
-            # A safeguard: torch itself reuses page-locked memory only after its copies.
+            # Keeps the page-locked batch until its copy is complete. Only a safeguard, because torch itself does not
+            # reuse such memory earlier.
             source = following
             return moved
 

@@ -69,7 +69,7 @@ def sequential(samples: TrainingSamples) -> Sampler:
 
 
 def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples: PositiveInt | None = None) -> Sampler:
-    """Draw samples with the probabilities of `sample_weights` of the task.
+    """Draw samples with probabilities proportional to the task's `sample_weights`.
 
     replacement  a sample may be drawn more than once in an epoch
     num_samples  samples drawn in an epoch; null: as many as the dataset has
@@ -169,7 +169,7 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
         order = np.lexsort((rng.random(size), rounded))  # the last key is the primary one
         num_full, rest = divmod(size, batch)
         starts = np.arange(num_full) * batch
-        if rest:  # the incomplete update is at a random length, or drop_last would always drop the longest samples
+        if rest:  # cut the incomplete update at a random place, or drop_last would always drop the longest samples
             cut = int(rng.integers(num_full + 1))
             starts[cut:] += rest
             last = order[cut * batch : cut * batch + rest]
@@ -226,8 +226,8 @@ def token_budget(
 class TokenBudget(Sampler):
     """Updates whose number of samples varies; each epoch has updates of the same sizes, in a different order.
 
-    The samples, sorted by rounded length, are cut once. In each epoch, samples of the same rounded length exchange
-    positions at random, so no update exceeds the budget, and all epochs have the same number of updates.
+    The samples, sorted by rounded length, are divided into updates once. In each epoch, samples of the same rounded
+    length exchange positions at random, so no update exceeds the budget, and all epochs have equally many updates.
     """
 
     def __init__(self, lengths: IntArray, max_samples: int, tokens: int, micro_tokens: int | None, bucket: int) -> None:
@@ -283,9 +283,11 @@ def _hash(*content: np.ndarray[Any, Any]) -> str:
 
 
 def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
-    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on, so each gets other random numbers.
+    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on.
 
-    drawn  sorted
+    Each draw of a sample then seeds different random numbers.
+
+    drawn  indices of the drawn samples, sorted
     """
     places = np.arange(len(drawn))
     is_first = np.concatenate([[True], drawn[1:] != drawn[:-1]])
@@ -295,7 +297,8 @@ def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
 def _draw_passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
     """Return these draws from a dataset of `size` samples, which is shuffled in each pass.
 
-    offset  added once in the second pass, twice in the third and so on, so repeated samples get other random numbers
+    offset  added once in the second pass, twice in the third and so on, so that each repetition of a sample seeds
+            different random numbers
     """
     if not draws:
         return np.arange(0)

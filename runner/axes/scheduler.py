@@ -99,7 +99,7 @@ class Plateau(Schedule):
     def _is_better(self, metric: float) -> bool:
         if self.best is None:
             return math.isfinite(metric)
-        # torch multiplies `best` instead, so that a negative metric "improves" by getting slightly worse
+        # torch multiplies `best` by a factor instead; a negative metric then "improves" by getting slightly worse.
         return self.sign * metric < self.sign * self.best - self.threshold * abs(self.best)
 
 
@@ -253,7 +253,7 @@ def wsd(
     final_factor: Fraction = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Warm-up, stable, decay: stay at the peak, then decay at the end, so that a run can be extended from its peak.
+    """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint before the decay.
 
     decay         updates of the decay at the end, at most those after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
@@ -286,7 +286,7 @@ def polynomial(
 ) -> Schedule:
     """Decay with a power of the remaining fraction of updates after the warm-up.
 
-    power         1: a straight line; above: faster at first
+    power         1: a straight line; above 1: faster decay at first
     Source: torch.optim.lr_scheduler.PolynomialLR.
     """
     start = _warmup(warmup, updates)

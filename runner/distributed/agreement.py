@@ -50,7 +50,7 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
 def _broadcast(tensor: Tensor, rank: int, world: World) -> Tensor:
     """Return the tensor of a rank.
 
-    It is sent as the bytes of a contiguous copy, because backends send neither every dtype nor non-contiguous tensors.
+    The bytes of a contiguous copy are sent, because backends support neither all dtypes nor non-contiguous tensors.
     """
     received = tensor.detach().clone(memory_format=torch.contiguous_format)
     if received.numel():

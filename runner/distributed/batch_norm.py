@@ -60,7 +60,7 @@ def _check_supported(model: nn.Module) -> None:
 
 
 def training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the modules in training mode after `model.train()`, which may exclude some."""
+    """Return (name, module) of the modules in training mode after `model.train()`: an override may exclude some."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -155,7 +155,7 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, weight_gradient = output_gradient.sum(dims), (output_gradient * hat).sum(dims)
         x_gradient = None
         if ctx.needs_input_grad[0]:  # the same on all ranks
-            both = torch.stack([bias_gradient, weight_gradient])  # a copy, because this rank returns its own gradients
+            both = torch.stack([bias_gradient, weight_gradient])  # a copy: the sums over the ranks are not returned
             dist.all_reduce(both)
             mean, slope = both / total
             inner = output_gradient - mean.view(shape) - hat * slope.view(shape) if ctx.is_counted else hat
@@ -204,4 +204,4 @@ _SYNCED_CLASSES: dict[type[nn.Module], type[_SyncedBatchNorm]] = {
 }
 
 _MAX_NAMED = 5
-"""Modules that an error lists; a ResNet-50 has 53 batch norms."""
+"""Maximum number of modules that an error lists; a ResNet-50 has 53 batch norms."""

@@ -1,4 +1,4 @@
-"""Synchronize the buffers that an update has changed at its end, but never in an evaluation or a save.
+"""At the end of each update, synchronize the buffers that it has changed; never in an evaluation or a save.
 
 A rank sees only its own samples, so a buffer that a forward pass changes, such as a moving average, a codebook or a
 counter, diverges between ranks. Synchronizing only at checkpoints would make the result of training depend on when
@@ -30,7 +30,8 @@ class BufferSync:
     """Synchronize the buffers of a model that changed on any rank.
 
     source    rank whose buffers are broadcast
-    averages  average the running statistics of norms over the ranks instead; False: only `source` computes them
+    averages  average the running statistics of norms over the ranks; False: broadcast them like all other buffers,
+              because only `source` computes them
     others    modules to skip, because only some ranks have them
     modules   modules whose buffers are synchronized
 
@@ -82,8 +83,8 @@ class BufferSync:
 
         Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
         """
-        # Only here, which a discarded update never reaches: it may have ended before a buffer changed, so the next
-        # update must compare all buffers again.
+        # Set here and not earlier, because a discarded update never gets here: it may have ended before a buffer
+        # changed, so the next update must compare all buffers again.
         self._is_first, self._before = False, []
         total = flags.tolist()
         if total[-1]:
@@ -98,7 +99,7 @@ class BufferSync:
             self._record()
 
     def check(self) -> None:
-        """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
+        """Raise TaskFault, on every rank, if a buffer that checkpoints include differs between ranks.
 
         The buffer is not repaired: evaluations and saves call this method, and training must not depend on when they
         run.
@@ -113,8 +114,8 @@ class BufferSync:
                 sizes = [_tensor(ref).nbytes for ref in group]
                 for ref, one, other in zip(group, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
                     different[refs.index(ref)] = float(not torch.equal(one, other))
-        # Buffers with recorded changes since the last update, as by a task's begin_update, are synchronized in the next
-        # one, so they may differ here.
+        # A buffer that has a recorded change since the last update, for example by a task's begin_update, may differ
+        # here: the next update synchronizes it.
         seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
         different *= torch.tensor([float(ref.name in seen) for ref in refs])
         is_different_anywhere = self.world.max(different).tolist()

@@ -1,7 +1,7 @@
 """Run a dummy forward and backward pass so that ranks without data still join collectives inside the model.
 
-If ranks have unequal work, those with less repeat a micro-batch. Such a pass must change no gradient, count or
-statistic. Norms that are synchronized over ranks contribute a count of zero to its collectives.
+If ranks have unequal work, those with less work repeat a micro-batch. This dummy pass must change no gradient, count or
+statistic. In the collectives of synchronized norms, it contributes a count of zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CollectiveCounter(nn.Module):
 
 @contextmanager
 def without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Make passes inside leave buffers unchanged, and synchronized norms use only the statistics of other ranks."""
+    """Let passes inside the context change no buffers, and use in synchronized norms only other ranks' statistics."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
     for norm in norms:

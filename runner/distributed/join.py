@@ -50,7 +50,7 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
     try:
         if has_own_launcher:
             _init_group(rank_info, device, timeout_s)
-        else:  # the port may belong to another program
+        else:  # with a timeout, because the port may belong to another program
             call_with_timeout(
                 _rendezvous_s(rank_info, timeout_s) + 5.0, lambda: _init_group(rank_info, device, timeout_s)
             )
@@ -91,7 +91,7 @@ def _destroy_group(device: torch.device) -> None:
 def simulated_world(rank: int, world_size: int) -> Iterator[World]:
     """Return a simulated world on the CPU: data sent to other ranks is dropped, and received integers are 1.
 
-    For tracing the computation of a rank on fake tensors. All ranks are assumed to agree with this one.
+    Used to trace the computation of one rank on fake tensors. All other ranks are assumed to agree with it.
     """
     # Private, checked on torch 2.13: the backend "fake", with which torch tests strategies without other processes.
     import torch.distributed._tools.fake_collectives  # implements collectives for fake tensors
@@ -145,9 +145,9 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
-    # The store of torchrun's agent outlives the ranks, so the prefix contains the attempt. If rank 0 hosts a new store
-    # for each attempt, the prefix must not contain it: agents count restarts separately, and a node that rejoins starts
-    # at 0, so ranks would use different prefixes.
+    # The store of torchrun's agent outlives the ranks, so the prefix contains the number of the attempt. If rank 0
+    # hosts a new store for each attempt, the prefix must not contain this number: each agent counts its own restarts,
+    # and a node that rejoins starts at 0, so ranks would use different prefixes.
     is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -209,7 +209,7 @@ def find_interface(rank_info: RankInfo) -> str:
         return _interface_name("127.0.0.1")
     host, _, port = rank_info.store.partition("://")[2].rpartition(":")
     address = _route_address(host, int(port))
-    if not address or ip_address(address).is_loopback:  # rank 0 resolved its own name
+    if not address or ip_address(address).is_loopback:  # rank 0 resolved its own host name
         address = _route_address(_EXTERNAL_ADDRESS, int(port))
     return _interface_name(address)
 

@@ -17,7 +17,7 @@ from runner.base.batch import map_tensors
 from runner.tensors.module_buffers import restore_buffers
 
 ADAMW_BYTES = 16.0
-"""Bytes of a trained float32 parameter: itself, its gradient and two moments, 4 each."""
+"""Bytes per trained float32 parameter: 4 each for the value, the gradient and the two moments."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def measure_costs(
 
 
 def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """Return the name of each layer in the model; for a layer that is not in it, the names of its parts."""
+    """Return the name of each layer in the model; for a layer outside the model, the joined names of its parts."""
     module_names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name}
     weight_names: dict[nn.Parameter, str] = {weight: name for name, weight in model.named_parameters()}
     names = []
@@ -160,8 +160,8 @@ def _time_pass(layer: nn.Module, call: Callable[[Any], Any], value: Any, synchro
 
 
 def detach_inputs(value: Any) -> Any:
-    """Return a copy whose tensors require gradients if possible, like those received from another device."""
-    # Cloned, because a layer that works in place must not modify a leaf.
+    """Return a copy whose tensors require gradients if possible, like the activations that a stage receives."""
+    # Cloned, because autograd forbids in-place operations, which a layer may contain, on a leaf.
     return map_tensors(
         lambda tensor: tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor, value
     )

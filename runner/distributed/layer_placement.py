@@ -69,9 +69,9 @@ def place_layers(
     example: Example | None,
     weights: Weights | None = None,
 ) -> Placement:
-    """Return the placement, which is the same on all ranks: from layer costs on rank 0 and the memory of all devices.
+    """Compute the placement, the same on all ranks, from the layer costs of rank 0 and all devices' memory and speed.
 
-    A stage has the memory and the speed of its weakest copy.
+    A stage has the smallest memory and the lowest speed of all its copies.
 
     weights  context in which a layer has its weights on the CPU, if they are not allocated yet
 
@@ -79,7 +79,7 @@ def place_layers(
     """
     costs: list[LayerCost] = []
     world, size = grid.world, grid.copy.world_size
-    usable = example if len(layers) >= size else None  # otherwise there is no split anyway
+    usable = example if len(layers) >= size else None  # no split exists for fewer layers than stages
     raise_on_all_ranks(
         catch_exception(lambda: costs.extend(_costs(world, model, layers, request, usable, weights))),
         world,

@@ -1,4 +1,4 @@
-"""Detect unequal calls of a model whose ranks exchange tensors in each call, so that all must call it equally often."""
+"""Detect unequal numbers of calls of a model that runs collectives in each call, so that all ranks must call it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from runner.distributed.world import World
 
 
 class UnmatchedCalls(RankLost):
-    """A rank raised an exception, which is then the cause, or returned, while another one called the model."""
+    """A rank returned or raised an exception while another one called the model.
+
+    On a rank that raised an exception, this exception is the cause.
+    """
 
 
 @contextmanager

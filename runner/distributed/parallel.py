@@ -262,7 +262,7 @@ class Parallel:
         return state
 
     def edit_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which every rank may write, identically, to parameters and buffers."""
+        """Return a context in which the ranks may change parameters and buffers, all in the same way."""
         return nullcontext()
 
     # ------------------------------------------------------------ evaluation

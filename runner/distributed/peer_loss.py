@@ -24,7 +24,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(error: BaseException) -> bool:
-    """Return whether torch.distributed raised the error: data workers also time out and lose connections."""
+    """Return whether torch.distributed raised the error; data workers raise errors with similar messages."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "/torch/distributed/" in frames[-1].filename
 

@@ -332,7 +332,7 @@ class Pipelined(Parallel):
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Merge the states of the first stages only, because all stages of a pipeline see the same data.
 
-        The first stage broadcasts its state to the others: after a resume, only rank 0 has the state from before.
+        The first stage broadcasts its state to the others: after a resume, only rank 0 has the restored state.
         """
         result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         for tensor in result.values():
@@ -378,7 +378,7 @@ class Pipelined(Parallel):
         seed: int,
         failure: Exception | None,
     ) -> _Keys:
-        """Return the first stage's seed and shape hashes of the micro-batches; infer the input shapes of new ones.
+        """Return the first stage's seed and hashes of micro-batch shapes; infer the stages' inputs for new hashes.
 
         Raises on all ranks of all pipelines if a rank failed, as given by `failure` or while inferring shapes.
         """
@@ -456,7 +456,7 @@ class Pipelined(Parallel):
         return output
 
     def _dispatch(self, *inputs: Any, **named: Any) -> Any:
-        """Handle a call of the model by the current handler."""
+        """Pass a call of the model to the current handler."""
         return self._forward(*inputs, **named)
 
     @contextmanager
@@ -514,7 +514,7 @@ def model_not_called_error() -> TaskFault:
 class PipelineSchedule:
     """Order the forward and backward passes of the micro-batches of an update.
 
-    kind  see `Pipelined`
+    kind  the argument `schedule` of `Pipelined`
     """
 
     def __init__(self, world: World, kind: partition.Schedule) -> None:
@@ -567,7 +567,7 @@ class PipelineSchedule:
     def bubble(self, stopwatch: Stopwatch) -> partition.Bubble | None:
         """Return the idle fractions of the devices in the last timed update; collective.
 
-        None before the first update, or if it had no steps.
+        None before the first timed update, or if the last update had no steps.
         """
         last = stopwatch.last
         mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._counts else None

@@ -18,7 +18,7 @@ def new_groups(groups: Sequence[Sequence[int]], timeout_s: float) -> Any:
     group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         groups, timeout=timedelta(seconds=timeout_s)
     )
-    dist.all_reduce(torch.zeros(()))  # wait until all ranks have connected, as in a new world
+    dist.all_reduce(torch.zeros(()))  # wait until all ranks have connected, as `join_process_group` does
     return group
 
 
@@ -26,8 +26,8 @@ class RankGrid(NamedTuple):
     """The worlds of this rank.
 
     world      all ranks
-    copy       ranks that hold a copy of the model together
-    replicas   ranks that hold the same part of the model, one of each copy
+    copy       ranks that together hold the same copy of the model as this rank
+    replicas   ranks that hold the same part of the model as this rank, one rank in each copy
     timeout_s  timeout of collectives in groups of ranks
     """
 
@@ -41,7 +41,7 @@ def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
     """Divide the ranks into copies of `size` consecutive ranks each. Collective, because it creates process groups.
 
     size       must divide the number of ranks
-    timeout_s  timeout of collectives in the new groups, which do not inherit that of the world
+    timeout_s  timeout of collectives in the new groups, which do not inherit the timeout of the world
     """
     if size == world.world_size:
         return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1), timeout_s)

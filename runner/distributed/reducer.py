@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandw
 FIRST_BUCKET_BYTES = 1 << 20
 # Replaces a tensor by its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
 SumGradients = Callable[[Tensor], Any]
-MAX_ERROR = 0.25  # of a custom sum, relative to the largest number: a mean over 2 ranks has an error of 0.5
+MAX_ERROR = 0.25  # largest error of a custom sum, relative to its largest element: a mean over 2 ranks has 0.5
 
 
 class _Bucket:
@@ -173,7 +173,8 @@ class Reducer:
 
     def _add(self, sums: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
         """Finish the all-reduce of the buckets; return `sums` and `mine`, on the host, added over the ranks."""
-        while self._next < len(self._order):  # before the numbers, as on ranks that launched their buckets earlier
+        # Before the numbers, because other ranks may have launched these buckets in the backward pass.
+        while self._next < len(self._order):
             self._launch()
         on_host = sums.device.type == "cpu"
         numbers = torch.cat([sums, mine.to(sums.dtype)]) if on_host else sums

@@ -1,7 +1,7 @@
 """Data parallelism: each rank has a full copy of the model and processes part of the samples of each update.
 
 Gradients are all-reduced in buckets (reducer.py). DistributedDataParallel is not used, because it averages gradients
-over ranks and expects the same number of backward passes on each. Here, a rank may have more micro-batches than
+over ranks and expects the same number of backward passes on each rank. Here, a rank may have more micro-batches than
 another, or none in the last update of an epoch, and the summed gradients are divided by the number of items of all
 ranks.
 """
@@ -99,7 +99,7 @@ class Replicated(Parallel):
                     loss, count = passes.loss(passes.model, batch)
                 stopwatch.lap("forward")
                 # Overlap the all-reduce with the backward pass, unless the backward pass contains collectives itself.
-                # A rank in a dummy pass issues only those, so the order of collectives would differ between ranks.
+                # A rank that runs a dummy pass issues only the latter, so the order of collectives would differ.
                 self._reducer.is_last = last and not self.is_lockstep
                 passes.backward(loss)
                 stopwatch.lap("backward")

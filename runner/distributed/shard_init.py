@@ -19,7 +19,7 @@ from runner.tensors.optimizer_state import first_local_row
 class DeferredModel:
     """A model without its large tensors.
 
-    recording  record of its construction, from which their values are computed
+    recording  record of the model's construction, from which the values of these tensors are computed
     loaded     names of tensors that need no values, because a checkpoint will replace them
     """
 
@@ -27,7 +27,10 @@ class DeferredModel:
     loaded: Collection[str] = ()
 
     def prepare(self, model: nn.Module, device: torch.device) -> DeferredShards:
-        """Initialize what is not sharded: buffers and scalars. Must be called before parameters are replaced."""
+        """Initialize what is not sharded: buffers and scalars.
+
+        Must be called while the model still has the parameters with which it was constructed.
+        """
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
         whole: dict[int, Tensor] = {}
         for module in model.modules():

@@ -4,8 +4,8 @@ The ranks form a mesh (replicas, shards): each group of `shard_size` consecutive
 gradients are reduced within the group, then summed over the groups. One group of all ranks is the default.
 
 Built on torch's fully_shard. Its collectives run inside forward and backward, so all ranks run the same number of
-micro-batches; ranks with less work run dummy ones. Gradients are sums over ranks and the loop divides by the true
-count, so shares of any size and micro-batches of any length are exact.
+micro-batches; ranks with less work run dummy ones. Gradients are summed over the ranks, and the loop divides them by
+the total number of items, so they are exact for shares of any size and micro-batches of any length.
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
 """
 
@@ -49,11 +49,13 @@ class Sharded(Parallel):
                            memory of the whole model and saves a third of the communication
     communicate            dtype in which parameters are gathered and used; gradients are summed in float32, or in the
                            parameters' dtype if that is wider. A 16-bit dtype requires a precision of the same dtype,
-                           because activations between blocks have it too. Outputs of the model are float32
+                           because activations between blocks have this dtype too. Outputs of the model are float32
     shards_gradients       reduce gradients after every micro-batch; False: after the last one of an update, which needs
                            memory for unsharded gradients of all parameters until then
     saves_parts            each rank of the first group writes its shards of a checkpoint; False: rank 0 gathers and
                            writes all
+    gathers_model          gather all parameters before an evaluation; False: gather one block after another in each
+                           call of the model
     init                   how the model is built, see Parallel
     shard_size             ranks that hold one copy of the model together; None: all ranks
     timeout_s              timeout of collectives within a group and between groups
@@ -125,8 +127,8 @@ class Sharded(Parallel):
             # Older versions of torch lack this method; with them, all ranks must use the same parameters.
             if hasattr(part, "set_reduce_scatter_unused_params"):
                 part.set_reduce_scatter_unused_params(True)
-        # fully_shard derives formats only from parameters that require gradients, at the first forward pass (private,
-        # torch 2.13). Initialize it now, while all parameters to be trained require gradients: a phase may freeze some.
+        # fully_shard derives the dtypes of gradients only from parameters that require gradients, at the first forward
+        # pass (private, torch 2.13). Do it now, while all trained parameters require them: a phase may freeze some.
         model._get_fsdp_state()._lazy_init()
         self._root = model
         for part in parts_of(model):
@@ -164,8 +166,8 @@ class Sharded(Parallel):
     def _watch_gradients(self, part: nn.Module, *_: Any) -> None:
         """Zero the gradients of dummy passes, and record which parameters get gradients in all other passes.
 
-        The hooks are registered in the first forward pass of a phase, because the gathered parameters of a block, to
-        which they belong, do not exist earlier.
+        The hooks are registered in the first forward pass of a phase, because the gathered parameters, on which they
+        are registered, do not exist earlier.
         """
         if part in self._watched or not torch.is_grad_enabled():
             return
@@ -262,7 +264,10 @@ class Sharded(Parallel):
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
-        """Set gradients to None for parameters that no rank used, as in one process; all-reduce the rest."""
+        """All-reduce the gradients of scalars, and set gradients of parameters that no rank used to None.
+
+        The other gradients have already been reduced in the backward pass.
+        """
         assert isinstance(sums.items, Tensor)
         used = torch.tensor([float(self._used.get(weight, False)) for weight in self._trained])
         num_trained = len(used)

@@ -44,8 +44,8 @@ class SharedCalls:
         self._gathered: list[Any] = []  # parts that the current call has gathered
         self._depth = 0  # the model may call itself
         self._is_watched = False
-        # These hooks run before torch's own, which gather. They are never removed, because compiled code ignores hooks
-        # that are added or removed later.
+        # These hooks run before torch's own, which gather the parameters. They are never removed, because compiled code
+        # ignores hooks that are added or removed later.
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         inner: list[Any] = self.order[1:]
@@ -54,9 +54,9 @@ class SharedCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Announce each call inside to the other ranks, and complete the gathers of calls that fail.
+        """Announce each call inside the context to the other ranks, and complete the gathers of calls that fail.
 
-        On exit without an error, takes part in the calls of the other ranks until all have finished. Raises TaskFault
+        On exit without an error, this rank takes part in the calls of the other ranks until all have finished. Raises TaskFault
         on all ranks if some run a collective of torch.distributed while others call the model, or have finished.
         Collectives that were imported by name, and those of other groups, are not detected.
         """

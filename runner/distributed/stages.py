@@ -1,4 +1,8 @@
-"""Pipeline stages with the interface that torch's schedules expect, and the handling of model calls by the loss."""
+"""Pipeline stages with the interface that torch's schedules expect, and interception of the loss's call of the model.
+
+The first stage runs the loss only until it calls the model, to get the model's arguments. The last stage runs the loss
+again and passes it the output of the pipeline as the result of that call.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +53,9 @@ class StageSums:
 
 
 class StageWork(NamedTuple):
-    """Micro-batches of one step, with the model's arguments on the rank of the first stage.
+    """Micro-batches of one step.
 
+    inputs            arguments of the model for each micro-batch, on the rank of the first stage only
     before_last_pass  called before the last backward pass of the update
     """
 
@@ -144,7 +149,7 @@ class Stage(nn.Module):
         """Return the output for the next micro-batch.
 
         After a failure the output is zero, because the other ranks still wait for the messages of all micro-batches.
-        They learn of the failure after the last one.
+        They learn of the failure after the last micro-batch.
         """
         number, self._next = self._next, self._next + 1
         if self.failure is None:
@@ -192,7 +197,8 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: StageWork, number: int) -> Tensor:
-        # The same seed as when the first stage called the loss to get the model's inputs, so its draws are repeated.
+        # The same seed as when the first stage ran the loss to get the model's arguments, so that its random draws are
+        # repeated.
         seed_everything(micro_batch_seed(work.seed + number))
         noise.switch_pass(work.micros[number].samples)
         once = ReplayedCall(output)
@@ -306,7 +312,7 @@ def run_stage(
 
 
 def micro_batch_seed(number: int, stage: int = 0) -> int:
-    """Return the seed for random draws of a micro-batch: in its loss (0), or in the layers of a stage (from 1)."""
+    """Return the seed of a micro-batch for random draws in the loss (`stage` 0) or in a stage's layers (from 1)."""
     return (number + stage * 0x9E3779B97F4A7C15) % 2**63
 
 
