@@ -198,7 +198,7 @@ def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
 def load(path: Path, *, hashes_tensors: bool = True) -> LoadedCheckpoint:
     """Load and verify the checkpoint at `path`.
 
-    hashes_tensors  False: another rank has verified the tensor files; this one reads only those that it needs
+    hashes_tensors  False: another rank has verified the tensor files; this rank reads only those that it needs
     Raises DataError if it is damaged, StorageError if it cannot be read.
     """
     try:
@@ -228,9 +228,9 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
                    moved aside like damaged ones
     allows_others  accept a checkpoint with the uid of another run
 
-    The caller must hold the lock of the run. An unreadable checkpoint may be intact: it is read a second time, and
-    moved aside only if there is another one to resume from. Under its old name it could later be mistaken for a
-    checkpoint that the resumed run has written.
+    The caller must hold the lock of the run. An unreadable checkpoint may be intact, so it is read a second time, and
+    moved aside only if there is an older one to resume from. It is moved because the resumed run could later mistake
+    it for one of its own.
     Raises DataError if there are checkpoints but none is valid, on every call, so that a run never silently restarts at
     update 0 (see `set_aside`), IncompatibleResume if the newest has the uid of another run with the same name,
     and StorageError if an unreadable one cannot be moved either.
@@ -336,7 +336,7 @@ def retain(
     verified = set() if verified is None else verified
     leftovers = [name for name in files.list_names(directory) if name.startswith(_OUTGOING)]
     if leftovers:
-        files.fsync_directory(directory)  # an earlier call may have failed between the rename and this sync below
+        files.fsync_directory(directory)  # an earlier call may have failed between the rename and the sync below
     for name in leftovers:
         files.remove(directory / name)
     kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
@@ -417,7 +417,7 @@ def _finish_replacement(directory: Path) -> None:
 
 
 def _file_contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
-    """Yield the files before the manifest, in chunks."""
+    """Yield the name and the content, in chunks, of each file except the manifest."""
     from runner.durable.safetensors_writer import serialize_tensors
 
     for stem, tensors in snapshot.tensors.items():

@@ -138,7 +138,7 @@ def checkpoint_labels(checkpoint: LoadedCheckpoint | int, newest: LoadedCheckpoi
 
 
 def read_ranking(state: Mapping[str, Any]) -> Ranking:
-    """Return how the run of a checkpoint's state ranks its checkpoints."""
+    """Return how a run ranks its checkpoints, given the state in one of them."""
     values = as_dict(state.get("values"))
     metric, keep = values.get("checkpoint.best"), values.get("checkpoint.keep_best")
     return Ranking(
@@ -154,7 +154,7 @@ def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = No
     The state of `newest` does not list a best checkpoint that was held in memory and written later, so every older
     checkpoint of the phase is checked. Values of another metric are ignored.
 
-    ranking  None: that of the run itself
+    ranking  None: the run's own ranking, from the state of `newest`
     """
     ranking = ranking or read_ranking(newest.state)
     folder = newest.path.parent

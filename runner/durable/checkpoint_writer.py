@@ -83,7 +83,8 @@ class CheckpointWriter:
         self.wait()
         self._started_s, self._update = time.monotonic(), snapshot.update
         thread = threading.Thread(target=self._work, args=(snapshot, best, overwrite), name="checkpoint-writer")
-        self._thread = thread  # before it starts: the watchdog must see its progress while this thread waits for a core
+        # Set before the start, so that the watchdog sees the write even while this thread waits for a core.
+        self._thread = thread
         try:
             thread.start()
         except RuntimeError:  # no thread available: save synchronously
@@ -174,7 +175,10 @@ class CheckpointWriter:
 
 
 class PartWriter(CheckpointWriter):
-    """Write the parts of a rank other than 0 in the background. If that fails, rank 0 fails too, and handles it."""
+    """Write the parts of a rank other than 0 in the background.
+
+    If that fails, the save of rank 0 fails too, and rank 0 handles the error.
+    """
 
     def _work(self, snapshot: Snapshot, best: Collection[Path], overwrite: bool) -> None:
         part = snapshot.part

@@ -78,7 +78,7 @@ class RunDirectory:
     def create_or_open(cls, root: Path, name: str, *, for_sweep: bool = False) -> RunDirectory:
         """Create or open and lock the folder `name` in `root`, and remove incomplete files that a crash left.
 
-        Existing names in it are synced, in case the process that created them was killed before it did.
+        Existing names in it are synced, in case the process that created them was killed before it could.
 
         for_sweep  it contains the runs of a sweep and is not a run itself
         Raises ConfigError for an invalid name, or if a run would have the name of a sweep or vice versa;
@@ -136,8 +136,8 @@ class RunDirectory:
         """Open an existing run for reading: the newest ("last"), one in `root` by name, or one by path.
 
         Runs of a sweep in `root` are found by name too. "last" is the newest run with an update, so that a failed start
-        does not hide the run before it; `skipped` of the result then has the newer ones. If none has an update, it is
-        the newest of all. Raises InputMissing with the existing names.
+        does not hide the run before it; `skipped` of the result then has the newer ones. If no run has an update,
+        "last" is the newest one. Raises InputMissing with the existing names.
 
         created  run of this process; if it is new, it is not one of the existing runs
         """

@@ -50,8 +50,8 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
-    Syncing a thousand small files one by one waits for the disk a thousand times. Syncing the file system writes the
-    data of all other programs, too, so a few files are synced one by one, as are all if there is no such system call.
+    Syncing a thousand small files one by one waits for the disk a thousand times. But syncing the file system writes
+    the data of all other programs, too. So it is synced only for more than two files, and if that call is available.
     Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}
@@ -115,7 +115,7 @@ def write_new(
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     with closing(HashThread(views)) as hash_thread:
         with _create_file(path) as descriptor:
-            # Starting write-back early shortens the final sync: 1.2 GB took 0.3 s instead of 0.5 s to its end
+            # Starting write-back early shortens the final sync: 1.2 GB were durable after 0.3 s instead of 0.5 s
             # (scripts/measure/save.py).
             size = flushed = 0
             for block in split_into_blocks(views):
@@ -316,9 +316,9 @@ def read_rows(path: Path, key: str | None = None) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path, text: bytes = b"") -> Iterator[dict[str, Any] | None]:
-    """Like `read_rows`, but yield None for each invalid line, unless it is the last one and has no line end.
+    """Yield rows as `read_rows` does, but None for each invalid line, except a last line without a line end.
 
-    That line may be incomplete because a run is writing it. Lines that do not contain `text` are skipped.
+    Such a line may be incomplete because a run is writing it. Lines that do not contain `text` are skipped.
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
         while line := file.readline(_MAX_LINE_BYTES):

@@ -1,14 +1,14 @@
 """Copies of a run's checkpoints in object storage.
 
-    owner.json                             uid of the run, and the process that may write
+    owner.json                             uid of the run, and the process that may write to the mirror
     UID/update-0000001200-3f2a.../         one checkpoint; the suffix is from the hash of its manifest
         model.safetensors ... state.json   as on the local disk
         metrics.jsonl                      the rows that the checkpoint covers
         MANIFEST.json                      uploaded last: without it, the folder is not a checkpoint
 
 Object storage has neither locks nor atomic renames. So the name of a folder depends on its content: two processes that
-save different states under one number never mix their files. An upload is read back and compared with the hashes of
-the manifest before the manifest itself is uploaded, and a download is verified before it gets its name.
+save different states of the same update never mix their files. An upload is read back and compared with the hashes of
+the manifest before the manifest itself is uploaded, and a download is verified before it gets its final name.
 """
 
 from __future__ import annotations
@@ -164,10 +164,10 @@ class Mirror:
     # ------------------------------------------------------------ retention
 
     def prune(self, uid: str, kept: Collection[str], keep_last: int) -> list[str]:
-        """Remove what is older than the newest complete checkpoint, except for `kept` and the newest `keep_last` ones.
+        """Remove all checkpoints older than the newest complete one, except for `kept` and the `keep_last` newest ones.
 
-        This includes incomplete checkpoints, which are never kept.
-        Call it only when no upload is running. Returns the removed names.
+        Incomplete checkpoints are removed too, and do not count as one of the newest. Call it only when no upload is
+        running. Returns the removed names.
         """
         folders = self._folders(uid)
         if set(folders) <= set(kept):
@@ -189,8 +189,8 @@ def fetch_checkpoints(
 ) -> None:
     """Download what the run needs to resume, if the mirror is ahead of the local disk.
 
-    This is the newest valid checkpoint, the best checkpoints and those of earlier phases that it refers to, and the
-    metrics.
+    The run needs the newest valid checkpoint, the best checkpoints and those of earlier phases to which it refers, and
+    the metrics.
     Raises MirrorError, IncompatibleResume if the mirror belongs to another run of this name, and DataError if neither
     the mirror nor the local disk has a valid checkpoint, but the mirror has damaged ones: a run never silently
     restarts at update 0.

@@ -225,7 +225,7 @@ class MirrorThread(NoMirror):
         except StorageError as error:
             if files.exists(path):
                 self._skip(path, error)
-            return  # removed meanwhile: counted as skipped
+            return  # if it was removed meanwhile, `_next_checkpoint` counts it as skipped
         except DataError as error:
             self._skip(path, error)
             return

@@ -39,7 +39,7 @@ class RunRequest:
         return replace(given, overrides=overrides, task_file=task_file, config_dir=config_dir)
 
     def with_absolute_paths(self) -> RunRequest:
-        """Return the request for use from another directory, with absolute paths where they exist in `folder`."""
+        """Return the request for use from another directory, with paths made absolute if they exist in `folder`."""
         return replace(self, overrides=tuple(map(self._make_absolute, self.overrides)))
 
     def _make_absolute(self, override: str) -> str:
@@ -77,7 +77,7 @@ def load_run_request(directory: RunDirectory, root: Path, request: Request) -> R
     """Return the settings that started a run.
 
     root     folder whose runs are trusted
-    request  if it names a task file, that of the run is ignored
+    request  if it names a task file, the task file of the run is ignored
     Raises DataError if run.json is damaged, SecurityRefusal if an untrusted run specifies which code to execute.
     """
     record = read_record(directory.path)

@@ -20,7 +20,7 @@ class InvalidFormat(Exception):
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the entries of the header by the names of the tensors, and the position of the first tensor.
 
-    Raises InvalidFormat if this is not a header, StorageError if the file cannot be read.
+    Raises InvalidFormat if the file has no valid header, StorageError if it cannot be read.
     """
     size = files.file_size(path)
     length = int.from_bytes(read_at(path, 0, min(8, size)), "little")
@@ -36,7 +36,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def invalid_header(error: Exception) -> InvalidFormat:
-    """Return the error for a header that raised this exception."""
+    """Return the error for a header whose parsing raised this exception."""
     return InvalidFormat(f"its header is invalid: {type(error).__name__}: {error}")
 
 

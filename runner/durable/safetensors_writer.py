@@ -29,7 +29,7 @@ class HostBuffer:
     """Host memory for copies of the state, reused from save to save.
 
     Fresh memory is slow: the kernel zeroes each page on its first write, which takes longer than the copy
-    itself (scripts/measure/save.py). It is not inherited by forked children such as data workers: otherwise
+    itself (scripts/measure/save.py). The buffer is not inherited by forked children such as data workers: otherwise
     copy-on-write would duplicate each page written while they live. For a GPU it is page-locked, so that copies run at
     the speed of the bus.
     """

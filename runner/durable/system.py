@@ -49,7 +49,7 @@ class System:
     def sync_file_system(self, descriptor: int) -> None:
         """Sync all files of the descriptor's file system. Raises OSError if there is no such call.
 
-        syncfs(2) of Linux, which Python does not expose; since Linux 5.8 it reports write errors.
+        Calls syncfs(2) of Linux, which Python does not expose; it reports write errors since Linux 5.8.
         """
         syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
         if syncfs is None:
