@@ -1,7 +1,7 @@
-"""Train a LightningModule: its steps, its data loaders' datasets, its optimizer and its schedule.
+"""Train a LightningModule with its steps, the datasets of its data loaders, its optimizer and its schedule.
 
-A task file of a few lines, see docs/examples/own_lightning.py. Lightning need not be installed: any nn.Module with
-these methods works. Methods without a counterpart are rejected by name when the task is built.
+The task file needs only a few lines: see docs/examples/own_lightning.py. Lightning need not be installed: any nn.Module
+with these methods works. Methods that accel-run would never call are rejected by name when the task is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runner.distributed.join import current_rank
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOGGED = "logged"  # key of the logged torchmetrics objects in what `metrics` and `evaluate` return
 _modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
-_configured: dict[nn.Module, bool] = {}  # the module whose optimizer was configured last -> its schedule is not used
+_configured: dict[nn.Module, bool] = {}  # module whose optimizer was configured last -> its schedule is still unused
 
 
 class LightningTask(Task):
@@ -329,7 +329,8 @@ class LoggedMetrics(nn.Module):
 
     def __init__(self, metrics: Sequence[nn.Module], names: Callable[[], Mapping[str, int]]) -> None:
         super().__init__()
-        copies = [copy.deepcopy(metric) for metric in metrics]  # with `forward` as replaced, but not `update`
+        # torchmetrics restores the original `update` in a copy, but not `forward`, which MetricRecorder has replaced.
+        copies = [copy.deepcopy(metric) for metric in metrics]
         for metric in copies:
             vars(metric).pop("forward")
         self.metrics, self.names = nn.ModuleList(copies), names
@@ -399,7 +400,7 @@ def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Opti
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])  # a schedule has set the first rate
         group["params"] = [weight for weight in group["params"] if id(weight) in ids]
-    vars(optimizer).pop("step", None)  # a schedule counts calls
+    vars(optimizer).pop("step", None)  # a schedule has wrapped `step` to count its calls
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
 
@@ -435,9 +436,9 @@ def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Ca
     """Return update -> factor, by stepping the schedule `steps` times."""
     factors, options = [], _options(optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the optimizer was not stepped
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the optimizer was not stepped
         for step in range(steps):
-            if step:  # not after the last factor: OneCycleLR counts its steps
+            if step:  # not after the last factor, because OneCycleLR raises an error for too many steps
                 scheduler.step()
             if _options(optimizer) != options:
                 what = (

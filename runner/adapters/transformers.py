@@ -45,13 +45,13 @@ class TransformersTask(Task):
         model: a PreTrainedModel with a head.
         data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to datasets.
         collator: samples -> batch, such as DataCollatorWithPadding(tokenizer); default: default_data_collator.
-        loss: (outputs, batch) -> (sum over the items, number of items), for heads that have no loss here.
+        loss: (outputs, batch) -> (sum over the items, number of items), for heads for which this module has no loss.
         compute_metrics: as for Trainer, receives a transformers.EvalPrediction of all samples, which can be unpacked
             into predictions and labels, and returns {name: number}, reported as val/metrics.NAME. Predictions of all
             batches must have the same shape.
 
-    Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here, and for other arguments
-    of Trainer.
+    Raises InputMissing if the folder does not exist, TaskFault for a head for which neither the caller nor this module
+    has a loss, and for other arguments of Trainer.
     """
 
     def __init__(

@@ -45,7 +45,10 @@ class AutoLoader(Loader):
         return self._chosen.batches(chain(first, keys))
 
     def _measure(self, key: MicroBatchKey) -> float | None:
-        """Return the seconds that a worker needs for the second of two batches; None if it is slow or fails."""
+        """Return the seconds that a worker needs for the second of two batches; None if it exceeds the limit or fails.
+
+        The limit is MAX_MEASUREMENT_S.
+        """
         size = len(self.fetcher)
         distant = key._replace(indices=[(index + size // 2) % size for index in key.indices])
         reader = WorkerLoader(
@@ -70,10 +73,10 @@ class AutoLoader(Loader):
         return (self._chosen or self._workers).new_like(fetcher)
 
     def for_evaluation(self, fetcher: Fetcher) -> Loader:
-        """Return a loader that reads as training does: `fetcher` is not measured.
+        """Return a loader that reads where training does, without another measurement.
 
-        If training reads in this process, workers forked now would share the files that its dataset has opened, and
-        the validation data may be a part of this dataset.
+        Workers must not be forked for the evaluation alone: if training reads in this process, they would share the
+        positions in the files that its dataset has opened, and the validation data may be read from the same files.
         """
         return (self._chosen or self._workers).for_evaluation(fetcher)
 

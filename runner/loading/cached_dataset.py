@@ -12,7 +12,7 @@ from runner.base.batch import map_tensors
 
 
 class CachedDataset:
-    """All samples of a dataset as tensors; a batch is one index selection of rows."""
+    """All samples of a dataset as tensors; a batch is read with one `index_select` per tensor."""
 
     def __init__(self, samples: Any, num_samples: int) -> None:
         self.samples = samples

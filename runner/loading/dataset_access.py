@@ -1,4 +1,4 @@
-"""Whether a dataset reads many samples at once, and how."""
+"""Find out whether a dataset can read many samples at once, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the batch of a key from a dataset, in whichever process."""
+"""Read the batch of a `MicroBatchKey` from a dataset, in the training process or in a data worker."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Fetcher:
-    """Load the batch of a key, in whichever process it is called.
+    """Load the batch of a key in the process that calls it.
 
     model  model of the task that `collate` belongs to; it is not sent to spawned processes
     split  split of the samples; each split draws separate random numbers
 
-    is_sequential  a later sample is reached by reading the ones before it, so that one process reads them all
+    is_sequential  samples can only be read in order, so that one process must read all of them
     """
 
     is_sequential = False

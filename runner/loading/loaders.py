@@ -149,8 +149,8 @@ class WorkerLoader(Loader):
                 multiprocessing_context=worker_context(self.start_method),
                 worker_init_fn=partial(init_worker, os.getpid()),
                 # torch draws the seed of the workers from a generator when it creates an iterator. A separate generator
-                # leaves the model's unchanged, and gives different seeds to the workers of different ranks, for
-                # datasets that create their own generators from the worker's seed.
+                # leaves the state of the global one unchanged. It also gives different seeds to the workers of
+                # different ranks, for datasets that create their own generators from the worker's seed.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", first[0])),
             )
 
@@ -234,7 +234,7 @@ class KeptWorkerLoader(WorkerLoader):
         if self._loader is None:
             self._keys.keys = chain(first, keys)
             self._loader = self._data_loader(first, self._keys, keeps_workers=True)
-        else:  # torch sends each of these keys to another worker; shared memory of a tensor can be sent to one only
+        else:  # torch sends each key to a different worker; one pickle for all would share a tensor's memory only once
             sent = (_FirstKey(key, WorkerFetcher(self.fetcher).pickled()) for key in first)
             self._keys.keys = chain(sent, keys)
         return self._raise_errors(self._iterate(self._loader))
@@ -258,7 +258,10 @@ class _Keys:
 
 
 class ThreadLoader(Loader):
-    """Prefetch in one thread. For cached samples only: task code could draw from the generators that the model uses."""
+    """Prefetch cached samples in one thread.
+
+    Other samples must not be read in a thread: task code could draw from the generators that the model uses.
+    """
 
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
@@ -313,8 +316,8 @@ class ThreadLoader(Loader):
 class WorkerFetcher:
     """A fetcher that returns errors as values, because torch would replace their messages with the worker's traceback.
 
-    It also moves batches to shared memory. torch would do that in the thread of the result queue; if shared memory were
-    full there, the thread would print a traceback and drop the batch, and the run would hang.
+    It also moves batches to shared memory. Otherwise torch would do so in the thread of the result queue, which prints
+    a traceback and drops the batch if shared memory is full, and the run would hang.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
@@ -368,7 +371,7 @@ def _unpickle(content: bytes) -> WorkerFetcher:
 
 
 def _share(tensor: Tensor) -> Tensor:
-    # Pickling shares the tensors of a sparse tensor, which has no storage.
+    # A sparse tensor has no storage of its own; the tensors in it are moved to shared memory when it is pickled.
     if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
         tensor.share_memory_()  # type: ignore[no-untyped-call]
     return tensor

@@ -1,7 +1,7 @@
 """The order of a stream: which sample of which shard is at a position, without reading anything.
 
-A stream has a fixed number of shards, which is part of the mathematics of a run, like the seed. An update takes its
-samples from its shards in turn. So its content depends neither on the number of ranks nor on that of workers.
+A stream has a fixed number of shards, which determines the results of a run, like the seed. An update takes its samples
+from its shards in turn. So its content depends neither on the number of ranks nor on the number of workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def decode_index(code: int, num_shards: int) -> tuple[int, int]:
 class RoundRobin:
     """Take one element of each sequence in turn, skipping those that have ended.
 
-    lengths  of the sequences
+    lengths  length of each sequence
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -64,7 +64,8 @@ class StreamSampler(Sampler):
     `drop_last`. The samples of an update are ordered by shard, so that a rank, whose share is a slice of them, reads
     few shards.
 
-    lengths            of the shards; None: unknown, each shard is repeated by itself, and the epoch never ends
+    lengths            number of samples of each shard; None: unknown. Then each shard is repeated when it ends, and the
+                       epoch never ends
     shards_per_update  number of shards in a group
     """
 

@@ -10,7 +10,7 @@ from runner.records.phase_record import PhaseRecord, SampleCounts
 
 @dataclass(frozen=True, kw_only=True)
 class SetupEvidence:
-    """What was trained, on what, and with which options."""
+    """The task, the device and the options of the run."""
 
     task: str | None = None
     device: str | None = None
@@ -83,7 +83,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     those of the last phase.
 
     attempt           `started` of the last process that the measurements cover
-    num_batch_shapes  different shapes of the first tensor of a batch
+    num_batch_shapes  number of different shapes that the first tensor of a batch had
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
     has_begin_update  whether the task defines a hook before each update
     monitor           name of the monitor summary file in the run directory
@@ -103,7 +103,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
 
     @property
     def host_label(self) -> str:
-        """Whose host memory `host_peak_gib` is: a text such as "host, highest of 2 ranks".
+        """Label of `host_peak_gib` that states which rank it is of, such as "host, highest of 2 ranks".
 
         Earlier versions, which did not record the attempt, measured rank 0 only. After a failure, the peaks of some
         phases are of rank 0, and the peaks of other phases are of the rank with the highest one.

@@ -26,8 +26,8 @@ class SampleCounts:
 class PhaseRecord:
     """Progress and cost of a phase, over all processes that worked on it.
 
-    A resumed process starts from the times of its predecessor if that one ended with the checkpoint, else from those in
-    the checkpoint: time after the checkpoint, including writing it, is lost.
+    A resumed process starts from the times of its predecessor if that process ended with the checkpoint. Otherwise, it
+    starts from the times in the checkpoint, which do not include the time after it, nor the time to write it.
 
     updates, total   completed and requested updates; fewer are completed if the phase stopped early
     finished         whether the phase is complete

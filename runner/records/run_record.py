@@ -134,7 +134,7 @@ class RunRecord:
 
     @property
     def current_evidence(self) -> Evidence | None:
-        """The measurements, if they cover the last process; None if `evidence` is still that of an earlier one."""
+        """The measurements if they cover the last process; None if they are still those of an earlier process."""
         attempt = self.evidence.attempt if self.evidence is not None else None
         # Earlier versions did not record the attempt.
         is_current = self.process.state != "running" if attempt is None else attempt == self.process.started

@@ -75,6 +75,6 @@ class SweepRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all trials and what they share could be read."""
+        """Return whether all trials and the overrides that they share could be read."""
         is_wrong = any(name.partition(".")[0] in ("trials", "fixed") for name in self.wrong)
         return not is_wrong and self.fixed is not None and self.trials is not None

@@ -73,7 +73,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if not weights:
             continue
         steps = [state["step"] for state in states]
-        if steps[0].device.type == "cpu":  # here, foreach adds tensor by tensor, and would convert a number for each
+        if steps[0].device.type == "cpu":  # foreach adds tensor by tensor here, and would convert the 1 for each
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
@@ -99,7 +99,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
 
 
 def skip_compiler_import() -> None:
-    """Make torch's optimizers not import torch._dynamo, which takes two seconds, at the first call of a method.
+    """Keep torch's optimizers from importing torch._dynamo, which takes two seconds, at the first call of a method.
 
     torch wraps these methods to exclude them from compiled graphs (torch._disable_dynamo, 2.11 to 2.13), and caches the
     wrapped method in `__dynamo_disable`. Here, no graph contains them, so the plain method is stored there instead.

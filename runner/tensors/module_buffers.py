@@ -67,7 +67,7 @@ def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
 class TensorVersion(NamedTuple):
     """A tensor at some time, None if there was none, and its version, which in-place changes increment.
 
-    Writes through .data, by a norm's kernel or by compiled code do not: compare bits to find them.
+    Writes through .data, by a norm's kernel or by compiled code do not increment it: compare bits to find them.
     """
 
     tensor: Tensor | None
@@ -128,7 +128,7 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
 def overwrite(tensor: Tensor, values: Tensor) -> None:
     """Copy values into a tensor; elements that share memory, as after `expand`, are written once.
 
-    Not replaced by a copy, because other buffers may be views of the same memory.
+    The tensor is written in place instead of being replaced, because other buffers may be views of its memory.
     """
     target, source = tensor, values
     for dim in _repeated_dims(tensor):

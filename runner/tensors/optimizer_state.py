@@ -83,7 +83,8 @@ def expected_state_bytes(optimizer: Optimizer) -> int:
             if new_state is None:
                 total += 2 * part.numel() * part.element_size()
                 continue
-            # the step counts of fused kernels are on the device of the parameter, the others are a few bytes
+            # Only step counts of kernels that are not fused are allocated, because they are not on the parameter's
+            # device: a few bytes each.
             twin = nn.Parameter(torch.empty_like(part, device="meta"), requires_grad=False)
             state = new_state(optimizer, slot._replace(parameter=twin))
             total += sum(held.numel() * held.element_size() for held in state.values() if isinstance(held, Tensor))
@@ -112,8 +113,8 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
 def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) -> None:
     """Restore, bit for bit, the state returned by `export_state`.
 
-    Memory layout and device follow the parameters of this optimizer, so kernels may differ from those it was saved
-    with. A parameter may have no state (not updated yet), but not a partial one. Sharded parameters accept
+    Memory layout and device follow the parameters of this optimizer, which may use other kernels than the optimizer
+    that was saved. A parameter may have no state (not updated yet), but not a partial one. Sharded parameters accept
     full tensors or DTensors. Raises IncompatibleResume, with nothing changed, if names, shapes or types differ.
     """
     if rest["optimizer"] != _optimizer_kind(optimizer):

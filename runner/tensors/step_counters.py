@@ -1,4 +1,4 @@
-"""Keep numbers that an optimizer changes outside of its state, where checkpoints find them.
+"""Include numbers that an optimizer changes outside of its state in checkpoints.
 
 Such numbers are in attributes of the optimizer, or in its parameter groups, next to settings such as the learning rate,
 which checkpoints do not contain, because they come from the configuration.
@@ -54,7 +54,8 @@ def _store_counters(optimizer: Optimizer, *_: Any) -> None:
 def remember_numbers(optimizer: Optimizer) -> None:
     """Record the numbers in the groups and attributes, so that checkpoints contain those that change afterwards.
 
-    A number is None, a bool, an int, a float, a str, or a tensor with one element. `step` is not wrapped.
+    A number is None, a bool, an int, a float, a str, or a tensor with one element. `step` is not wrapped: the numbers
+    are compared when a checkpoint is written.
     """
     vars(optimizer)[_AT_START] = [dict(_numbers(kind, holder, set())) for kind, _, holder in _holders(optimizer)]
 
@@ -63,7 +64,7 @@ def changed_numbers(optimizer: Optimizer, weights: Iterable[Tensor]) -> dict[str
     """Return the numbers that changed since `remember_numbers`, by "<parameter name>.<place>.<key>".
 
     weights  plain tensors of the parameters; tensors that share memory with them are not numbers
-    Each parameter of a group has them, because a rank may own only some of the parameters.
+    The numbers are repeated for each parameter of a group, because a rank may own only some of the parameters.
     """
     result: dict[str, Any] = {}
     if _AT_START not in vars(optimizer):

@@ -1,4 +1,4 @@
-"""Send metrics to trackers besides metrics.jsonl. A tracker can neither block training nor raise into it."""
+"""Send metrics to trackers in addition to metrics.jsonl. A tracker can neither block training nor make it fail."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ONLINE_INIT_S = 25.0  # timeout to reach the server; wandb's own is 90 s
 LOG_S = 60.0  # timeout to accept one batch of rows
 FINISH_S = 2.0  # wait at the end of a run; the tracker process finishes the rest alone
 OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
-HAND_OVER_EXTRA_S = 1.0  # the same, and extra time on a busy machine, if rows are handed over to the process
-HAND_OVER_S = 0.1
+HAND_OVER_EXTRA_S = 1.0  # the same if rows are handed over to the process; also the extra time on a busy machine
+HAND_OVER_S = 0.1  # timeout to send the last rows to a process that is handed over
 # Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
@@ -71,14 +71,14 @@ class Tracker:
         """Log the rows that metrics.jsonl holds now, before any later row.
 
         Call it between `start` and the first `log` of a resumed run. wandb receives only rows that it does not have
-        yet. Its rows after the checkpoint are not changed.
+        yet; rows that it received after the checkpoint are not changed.
         """
 
     def log(self, row: Row) -> None:
         """Queue one row; never blocks or raises."""
 
     def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, hand_over: bool = False) -> None:
-        """Wait up to `timeout_s` seconds until all rows are stored, and end the process.
+        """Wait up to `timeout_s` seconds until all rows are stored, and end the tracker process.
 
         hand_over  hand the remaining rows to the process, which exits some seconds later; `note` has the command that
                    uploads what is still missing. This may take HAND_OVER_EXTRA_S longer on a busy machine.
@@ -106,7 +106,7 @@ class Attempt:
 
 
 class BackgroundTracker(Tracker):
-    """Send rows through a queue and a thread to a separate process and session.
+    """Send rows through a queue and a thread to a separate process in its own session.
 
     wandb may hang for minutes, end the interpreter or catch signals; a process can be killed, and its imports do not
     hold the GIL of the training. If an attempt fails, the next one starts with the unconfirmed rows.
@@ -499,7 +499,7 @@ class TrackerProcess:
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return online, offline or disabled, and the reason; it is empty for online."""
+    """Return online, offline or disabled, and the reason, which is empty for online."""
     if mode == "auto" and (variable := environ.get("WANDB_MODE")):
         normalized = {"online": "online", "run": "online", "disabled": "disabled"}.get(variable, "offline")
         if normalized != "online":

@@ -1,7 +1,8 @@
 """Run wandb or TensorBoard in a separate process, so that training neither waits for it nor fails with it.
 
-runner.trackers.tracker starts this file as a script with the number of a socket. Requests are lines of JSON, and each
-has a response of one line: first what to open, then rows, then finish. Nothing of the runner is imported here.
+runner.trackers.tracker starts this file as a script with the file descriptor of a socket. Requests and responses are
+lines of JSON: the first request opens a sink, further ones log rows, and the last one finishes. Nothing of the runner
+is imported here.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Wandb:
             "stop_fn": lambda: None,  # the stop button in the browser must not end the training
         }
         known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse unknown settings
-        # Offline, the rows that this run already has are read from its earlier folders.
+        # Offline, only the earlier folders of this run tell which rows it already has.
         last_stored_step = _last_step(Path(run_dir), options["id"]) if mode == "offline" else -1
         self._run = wandb.init(
             mode=mode,  # type: ignore[arg-type]  # checked where the option is declared

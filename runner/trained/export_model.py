@@ -116,7 +116,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
 def _write_formats(
     formats: Sequence[str], model: nn.Module, example: Any, draft: Path, folder: Path
 ) -> tuple[dict[str, Parity], list[Problem]]:
-    """Write the files in `draft`, move them to `folder`; return format -> comparison, and the formats that failed.
+    """Write files to `draft`, move them to `folder`; return format -> comparison, and the problems of other formats.
 
     example  arguments of one call of the model; None: the task has none, so only its weights can be written
     """
@@ -170,7 +170,7 @@ def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> N
 
 
 def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCheckpoint, console: Console) -> Exit:
-    """Write the weights of a checkpoint in parts, which may not fit into memory together."""
+    """Write the weights of a checkpoint that consists of parts, which may not fit into memory together."""
     folder = run.subfolder("export")
     file = export_weights(source, checkpoint, folder, f"model.{FORMATS['safetensors'].suffix}")
     content = {
@@ -294,7 +294,7 @@ def _trace(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A file format: its file name suffix, and a writer that returns how to run the file."""
+    """A file format: its file name suffix, and a writer that returns a function to run the exported model."""
 
     suffix: str
     write: Callable[[nn.Module, Outputs, Path], Run]

@@ -97,7 +97,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
         console.info(f"\n{_format_summary(result, parts.task.item)}")
-        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1  # others compute the other shards
+        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1  # other commands compute the other shards
         others = "" if is_part else _describe_others(folder, names)
         console.info(f"written to {directory.shown / folder.name}{others}")
     return Exit.DONE, summary
@@ -270,8 +270,8 @@ def printed_text(prediction: Prediction, number: int) -> str:
 class PredictionWriter:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files are written by the first prediction that completes `MAX_WRITE_DELAY_S` after the last write. Completed
-    predictions are written even if a later one fails.
+    Queued files are written when they are many or large, and when a prediction completes more than `MAX_WRITE_DELAY_S`
+    after the last write. Completed predictions are written even if a later one fails.
 
     show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """
@@ -284,7 +284,7 @@ class PredictionWriter:
         self._last_write = time.monotonic()
 
     def put(self, contents: Mapping[str, bytes], text: str = "") -> None:
-        """Queue the files of a prediction; write all queued files if they are many, large or late."""
+        """Queue the files of a prediction, and write all queued files if one of the limits is reached."""
         self._contents |= contents
         self._texts += [text] if text else []
         self._size += sum(map(len, contents.values()))
@@ -324,7 +324,7 @@ def iterate_predictions(
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
     first, step = options.get("shard"), options.get("num_shards")
-    # As with one process: no two ranks may draw the same numbers.
+    # Each prediction has the number that it has in a single process, so that no two ranks draw the same numbers.
     numbers = itertools.count(first, step) if isinstance(first, int) and isinstance(step, int) else itertools.count()
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():

@@ -48,9 +48,9 @@ class Imported:
 def convert(source: Path, target: Path, key: str | None) -> Imported:
     """Write the tensors of a torch.save file to the new safetensors file `target`.
 
-    Call it in a separate process, because it first limits memory. Only tensors and plain data are constructed, never
-    objects that the file names. Raises SecurityRefusal if the file
-    requests other objects, CannotCreate if the target exists, DataError, ConfigError and HostMemoryError.
+    Call it in a separate process, because it first limits the memory of the process. Only tensors and plain data are
+    constructed, never objects of other types that the file names. Raises SecurityRefusal if the file requests such
+    objects, CannotCreate if the target exists, DataError, ConfigError and HostMemoryError.
     """
     warnings.simplefilter("ignore")  # torch's warnings assume a trusted file
     size = source.stat().st_size

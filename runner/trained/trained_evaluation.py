@@ -33,9 +33,10 @@ SPLITS = ("train", "val", "test")
 def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Plan, world: World) -> tuple[Exit, Any]:
     """Evaluate as one rank; rank 0 prints the metrics and writes them to evaluations/ of the run directory.
 
-    Model, batch size, precision and seed are those of the run, so the metrics of split val are those of its training.
+    Model, batch size, precision and seed are those of the run, so the metrics of split val equal those that training
+    reported for this checkpoint.
 
-    level  least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
+    level  lowest level of the messages to print; None: the level in $ACCEL_RUN_LOG_LEVEL
     Returns the exit code and the content of the file.
     Raises ConfigError if the task has no such split.
     """
@@ -102,7 +103,7 @@ def _make_fetcher(parts: Parts, split: str) -> Fetcher:
 
 
 def _declared_splits(task: Task) -> tuple[str, ...]:
-    """Return the names in `splits`. A task may use this attribute for something else, such as its datasets."""
+    """Return the names in `splits`; none if the task uses this attribute for something else, such as its datasets."""
     names = task.splits
     is_declared = isinstance(names, tuple | list | frozenset | set) and all(isinstance(name, str) for name in names)
     return tuple(names) if is_declared else ()

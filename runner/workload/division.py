@@ -85,7 +85,7 @@ def divide(
             f"use micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
         )
     if not ragged and total % micro:
-        # The micro-batch first: another global batch would change the results.
+        # Suggest another micro-batch size first: another global batch size would change the results.
         smaller = max(size for size in range(1, micro) if total % size == 0)
         larger = next((size for size in range(micro, max(shares) + 1) if total % size == 0), smaller)
         sizes = " or ".join(f"micro_batch_size={size}" for size in dict.fromkeys((smaller, larger)))

@@ -79,9 +79,10 @@ def split(
 ) -> Split | Problem:
     """Return the optimal split of the layers over the devices in order, or a Problem if there is none.
 
-    memory: minimize the largest used fraction of a device's memory, then balance the fractions.
-    time: minimize the time of the slowest stage, then as for memory. No device exceeds its memory.
+    The split uses no more than the memory of any device.
 
+    balance           memory: minimize the largest used fraction of a device's memory, then balance the fractions;
+                      time: minimize the time of the slowest stage first
     costs             seconds per micro-batch of each layer on a device of speed 1
     memory_bytes      bytes of each layer independent of the batch: parameters, gradients, optimizer state
     activation_bytes  bytes that each layer saves for the backward pass of one micro-batch
@@ -136,7 +137,7 @@ def split_from_sizes(
 
 
 def max_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return the maximum number of micro-batches in flight per stage; the limit for many if their number is unknown."""
+    """Return the maximum number of micro-batches in flight per stage; for many if `num_microbatches` is unknown."""
     many = num_microbatches or 4 * num_stages
     return tuple(many if schedule == "gpipe" else min(many, num_stages - stage) for stage in range(num_stages))
 
@@ -174,7 +175,7 @@ def format_mib(size: int) -> str:
 def ideal_bubble(num_stages: int, num_microbatches: int) -> float:
     """Return the idle fraction for S stages of equal speed: (S - 1) / (M + S - 1).
 
-    The same for GPipe and 1F1B, which differ in memory.
+    It is the same for GPipe and 1F1B, which differ in memory.
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2.
     """
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
@@ -202,7 +203,7 @@ def simulated_seconds(
     """
     num_stages = len(forward)
     queues = [deque(row) for row in orders(schedule, num_stages, num_microbatches)]
-    ends: dict[tuple[str, int, int] | None, float] = {None: 0.0}  # of the operations; None: nothing to wait for
+    ends: dict[tuple[str, int, int] | None, float] = {None: 0.0}  # end of each operation; None: no dependency
     free = [0.0] * num_stages  # when each stage has completed its operations so far
     while any(queues):
         num_done = len(ends)

@@ -174,7 +174,7 @@ class ShareSolver:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an earlier process, before the first `observe`.
 
-        Starts from scratch if it has another total or number of ranks.
+        It is ignored if it belongs to another total or another number of ranks.
         """
         current = tuple(state["current"])
         fits = state["total"] == self.total and len(current) == len(self.ranks)
@@ -226,7 +226,7 @@ class ShareSolver:
 
 
 def probe_splits(total: int, base: Sequence[int]) -> list[Shares]:
-    """Return splits with at least 1 sample per rank, in which each rank gets two counts if possible.
+    """Return splits with at least 1 sample per rank, which give each rank two different counts if possible.
 
     Every second rank gets about 1.5 times its share, and the others half of theirs; then the reverse. If samples are so
     few that the count of a rank does not change, an additional split favors it. There are at most 6 splits.
@@ -313,7 +313,7 @@ class LineFit(NamedTuple):
 
 
 def fit_line(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
-    """Fit a line to the seconds per number of samples: least relative squares.
+    """Fit a line to the seconds for each number of samples by least squares of the relative errors.
 
     Fixed and per-sample time are never negative. With a single number of samples, the fixed time is 0.
     """
@@ -360,7 +360,7 @@ def _merge(timings: Sequence[CountTiming]) -> CountTiming:
 
 
 def _bisect_shares(total: int, lines: Sequence[RankTiming]) -> list[int]:
-    """Return the samples that each rank finishes by a common time, found by bisection, with few left to assign."""
+    """Return how many samples each rank completes by a common time, found by bisection so that few remain."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [1] * len(lines)
     for _ in range(64):

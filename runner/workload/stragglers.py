@@ -23,7 +23,7 @@ class Straggler:
     """A straggler, and the part of the update in which it exceeds the others most.
 
     lost_s    seconds per update that the others wait for it
-    lost      the same as a fraction of the update, 0 to 1
+    lost      `lost_s` as a fraction of the update, 0 to 1
     own_s     seconds of the straggler in that part
     others_s  median seconds of the other ranks in that part
     """
@@ -76,7 +76,7 @@ def find_straggler(updates: Sequence[Update]) -> Straggler | None:
 class StragglerDetector:
     """Monitor the latest updates, and report a straggler and its part once per change.
 
-    It must be found in two consecutive windows: on a shared machine any rank is a straggler at times.
+    A straggler must be found in two consecutive windows: on a shared machine any rank is slow at times.
 
     window    updates per decision; fewer are noisier
     warm_up   first updates to ignore: they include start-up work
