@@ -114,7 +114,7 @@ class Inventory:
     """Hardware and software available for planning.
 
     devices  GPUs in torch's order, then unusable ones with the reason
-    no_gpu   why `devices` is empty; empty if it is not
+    no_gpu   why there are no devices; empty if there are some
     notes    messages for the user: missing libraries, limits, devices that do not respond
     """
 

@@ -25,7 +25,7 @@ GIB = 2**30
 PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
 RUNNING_SUM_BYTES = 1024  # bytes; losses and counts of earlier micro-batches
-MAX_TRACED_MICRO_BATCHES = 64  # more need no additional memory with 1f1b, and in proportion with gpipe
+MAX_TRACED_MICRO_BATCHES = 64  # more micro-batches need no more memory with 1f1b, and proportionally more with gpipe
 ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
 
 
@@ -130,7 +130,8 @@ class Demand:
 
         A size that was not traced is assumed to be one of several micro-batches, so that accumulated gradients exist.
 
-        share  samples of an update: if they exceed `samples`, this also holds for a size traced as a complete update
+        share  samples of an update: if they exceed `samples`, accumulated gradients are also added to a size that was
+               traced as a complete update
         """
         first, last = self._neighbors(samples)
         if samples in (first.micro_batch_size, last.micro_batch_size):
@@ -150,7 +151,7 @@ class Demand:
         )
 
     def _add_accumulated(self, point: TracedPoint) -> TracedPoint:
-        """Return the point for a micro-batch that is not the last: all accumulated gradients, and a new one."""
+        """Return the point for one of several micro-batches, with all accumulated gradients and a new one."""
         if not point.is_whole:
             return point
         peak = point.peak
@@ -335,8 +336,8 @@ def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPar
 
     ddp and several pipelines add a permanent bucket for every gradient. A pipeline rank was traced with its layers;
     otherwise it is assumed to have an even part of the model. For fsdp, see `_shard_sizes`.
-    Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
-    runner/distributed/.
+    Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as implemented
+    in runner/distributed/.
     """
     part = part or RankPart()
     is_pipeline = part.count > 1 and part.strategy == "pipeline"
@@ -489,7 +490,7 @@ class MemoryNeeds:
         )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: RankPart) -> bool:
-        """Return whether this micro-batch size fits each rank's device in every phase."""
+        """Return whether a micro-batch of each rank's number of samples fits its device in every phase."""
         return all(
             predict_memory(demand, size, rank, part.for_rank(number)).fits
             for demand in self.demands.values()

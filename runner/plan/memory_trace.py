@@ -1,4 +1,4 @@
-"""Memory and work of a configuration, as traced on the CPU; other modules convert it to a device.
+"""Memory and work of a configuration, as traced on the CPU; other modules predict those of a device from them.
 
 Does not import torch, because the plan also uses it for machines that are not present.
 """
@@ -60,7 +60,7 @@ class ComputeCost:
 
     flops          floating-point operations of matrix products, convolutions and attention
     moved_bytes    bytes read and written
-    launches       operators without views: each launches a GPU kernel
+    launches       number of operators other than views: each launches a GPU kernel
     product_bytes  the part of `moved_bytes` that matrix products, convolutions and attention read and write
     received       bytes that a pipeline stage receives from others
     """
@@ -97,11 +97,12 @@ class ModelSizes:
     block             parameters of the largest of the task's blocks, which fsdp gathers at once
     outside           parameters outside of blocks, which fsdp gathers for the whole pass
     row               one row of each parameter: the maximum imbalance of shards, which are split by rows
-    trained           gradients of all trained parameters; `widest`: the largest gradient
-    num_layers        layers between which a pipeline may split; None if the task does not define them
+    trained           gradients of all trained parameters
+    widest            the largest of these gradients
+    num_layers        number of layers between which a pipeline may split; None if the task does not define them
     buckets           bytes of the gradient buckets of ddp, in the order in which they are sent
-    num_convolutions  modules that convolve; `shapes_repeat`: whether their inputs have the same shapes in each update,
-                      None if unknown
+    num_convolutions  number of convolution modules
+    shapes_repeat     whether the inputs of convolutions have the same shapes in each update; None if unknown
     """
 
     block: int = 0
@@ -125,7 +126,7 @@ class Traced:
     peak                     bytes at the peak of the second update
     events                   allocations and frees, in order: construction, then the second update
     layers                   in the order of the forward pass
-    blocks                   the same for the task's blocks, each with everything inside it: units of recomputation
+    blocks                   sums over the layers in each of the task's blocks, which are the units of recomputation
     work                     of a micro-batch's forward and backward pass
     step                     of the optimizer step, with clipping
     without_gradients_bytes  peak of the second update without gradients

@@ -18,7 +18,7 @@ class Overhead:
 
     libraries      context, kernels and workspaces; on a CPU the interpreter and its modules
     communication  buffers for communication with other ranks, if any
-    unseen         additional memory of other kernels, as a fraction of the tensors
+    unseen         workspaces of GPU kernels, which a trace on a CPU does not see, as a fraction of the tensors
     """
 
     libraries: int = 0
@@ -27,7 +27,7 @@ class Overhead:
 
 
 def get_overhead(kind: str, capability: tuple[int, int] | None) -> Overhead:
-    """Return the overhead on a device of this kind and compute capability; the highest figures if unknown."""
+    """Return the overhead on a device of this kind and compute capability; if unknown, that of the newest GPUs."""
     if kind == "cpu":
         return Overhead(libraries=round(_read_figure("host", (0, 0)) * MIB))
     capability_or_newest = capability or (99, 0)
@@ -44,7 +44,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 
 
 def _read_figure(name: str, capability: tuple[int, int]) -> float:
-    """Return the figure of the highest capability up to this one, else of the lowest, with the margin of estimates."""
+    """Return the figure of the highest capability up to this one, or else of the lowest, multiplied by its margin."""
     facts = _load_figures()[name]
     figures = {tuple(map(int, key.split("."))): value for key, value in facts.items() if key[0].isdigit()}
     below = [known for known in figures if known <= capability]

@@ -1,4 +1,4 @@
-"""Rules that resolve `auto` and replace unsupported options, one group each; `gpu` is None on a CPU."""
+"""Rules that resolve `auto` and replace unsupported options, one for each option group; `gpu` is None on a CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runner.plan.memory_fit import RankPart
 from runner.plan.rank_devices import ranks_per_machine
 from runner.plan.strategy import MAX_MEMORY_RATIO
 
-READ_MS = 1.0
-MAX_WORKERS = 8
-SPLIT_MIB = 25  # the size of a bucket of gradients
+READ_MS = 1.0  # dataloader.workers_above_ms=auto, in ms per batch
+MAX_WORKERS = 8  # per rank, for dataloader.num_workers=auto
+SPLIT_MIB = 25  # compile.split_mib=auto: the size of a gradient bucket
 
 
 def _precision(planner: Decisions, gpu: Device | None) -> None:

@@ -20,8 +20,8 @@ from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.update_time import LOADING, DeviceRates, format_seconds, predict_phase_time
 from runner.workload.division import Batch
 
-MAX_COLUMNS = 5  # kinds of ranks side by side
-MAX_SAMPLES = 1_000_000  # upper limit of the search
+MAX_COLUMNS = 5  # maximum number of kinds of ranks side by side
+MAX_SAMPLES = 1_000_000  # upper limit of the search for the largest micro-batch
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ class RankDevice:
 
     free_bytes      memory that other processes leave free; None if unknown, as for a device that is not present
     overhead_bytes  memory of libraries besides tensors; communication_bytes: additional memory with several ranks
-    unseen          additional memory of GPU kernels, as a fraction of the tensors
-    machine         number of its machine, counted in the order of the ranks
+    unseen          workspaces of GPU kernels, which a trace on a CPU does not see, as a fraction of the tensors
+    machine         number of the rank's machine, counted in the order of the ranks
     """
 
     device: str

@@ -194,7 +194,7 @@ def format_rank_table(plan: Plan) -> list[str]:
 
 
 def rank_part(parallelism: Choice, phase: PhasePlan) -> RankPart:
-    """Return the fraction of the model and batch on each rank in this phase.
+    """Return the part of the model and of the batch on each rank in this phase.
 
     A phase that fits statistics reads one micro-batch at a time, also in a pipeline.
     """

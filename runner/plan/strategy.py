@@ -109,7 +109,7 @@ def choose_strategy(
 def _fits_together(demand: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
     """Return whether one copy of the model, split at layer boundaries, fits into the total memory of the devices.
 
-    The libraries take memory on each device. If the stages were traced: whether each device can hold its layers.
+    The libraries take memory on each device. If the stages were traced, each device must be able to hold its layers.
     """
     if demand.stages:
         samples = min(samples, demand.stages[0].points[-1].micro_batch_size)

@@ -40,7 +40,7 @@ UPDATE_HOST_S = 2e-3  # host time of an update in addition to that of its operat
 LAUNCH_S = 24e-6  # host time per eager operator
 # With memory=selective, launches are slower, because torch runs each operator through a dispatch mode in Python.
 SELECTIVE_LAUNCH_S = 89e-6
-BACKWARD_FRACTION = 2 / 3  # of a forward and backward pass
+BACKWARD_FRACTION = 2 / 3  # of the time of a forward and backward pass
 # Latency of NCCL's rings, in s: of a collective, and of each step inside and between machines. Source: NCCL 2.8,
 # src/graph/tuning.cc, baseLat and hwLat of Ring with protocol Simple; PCIe for links inside a machine.
 BASE_LATENCY_S, LINK_LATENCY_S, NETWORK_LATENCY_S = 8.4e-6, 5.7e-6, 9.6e-6
@@ -412,7 +412,7 @@ class _Update:
         return UpdateTime((*time.parts, Part(LOADING, reading - hidden, how)))
 
     def _host_time(self, work: ComputeCost, step: ComputeCost, rank: int) -> float:
-        """Return the seconds that the host needs to launch the kernels; 0 with `compile`, where they are unknown."""
+        """Return the seconds in which the host launches the kernels; 0 with `compile`: their number is unknown."""
         if not self.plan.ranks[rank].is_gpu or self.memory_factor != 1.0:
             return 0.0
         return UPDATE_HOST_S + (work.launches + step.launches) * self._launch_s
