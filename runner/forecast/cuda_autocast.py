@@ -22,7 +22,7 @@ class CudaAutocastMode(TorchFunctionMode):
 
     CPU autocast itself casts to the 16-bit format; this mode adds the functions that only CUDA runs in float32.
     Functions that torch calls internally, as in cross entropy, are not intercepted; for those, a CPU saves at least
-    as many bytes.
+    as many bytes as a GPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

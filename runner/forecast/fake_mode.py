@@ -62,8 +62,11 @@ class StorageBlock:
 class AllocationRecorder:
     """Record allocations, frees and operations.
 
-    kind         kind of tensors that are created now
-    stage        stage to which operations are attributed
+    kind    kind of the tensors that are created now, a field of `Bytes`
+    stage   part of the update to which operations are attributed: forward, backward or update
+    events  allocations and frees, in order
+    work    stage -> cost of its operations
+    layers  names of the modules whose forward pass is running, the innermost one last
     """
 
     kind: str = "temporary"
@@ -78,7 +81,7 @@ class AllocationRecorder:
     _ignored: set[int] = field(default_factory=set)
 
     def record_tensor(self, tensor: Tensor, kind: str = "") -> StorageBlock | None:
-        """Record the storage of a tensor once, with its kind if given; return None for tensors without storage."""
+        """Record the storage of a tensor once, with its kind if given; return None if the storage is not counted."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or a subclass that wraps other tensors

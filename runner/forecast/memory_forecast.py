@@ -46,7 +46,9 @@ def forecast(configuration: Configuration, inventory: Inventory, micro_batch_siz
 
 
 class Forecast:
-    """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
+    """Trace a configuration with any number of micro-batch sizes; the model is built once.
+
+    Exit the context to free the memory.
 
     If a model cannot be traced on fake weights, but the machine has enough memory, it is built with real weights and
     measured with few samples, which the result states. Otherwise, `trace` raises NotTraceable.

@@ -157,7 +157,8 @@ class _Trial:
         if needs_no_trace(settings) and not is_traced(plan, needs):
             needs = predict_needs(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
-        is_rough = not all(memory.is_exact for memory in self.plan.memory)  # the result then reports this anyway
+        # If the prediction of the run itself is not exact, the result reports that anyway.
+        is_rough = not all(memory.is_exact for memory in self.plan.memory)
         if not plan.memory or not all(
             memory.prediction.fits and (memory.is_exact or is_rough) for memory in plan.memory
         ):

@@ -189,7 +189,7 @@ class StageTracer(PhaseTracer):
 
 
 def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
-    """Return the trace with `others` more micro-batches of the traced size, which wait for their turn.
+    """Return the trace with `others` additional micro-batches of the traced size, which wait to be processed.
 
     nbytes  bytes that each of them receives and, with gpipe, keeps until its backward pass
     """
