@@ -63,7 +63,7 @@ class AllocationRecorder:
     """Record allocations, frees and operations.
 
     kind    kind of the tensors that are created now, a field of `Bytes`
-    stage   part of the update to which operations are attributed: forward, backward or update
+    stage   what operations are attributed to: forward, backward or update, or a layer whose cost is measured
     events  allocations and frees, in order
     work    stage -> cost of its operations
     layers  names of the modules whose forward pass is running, the innermost one last
