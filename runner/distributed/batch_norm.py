@@ -1,4 +1,4 @@
-"""Batch norms synchronized over the concurrent micro-batches of all ranks, weighted by their true sizes.
+"""Batch norms synchronized over the concurrent micro-batches of all ranks, weighted by their sizes.
 
 Without synchronization, each rank normalizes over its own micro-batch, so unequal shares give unequal statistics. With
 it, the micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must
@@ -60,7 +60,7 @@ def _check_supported(model: nn.Module) -> None:
 
 
 def training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the modules in training mode after `model.train()`: an override may exclude some."""
+    """Return (name, module) of the modules in training mode after `model.train()`, which a task may override."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -71,7 +71,7 @@ def training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _SyncedBatchNorm(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
-    """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks the shape."""
+    """Synchronized batch norm for any device; a mixin for torch's 1-d, 2-d and 3-d classes, which check the shape."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.training:

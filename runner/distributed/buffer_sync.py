@@ -182,7 +182,7 @@ class BufferSync:
 def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
     """Raise TaskFault, on every rank, if the copies of these modules differ in buffers that checkpoints include.
 
-    Only the copy of the first rank is saved, so the other copies would have other buffers after a resume.
+    Only the copy of the first rank is saved, so a resume would change the buffers of the other copies.
     """
     if not copied:
         return

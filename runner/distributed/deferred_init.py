@@ -49,7 +49,7 @@ class TensorRef:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tensor covers its storage."""
+        """True if the tensor covers its whole storage."""
         numel = torch.Size(self.size).numel()
         dense = sorted((stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1)
         expected = 1

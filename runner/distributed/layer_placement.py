@@ -130,7 +130,7 @@ def plan_placement(
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter shared by several stages; the first of them counts it in the norm."""
+    """A parameter shared by several stages; only the first of them counts its gradient in the norm."""
 
     weight: nn.Parameter
     group: Any

@@ -1,4 +1,7 @@
-"""Detect unequal numbers of calls of a model that runs collectives in each call, so that all ranks must call it."""
+"""Detect that ranks call a model different numbers of times.
+
+Each call of the model runs collectives, so a rank that calls it more often than the others would wait for them forever.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Parallel:
 
     @property
     def copy_ranks(self) -> World:
-        """The ranks that together hold one copy of the model, if not `splits_batch`."""
+        """The ranks that together hold one copy of the model; used only if `splits_batch` is False."""
         return self.world
 
     # ------------------------------------------------------------ the model
@@ -279,4 +279,4 @@ class Parallel:
         return list(keys)
 
 
-_MAX_READ_BYTES = 64 << 20  # tensors of a checkpoint that are held at once, besides the largest one
+_MAX_READ_BYTES = 64 << 20  # checkpoint tensors that are read at once; those of one module may exceed it

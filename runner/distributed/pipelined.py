@@ -5,7 +5,7 @@ and the ranks of the same stage all-reduce their gradients during the last backw
 
 Built on torch.distributed.pipelining, which schedules the ranks. Its stages receive explicit shapes, and its steps
 receive micro-batch indices instead of a batch to split. Therefore the loader's micro-batches are used unchanged,
-whatever their type; consecutive ones with the same shapes form a step. Gradients are sums, as everywhere.
+whatever their type; consecutive ones with the same shapes form a step. Gradients are sums, as in all strategies.
 Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU
 Clusters, SC 2021.
 """
@@ -139,7 +139,7 @@ class Pipelined(Parallel):
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        """Keep this rank's layers and free the others, in the model itself; a call then runs the pipeline of all ranks.
+        """Keep this rank's layers of the model and free the others, in place; a call then runs the whole pipeline.
 
         The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
@@ -208,7 +208,7 @@ class Pipelined(Parallel):
         self._copies.begin_update()
         self.stage.failure = None
         micros, bad, failure = _read_update(batches)
-        noise.start_pass(None)  # passes overlap: each step sets its own samples
+        noise.start_pass(None)  # passes overlap, so the samples are set for each micro-batch
         self.stopwatch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
@@ -246,7 +246,7 @@ class Pipelined(Parallel):
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
 
     def _raise_first_failure(self) -> None:
-        """Raise the earliest failure on all ranks; the zeros sent after it may make other stages fail, too."""
+        """Raise the earliest failure on all ranks, because the zeros sent after it may make other stages fail, too."""
         failure = self.stage.failure
         # Times of different machines are comparable only as far as their clocks agree.
         times = self.world.gather(math.inf if failure is None else self.stage.failed_at)
@@ -552,7 +552,7 @@ class PipelineSchedule:
         )
 
         def loss(output: Tensor, _: Any) -> Tensor:
-            return output  # computed by the last stage
+            return output  # the output of the last stage is the loss
 
         # torch's 1F1B raises ValueError for fewer micro-batches than stages (2.13).
         all_forward_first = self.kind == "gpipe" or count < self.num_stages

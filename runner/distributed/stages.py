@@ -134,7 +134,7 @@ class Stage(nn.Module):
         shapes: Sequence[Shapes],
         handle_calls: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
-        """Set the micro-batches of the next calls, in order."""
+        """Set the micro-batches that the next calls of `forward` process, in order."""
         self._work, self._shapes, self._handle_calls, self._next = work, shapes, handle_calls, 0
 
     def before_last_pass(self) -> None:
@@ -245,7 +245,7 @@ class TimedStage(PipelineStage):
 
 
 class ReplayedCall:
-    """A call of the model that returns a result computed elsewhere, once only."""
+    """Handler of a call of the model that returns an output computed elsewhere, once only."""
 
     def __init__(self, output: Any) -> None:
         self.output = [output]

@@ -48,7 +48,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which writes files and prints if the world has all processes."""
+        """True on rank 0, which writes files and prints if the world consists of all processes."""
         return self.rank == 0
 
     def global_rank(self, rank: int) -> int:
