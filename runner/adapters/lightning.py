@@ -301,7 +301,7 @@ class MetricRecorder:
         def record(*args: Any, **kwargs: Any) -> Any:
             if not self._is_recording:  # in a training step, or when `forward`, which is recorded, calls `update`
                 value = call(*args, **kwargs)
-                if value is not None:  # not of `update`
+                if value is not None:  # `update` returns None
                     self._returned[index] = value
                 return value
             if all(other != index for other, *_ in self.calls):

@@ -171,7 +171,7 @@ def _copy_gradients_before_replay(module: nn.Module) -> None:
     """
     # Private, checked on torch 2.13: a forward pre-hook would become part of the graph, and could not run before it.
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
-    copied: dict[nn.Parameter, int] = {}  # address of the copy; memory of graphs is never at the same address
+    copied: dict[nn.Parameter, int] = {}  # address of the copied gradient, which is never in the memory of a graph
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for parameter in module.parameters():
@@ -188,7 +188,7 @@ def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
     """Return a backend that compiles a graph in parts with at least `part_bytes` of parameters each.
 
     The backward pass of a compiled graph returns all gradients at its end, so communication could not overlap with it.
-    DDPOptimizer does this for DistributedDataParallel; it is private and was checked on torch 2.13.
+    DDPOptimizer, which splits graphs for DistributedDataParallel, is private; checked on torch 2.13.
     """
     from torch._dynamo import lookup_backend  # imports the compiler, which takes seconds
     from torch._dynamo.backends.distributed import DDPOptimizer
@@ -204,7 +204,7 @@ def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ConfigError if the compiler is missing or unusable: before training, not in the first update."""
+    """Raise ConfigError if the compiler is missing or unusable, so that a run does not fail in its first update."""
     if backend != "inductor":
         return
     if device.type == "cpu" and not shutil.which(_cpp_compiler()):

@@ -1,4 +1,4 @@
-"""Data loaders of a configuration, and the cache of samples."""
+"""Data loader options, and the cache of samples."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ def budget(
     memory is below the limit.
 
     limit_gib      memory limit on the device in GiB; null: all of the device
-    recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a
-    block index out of range.
+    recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all if it could
+                   not trace the run
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a block index out of range.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
     """
     listed, blocks = blocks, list(dict.fromkeys(blocks))
@@ -173,7 +173,7 @@ def _has_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """
     if len(set(blocks)) < max(len(blocks), 2):
         return True
-    modules = [module for _, module in model.named_modules(remove_duplicate=False)]  # one module may have many places
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]  # a module may occur several times
     layers = [module for module in modules if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     weights = [weight for module in layers for weight in module.parameters(recurse=False)]
     return len(set(weights)) < len(weights)

@@ -267,7 +267,7 @@ def muon(
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
-    adamw_for     modules or parameters whose matrices also use AdamW: embeddings and the output layer
+    adamw_for     modules or parameters whose matrices use AdamW, too, such as embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
     Raises ConfigError if a name matches nothing or the parameters are sharded.
@@ -340,7 +340,7 @@ class Lion(Optimizer):
 
 
 class MuonWithAdamW(Optimizer):
-    """Two torch optimizers behind one interface, which share its groups and state.
+    """Two torch optimizers behind one interface, with common groups and state.
 
     torch.optim.Muon accepts matrices only. Checkpoints, schedules and the float16 scaler expect one optimizer.
 
@@ -407,7 +407,7 @@ def _step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
 
 
 def check_library(function: str, options: Mapping[str, Any], device: torch.device) -> None:
-    """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
+    """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for other optimizers."""
     if function in ("adamw8bit", "schedulefree"):
         weight = nn.Parameter(torch.ones(1, device=device))
         call_option(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
@@ -551,7 +551,7 @@ def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         raise _Unusable(f"the CPU needs 0.50 or newer, but {library.__version__} is installed")
     strided = [parameter for parameter in parameters if not parameter.is_contiguous()]
     if strided:
-        # bitsandbytes does this at its first step, after it has allocated the state for the old strides
+        # bitsandbytes would do so only at its first step, after it has allocated the state for the old strides.
         warnings.warn(
             f"bitsandbytes makes parameters contiguous, which undoes channels_last for {len(strided)} of them; "
             "use memory.channels_last=false",

@@ -33,7 +33,9 @@ def ddp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Data parallel: each rank has a replica and a share of each update; gradients are divided by all ranks' items.
+    """Data parallel: each rank has a replica of the model and processes a share of each update.
+
+    Gradients are summed over the ranks and divided by the total number of items.
 
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
     """

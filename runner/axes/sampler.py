@@ -333,7 +333,7 @@ def _option_error(key: str, what: str, fix: str) -> ConfigError:
     return ConfigError(Problem(what, f"sampler.{key}", fix))
 
 
-_MIXTURE_STREAM = 0x6D697874  # separate from the orders of epochs
+_MIXTURE_STREAM = 0x6D697874  # random stream of the mixture sampler, separate from the orders of epochs
 SAMPLERS: Mapping[str, Callable[..., Sampler]] = {
     "shuffle": shuffle,
     "sequential": sequential,

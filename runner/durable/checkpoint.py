@@ -298,9 +298,9 @@ def newest_name(directory: Path) -> str | None:
 
 
 def set_aside(directory: Path) -> int:
-    """Move all checkpoints, damaged or not, out of sight of `recover`; return their number.
+    """Rename all checkpoints, damaged or not, so that `recover` ignores them; return their number.
 
-    For a run that restarts from scratch (resume=fresh). The folders remain, renamed to `earlier-...`.
+    Used for a run that restarts from scratch (resume=fresh). The folders remain, with the names `earlier-...`.
     """
     prefixes = (*_ASIDE_PREFIXES, _REPLACED)
     selected = [name for name in files.list_names(directory) if _NAME.fullmatch(name) or name.startswith(prefixes)]
@@ -310,7 +310,7 @@ def set_aside(directory: Path) -> int:
 
 
 def set_aside_newer(directory: Path, number: int) -> list[tuple[Path, Path]]:
-    """Move the checkpoints with more updates than `number` out of sight of `recover`; return (from, to) of each."""
+    """Rename the checkpoints with more updates than `number` so that `recover` ignores them; return (from, to)s."""
     newer = [path for path in newest_first(directory) if path.name > checkpoint_path(directory, number).name]
     return [(path, _move_aside(path, "earlier")) for path in newer]
 
@@ -443,7 +443,7 @@ class _SameName(_Foreign):
 
 
 def _check_owner(checkpoint: LoadedCheckpoint, run: RunIdentity, *, allows_others: bool = False) -> None:
-    """Raise _Foreign if the checkpoint belongs to another run, whose update numbers are unrelated.
+    """Raise _Foreign if the checkpoint belongs to another run, whose updates are unrelated to those of this run.
 
     The uid takes precedence if both have one: a renamed run keeps it.
     """
@@ -582,7 +582,7 @@ def _none_valid_error(directory: Path, skipped: list[tuple[str, tuple[str, ...]]
 
 _VERSIONS = (FORMAT_VERSION, FORMAT_OF_PARTS)
 _NUM_DIGITS = 10
-_MIN_VALID = 2  # minimum number to keep
+_MIN_VALID = 2  # newest valid checkpoints that are always kept
 _RETRY_DELAY_S = 0.1  # for a disk or a limit to recover
 _MAX_ATTEMPTS = 10  # attempts while another process saves and removes checkpoints
 _MAX_MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file

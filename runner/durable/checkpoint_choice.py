@@ -66,7 +66,7 @@ def choose_checkpoint(
 ) -> ChosenCheckpoint:
     """Return the checkpoint of a run that `choice` names (see `is_choice`).
 
-    None: the best one if the run tracks a metric, else the last one; damaged ones are skipped.
+    If `choice` is None, this is the best one if the run tracks a metric, else the last one; damaged ones are skipped.
 
     warn  called with a message about each skipped checkpoint
     Raises InputMissing if there is no such checkpoint, DataError if it is damaged; both list the existing ones.
@@ -200,7 +200,7 @@ def _metric_value(state: Mapping[str, Any], metric: str | None) -> float | None:
 
 
 def _load_valid(directory: RunDirectory, number: int, warn: Callable[[str], None] | None) -> LoadedCheckpoint | None:
-    """Return the checkpoint of this number; if it is missing or damaged, warn and return None, or raise."""
+    """Return the checkpoint of this number; if it is missing or damaged, return None, or raise without `warn`."""
     path = checkpoint_path(directory.checkpoints, number)
     if not files.exists(path):
         if warn is not None:

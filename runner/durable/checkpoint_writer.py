@@ -99,7 +99,7 @@ class CheckpointWriter:
 
     @property
     def write_progress(self) -> tuple[int, int, int] | None:
-        """Return the update being written, the writing thread, and its number of completed system calls; else None."""
+        """Return the update being written, the writing thread, and how many system calls it has completed, or None."""
         thread = self._thread
         if thread is None or thread.ident is None or not thread.is_alive():
             return None

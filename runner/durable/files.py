@@ -50,8 +50,8 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
-    Syncing a thousand small files one by one waits for the disk a thousand times. But syncing the file system writes
-    the data of all other programs, too. So it is synced only for more than two files, and if that call is available.
+    Syncing a thousand small files one by one waits for the disk a thousand times, but syncing the file system writes
+    the data of all programs. So it is synced only for more than two files, and only if the system has syncfs.
     Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}

@@ -49,7 +49,7 @@ class MirrorStore:
                 raise MissingPackage(error.problems[0].what, where="checkpoint.mirror", fix=fix) from error.__cause__
             raise
         if type(self._fs).__module__.startswith("gcsfs."):
-            # It logs a traceback for an error that it also raises, which `_convert_errors` reports in one line.
+            # gcsfs logs a traceback for errors that it also raises, and that `_convert_errors` reports in one line.
             logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         self._root = f"{root.rstrip('/')}/{name}"
 

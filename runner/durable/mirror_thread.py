@@ -31,7 +31,7 @@ class MirrorState:
     """Checkpoints that this process has copied.
 
     copied   names of the local checkpoints that the mirror has, oldest first
-    skipped  number of checkpoints that were removed here before they were copied
+    skipped  number of checkpoints that were removed from the local disk before they were copied
     failed   number of failed attempts
     problem  why copying does not work at the moment, or why it has ended; empty: it works
     """

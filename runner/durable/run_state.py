@@ -46,7 +46,7 @@ def process_state_name(process: ProcessRecord) -> StateName:
 
 
 def derive_state(record: RunRecord, folder: Path | None = None) -> RunState:
-    """Return the state of a run. With its folder, the command to resume works in any directory."""
+    """Return the state of a run. If `folder` is given, the command to resume works in any directory."""
     process, name = record.process, process_state_name(record.process)
     if name == "running" and _is_on_other_host(process):
         return RunState(name, f"running on {process.host}, unless it was killed there")
@@ -64,7 +64,7 @@ def derive_state(record: RunRecord, folder: Path | None = None) -> RunState:
 
 
 def resume_command(record: RunRecord, folder: Path | None = None) -> str:
-    """Return the command that resumes a run: by its name, or by its folder, with the task file if it has one."""
+    """Return the command that resumes a run: by name, or, if `folder` is given, by folder and with its task file."""
     if folder is not None:
         task_file = record.origin.task_file
         return shlex.join(["accel-run", "resume", str(folder), *(["--task", str(task_file)] if task_file else [])])

@@ -43,7 +43,7 @@ def invalid_header(error: Exception) -> InvalidFormat:
 def refusal(file: Path, error: InvalidFormat, where: str) -> AccelRunError:
     """Return the error for a file of weights in another format: SecurityRefusal for a pickle, otherwise DataError.
 
-    where  the setting to name
+    where  the setting that the error names
     """
     # Checked only after a failure: a valid file with a header of 640 bytes starts like a pickle.
     if read_at(file, 0, min(4, files.file_size(file))).startswith(_PICKLE_PREFIXES):

@@ -20,7 +20,7 @@ class StopRequest:
     """Turn SIGINT, SIGTERM, SIGHUP and SIGUSR1 into stop requests while this context is open.
 
     SIGHUP is sent when the terminal closes. SIGUSR1 is the signal that SLURM sends before the time limit. A second
-    SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file under a final name is ever incomplete.
+    SIGINT or SIGTERM exits at once with code 130, which is safe at any time: files with a final name are complete.
     SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it while the run is still saving, nor does
     SIGHUP, which accompanies a SIGTERM when a session ends. After `begin_shutdown` a third signal is required: the exit
     code is known, and 130 would hide it.

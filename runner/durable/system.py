@@ -21,7 +21,7 @@ class System:
     """
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        """Return a descriptor of the file or folder `path`, created with `os.O_CREAT`."""
+        """Return a descriptor of the file or folder `path`; `os.O_CREAT` in `flags` creates a missing file."""
         with open_parent(path) as (folder, name):
             return os.open(name, flags | os.O_CLOEXEC, mode, dir_fd=folder)
 

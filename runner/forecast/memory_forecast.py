@@ -154,7 +154,7 @@ class Forecast:
         parts = self._build()
         steps = -(-self.shares[phase.name] // size)
         caveat = ""
-        if is_coupled(parts.task, phase.name):  # inputs and embeddings of all micro-batches are held
+        if is_coupled(parts.task, phase.name):  # such an update holds the inputs and embeddings of all micro-batches
             caveat = "the loss also takes the embeddings of other ranks" if self.has_buckets else ""
         else:
             steps = min(2, steps)  # further micro-batches use no more memory than two

@@ -99,4 +99,4 @@ class _TimingFetcher(Fetcher):
         return MicroBatch(time.perf_counter() - start, key.last)
 
 
-MAX_MEASUREMENT_S = 0.5  # for each of two batches; training waits for it
+MAX_MEASUREMENT_S = 0.5  # timeout for each of two batches; training waits for the measurement

@@ -56,7 +56,7 @@ class Fetcher:
         self.read_many: Callable[[list[int]], Any] | None = batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
-        self.may_be_empty = False  # True: a batch without a readable sample is no error; other ranks may have some
+        self.may_be_empty = False  # True: a batch without readable samples is no error, as other ranks may have some
         self._epoch = -1
 
     def __len__(self) -> int:

@@ -234,7 +234,7 @@ class KeptWorkerLoader(WorkerLoader):
         if self._loader is None:
             self._keys.keys = chain(first, keys)
             self._loader = self._data_loader(first, self._keys, keeps_workers=True)
-        else:  # torch sends each key to a different worker; one pickle for all would share a tensor's memory only once
+        else:  # each key goes to a different worker and needs its own pickle: shared memory can be sent only once
             sent = (_FirstKey(key, WorkerFetcher(self.fetcher).pickled()) for key in first)
             self._keys.keys = chain(sent, keys)
         return self._raise_errors(self._iterate(self._loader))

@@ -32,7 +32,7 @@ class AllocatorSettings:
 
     expandable   each pool has one segment, which grows by pages, instead of many of fixed size
     fraction     fraction of the GPU's memory that the process may use
-    is_modelled  no other setting affects reserved memory
+    is_modelled  whether the model covers all settings that affect reserved memory
     """
 
     expandable: bool = False
@@ -166,7 +166,7 @@ class _Device:
             return self._grow_segment(pool, size)
         needed = pool.page if size < LARGE else _round_up(size, ROUNDING)
         block = _Block(self.next_address, needed, pool)
-        self.next_address += needed + BLOCK  # segments do not merge
+        self.next_address += needed + BLOCK  # a gap, because blocks of different segments do not merge
         self.reserved += needed
         return block
 

@@ -243,7 +243,7 @@ def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
 class RankPart:
     """The part of the model and batch on a rank, by strategy and number of ranks.
 
-    share       largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
+    share       largest share of an update of any rank, which may consist of several micro-batches; 0: one micro-batch
     reshards    fsdp frees blocks after the forward pass
     gathers_model     fsdp gathers the whole model for evaluations
     shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one

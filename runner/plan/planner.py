@@ -384,7 +384,7 @@ class _Planner(Decisions):
     def _equal_batches(self, total: int, micro: int | Literal["auto"], phase: str | None) -> Batch:
         """Return equal shares with at least one sample for each copy of the model.
 
-        Used without updates, whose rules for shares then do not apply.
+        Used by commands without updates, such as an evaluation, which need not divide an update.
         """
         choice, count = self.choices["parallelism"], len(self.ranks)
         stages = num_stages(choice.options, count) if choice.uses("pipeline") and count > 1 else 1

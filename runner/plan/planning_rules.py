@@ -187,8 +187,8 @@ def why_no_fsdp(torch_version: str) -> str:
 
     torch_version  empty if unknown
 
-    With torch 2.11 and 2.12, ranks that use different parameters in an update exchange the gradients of different
-    parameters: tests/distributed/test_sharded.py.
+    With torch 2.11 and 2.12, if ranks use different parameters in an update, gradients of different parameters are
+    added: see tests/distributed/test_sharded.py.
     """
     if not torch_version or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13):
         return ""

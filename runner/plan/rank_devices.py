@@ -19,10 +19,11 @@ CPU_RANKS = 2
 class RankDevice:
     """The device of one rank, with torch's name on its machine: `cuda:1` or `cpu`.
 
-    free_bytes      memory that other processes leave free; None if unknown, as for a device that is not present
-    overhead_bytes  memory of libraries besides tensors; communication_bytes: additional memory with several ranks
-    unseen          workspaces of GPU kernels, which a trace on a CPU does not see, as a fraction of the tensors
-    machine         number of the rank's machine, counted in the order of the ranks
+    free_bytes           memory that other processes leave free; None if unknown, as for a device that is not present
+    overhead_bytes       memory of libraries besides tensors
+    communication_bytes  additional memory with several ranks
+    unseen               workspaces of GPU kernels, which a trace on a CPU does not see, as a fraction of the tensors
+    machine              number of the rank's machine, counted in the order of the ranks
     """
 
     device: str

@@ -165,7 +165,7 @@ class Plan:
         """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is not a plan."""
         tree = json.loads(text)
         settings, phases = tree["settings"], tree["phases"]
-        if not isinstance(settings["weights"], dict):  # the source alone
+        if not isinstance(settings["weights"], dict):  # earlier versions wrote the source alone
             settings = {**settings, "weights": {"source": settings["weights"]}}
         sizes = ("global_batch_size", "micro_batch_size")  # earlier versions wrote them in the batch only
         phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]

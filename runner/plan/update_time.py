@@ -1,12 +1,12 @@
 """Predict the time of an update by part, from its traced operators and the facts of hardware profiles.
 
-**Computation** is a roofline with two classes of operators (Williams et al., Roofline, CACM 2009): matrix products,
-convolutions and attention take the time of their operations or that of their memory accesses, whichever is longer; all
-others take the time of their memory accesses. Bytes are counted per operator, without caches. Compiled code fuses the
-second class and accesses less.
+**Computation** follows a roofline model with two classes of operators (Williams et al., Roofline, CACM 2009): matrix
+products, convolutions and attention take the time of their operations or that of their memory accesses, whichever is
+longer; all others take the time of their memory accesses. Bytes are counted per operator, without caches. Compiled code
+fuses operators of the second class, so it accesses fewer bytes.
 
-**Communication** is a ring over the slowest link between the ranks. What overlaps with computation is not added:
-`ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
+**Communication** is modelled as a ring over the slowest link between the ranks. What overlaps with computation is not
+added: `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
 **Data loading** adds the time in which the device waits for samples; the time to read one is measured on this machine.
 
@@ -33,7 +33,7 @@ from runner.workload import partition
 PRODUCT_EFFICIENCY = {(8, 0): 0.75, (9, 0): 0.57}
 FP32_PRODUCT_EFFICIENCY = {(9, 0): 0.76}
 DEFAULT_PRODUCT_EFFICIENCY = 0.5
-MEMORY_EFFICIENCY = 0.8  # of the bandwidth of device memory: STREAM on GPUs
+MEMORY_EFFICIENCY = 0.8  # fraction of the bandwidth of device memory that the STREAM benchmark reaches on GPUs
 FUSED_BYTES = 0.6  # bytes of compiled operators other than products, relative to eager ones
 LINK_EFFICIENCY = 0.8  # NCCL's protocol needs about 20 % of a link (NVIDIA/nccl-tests issue 212)
 UPDATE_HOST_S = 2e-3  # host time of an update in addition to that of its operators

@@ -53,7 +53,8 @@ _treated_as_buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = We
 def treat_as_buffer(module: nn.Module, key: str) -> None:
     """Treat a parameter of the module as a buffer in `buffers_of` and `list_buffers`.
 
-    It is not registered as a buffer, because a task may copy the `buffers()` of one module to those of another one.
+    It is not registered as a buffer, because a task may copy the `buffers()` of one module to those of another one,
+    which must then have equally many.
     """
     _treated_as_buffers.setdefault(module, {})[key] = module._parameters[key]
 
@@ -121,7 +122,7 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
         buffer.resize_(before.shape)
     if is_writable(buffer) and not (
         buffer.device.type == "cpu" and bitwise_equal(buffer, before)
-    ):  # no synchronization with the GPU
+    ):  # not compared on a GPU, because that would synchronize
         buffer.copy_(before)
 
 

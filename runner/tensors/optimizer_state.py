@@ -20,8 +20,8 @@ class StepChangeDetector:
     """Detect whether a failed step changed anything, and remove the state that it initialized.
 
     Adam's kernels increment the step count first, so the version of that tensor shows whether a step has started. The
-    versions of parameters do not, because fused kernels change parameters without incrementing them. Other libraries
-    increment no versions at all.
+    versions of parameters do not show it, because fused kernels change parameters without incrementing their versions.
+    Other libraries increment no versions at all.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

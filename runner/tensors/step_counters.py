@@ -1,4 +1,4 @@
-"""Include numbers that an optimizer changes outside of its state in checkpoints.
+"""Include in checkpoints the numbers that an optimizer changes outside of its state.
 
 Such numbers are in attributes of the optimizer, or in its parameter groups, next to settings such as the learning rate,
 which checkpoints do not contain, because they come from the configuration.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-COUNTERS = ("k", "weight_sum", "lr_max")  # schedulefree 1.4
+COUNTERS = ("k", "weight_sum", "lr_max")  # in the parameter groups of schedulefree 1.4
 _AT_START = "_numbers_at_start"  # attribute of the optimizer
 _KINDS = _GROUP, _OPTIMIZER = "<group>", "<optimizer>"  # no module can have these names
 _SETTINGS = {"lr", "lr_scale", "base_lr", "initial_lr"}
@@ -62,6 +62,8 @@ def remember_numbers(optimizer: Optimizer) -> None:
 
 def changed_numbers(optimizer: Optimizer, weights: Iterable[Tensor]) -> dict[str, Any]:
     """Return the numbers that changed since `remember_numbers`, by "<parameter name>.<place>.<key>".
+
+    The place is `<group>` or `<optimizer>`, where the number was found.
 
     weights  plain tensors of the parameters; tensors that share memory with them are not numbers
     The numbers are repeated for each parameter of a group, because a rank may own only some of the parameters.

@@ -36,7 +36,7 @@ class Batch:
 
     @property
     def max_micro_batch_size(self) -> int:
-        """Return the largest micro-batch that any shares can lead to."""
+        """Return the size of the largest micro-batch that is possible with any shares."""
         return self.global_batch_size if self.in_one_pass else self.micro_batch_size
 
     @property

@@ -92,7 +92,7 @@ class UpdateTimes(NamedTuple):
 
 
 class ShareSolver:
-    """Decide the shares of `total` samples from the measured times of each rank; any split gives the same update.
+    """Decide the shares of `total` samples from the measured times of each rank; the update is the same for any split.
 
     First, a few unequal splits are tried, so that each rank is timed at two sample counts. Then the shares are
     optimized, again after every `every` updates. They change only if the predicted gain is above `threshold`,
