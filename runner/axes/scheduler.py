@@ -253,7 +253,7 @@ def wsd(
     final_factor: Fraction = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint before the decay.
+    """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint at the peak.
 
     decay         updates of the decay at the end, at most those after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root

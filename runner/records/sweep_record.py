@@ -31,7 +31,9 @@ class Goal:
 class TrialRecord:
     """A trial, and its result when the file was written.
 
+    words      overrides of the trial
     exit_code  of its last process, once it has exited
+    last       last value of the metric of the goal; `best`: the best value of all its evaluations
     job        SLURM job of its last process, JOB_INDEX; None: a process on the machine of the sweep
     """
 
