@@ -56,9 +56,9 @@ class SharedCalls:
     def watched(self) -> Iterator[None]:
         """Announce each call inside the context to the other ranks, and complete the gathers of calls that fail.
 
-        On exit without an error, this rank takes part in the calls of the other ranks until all have finished. Raises TaskFault
-        on all ranks if some run a collective of torch.distributed while others call the model, or have finished.
-        Collectives that were imported by name, and those of other groups, are not detected.
+        On exit without an error, this rank takes part in the calls of the other ranks until all have finished. Raises
+        TaskFault on all ranks if some run a collective of torch.distributed while others call the model, or have
+        finished. Collectives that were imported by name, and those of other groups, are not detected.
         """
         plain = {name: getattr(dist, name) for name in COLLECTIVES}
         self._is_watched = True

@@ -229,8 +229,8 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
     allows_others  accept a checkpoint with the uid of another run
 
     The caller must hold the lock of the run. An unreadable checkpoint may be intact, so it is read a second time, and
-    moved aside only if there is an older one to resume from. It is moved because the resumed run could later mistake
-    it for one of its own.
+    moved aside only if there is an older one to resume from. It is moved because otherwise it could later be mistaken
+    for a checkpoint that the resumed run has written.
     Raises DataError if there are checkpoints but none is valid, on every call, so that a run never silently restarts at
     update 0 (see `set_aside`), IncompatibleResume if the newest has the uid of another run with the same name,
     and StorageError if an unreadable one cannot be moved either.

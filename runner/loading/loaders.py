@@ -371,7 +371,7 @@ def _unpickle(content: bytes) -> WorkerFetcher:
 
 
 def _share(tensor: Tensor) -> Tensor:
-    # A sparse tensor has no storage of its own; the tensors in it are moved to shared memory when it is pickled.
+    # A sparse tensor has no storage; the tensors in it are moved to shared memory when it is pickled.
     if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
         tensor.share_memory_()  # type: ignore[no-untyped-call]
     return tensor

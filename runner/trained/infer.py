@@ -97,7 +97,8 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
         console.info(f"\n{_format_summary(result, parts.task.item)}")
-        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1  # other commands compute the other shards
+        # Other commands compute the other shards.
+        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1
         others = "" if is_part else _describe_others(folder, names)
         console.info(f"written to {directory.shown / folder.name}{others}")
     return Exit.DONE, summary
