@@ -252,7 +252,7 @@ class MetricRecorder:
     In each evaluation step, a metric starts from an empty state at its first call, so that `compute` in the step
     returns the value of this batch. In training steps, a metric accumulates over updates unless it is logged.
 
-    metrics  the metrics of the module, including members of collections; a metric inside another one is part of it
+    metrics  the metrics of the module, including members of collections, but not metrics inside other metrics
     calls    (index of the metric, positional arguments, keyword arguments) of the last step
     logged   logged name -> index of the metric, in the last step
     """
@@ -358,7 +358,7 @@ class LoggedMetrics(nn.Module):
 
 
 class TrainerStub:
-    """Replaces the trainer of a module. Attributes of a trainer that are not here raise AttributeError."""
+    """Replaces the trainer of a module. Attributes of a trainer that this class lacks raise AttributeError."""
 
     def __getattr__(self, name: str) -> Any:
         properties = (key for key, value in vars(TrainerStub).items() if isinstance(value, property))

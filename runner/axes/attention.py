@@ -139,7 +139,7 @@ def refusal_reason(
     Restrictions on masks and head sizes are checked for flash only.
 
     masked      whether an explicit mask is given (is_causal=True is not one)
-    capability  compute capability to assume, such as (7, 5); default: that of `device`
+    capability  compute capability to assume, such as (7, 5); default: the capability of `device`
     Source: the checks of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13.
     """
     if backend == "math":

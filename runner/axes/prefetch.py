@@ -113,7 +113,7 @@ class CopyAhead(Prefetch):
             ready, previous_source = next_batch, source
             try:
                 next_batch = start()
-            except Exception as error:  # belongs to the next batch: this one is complete, and its update can run
+            except Exception as error:  # of the next batch: the current one is complete, so its update can run
                 next_batch, failure = None, error
             yield ready
             del previous_source

@@ -159,8 +159,8 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,  # connects NCCL here, not in the first collective
     )
-    # Barrier: otherwise a rank that is still connecting would report a connection error if another one fails first. The
-    # tensor is on the CPU, so gloo is used.
+    # Barrier: otherwise a rank that is still connecting would report a connection error if another rank fails first.
+    # The tensor is on the CPU, so gloo is used.
     dist.all_reduce(torch.zeros(()))
 
 

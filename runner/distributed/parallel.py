@@ -270,7 +270,7 @@ class Parallel:
     def gather_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which each rank can call the model independently, without gradients.
 
-        Any method can be called, unless a strategy keeps parts of the model on other ranks: then only `forward`.
+        Any method can be called, but only `forward` if the strategy keeps parts of the model on other ranks.
         """
         return nullcontext()
 

@@ -218,7 +218,7 @@ class Reducer:
         return [float(never if bucket.missing else bucket.position) for bucket in self.buckets]
 
     def _adapt(self, is_absent: Sequence[bool], num_late: Sequence[float], positions: Sequence[float]) -> None:
-        """Exchange late buckets again, and predict the next update from this one.
+        """Exchange late buckets again, and predict the arrivals in the next update from those in the current one.
 
         All arguments are all-reduced. Only `awaited` is predicted from this rank's own gradients, because ranks may use
         different parameters.

@@ -99,7 +99,7 @@ class Replicated(Parallel):
                     loss, count = passes.loss(passes.model, batch)
                 stopwatch.lap("forward")
                 # Overlap the all-reduce with the backward pass, unless the backward pass contains collectives itself.
-                # A rank that runs a dummy pass issues only the latter, so the order of collectives would differ.
+                # A rank that runs a dummy pass issues only those of the pass, so the order of collectives would differ.
                 self._reducer.is_last = last and not self.is_lockstep
                 passes.backward(loss)
                 stopwatch.lap("backward")

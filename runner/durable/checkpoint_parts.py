@@ -60,7 +60,7 @@ def file_stem(name: str) -> str:
 
 
 def is_part_stem(stem: str) -> bool:
-    """Return whether a file stem is that of a rank's part."""
+    """Return whether a file stem belongs to a rank's part."""
     return _PART.search(stem) is not None
 
 
@@ -117,7 +117,7 @@ def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.
 def open_files(paths: Sequence[Path], check: Callable[[Path], None] | None = None) -> dict[str, StoredTensor]:
     """Return the tensors of a file, or of all parts, by name; only headers are read.
 
-    check  verifies a file: a single one at once, a part before its values are read for the first time
+    check  verifies a file: immediately if it is the only one, a part before its values are read for the first time
 
     Raises DataError if a file is not in the safetensors format, or if the parts are inconsistent.
     """

@@ -160,7 +160,7 @@ class CheckpointWriter:
             self._error = fault
 
     def _save(self, snapshot: Snapshot, overwrite: bool) -> Path:
-        # A part is not retried, because the other ranks would have to write theirs again.
+        # A part is not retried, because the other ranks would have to write their parts again.
         for pause_s in RETRY_DELAYS_S if snapshot.part is None else ():
             try:
                 return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)

@@ -179,7 +179,7 @@ class Mirror:
         keep, newest = {*kept, *complete}, max(complete, default="")
         superfluous = [name for name in folders if name not in keep and name < newest]
         for name in superfluous:
-            self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: after a crash the rest must not look complete
+            self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: after a crash, the folder must not look complete
             self.store.remove(f"{uid}/{name}")
         return superfluous
 

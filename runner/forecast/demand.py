@@ -1,6 +1,6 @@
 """Trace the memory demand of training at the micro-batch sizes that decide whether it fits.
 
-These are a rank's full share of the batch or, if that does not fit, the largest micro-batch that does.
+These sizes are a rank's full share of the batch or, if that does not fit, the largest micro-batch that does.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def to_fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor like this one, whose memory is not counted because the original's is."""
+        """Return a fake copy of the tensor, whose memory is not counted, because that of the original is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         with warnings.catch_warnings():

@@ -87,7 +87,7 @@ class AutoLoader(Loader):
 
 
 class _TimingFetcher(Fetcher):
-    """Fetcher that returns how many seconds another one needs for the batch of a key."""
+    """Fetcher that returns how many seconds another fetcher needs for the batch of a key."""
 
     def __init__(self, timed: Fetcher) -> None:
         super().__init__(timed.dataset, timed.collate, bad_samples="stop", model=timed.model)

@@ -1,7 +1,7 @@
 """Derive the plan from the configuration and the machine.
 
 `make_plan` is pure: it queries no devices and reads no user files, so it can also plan for another machine.
-It reports all problems at once.
+It reports all problems together.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _available_devices(
 
 
 def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
-    """Return the machine to plan for, with its name: the one in the profile if it describes GPUs, else this one.
+    """Return the machine to plan for, with its name: that of the profile if it describes GPUs, else this machine.
 
     Used for planning without training. torch is imported only to query the GPUs of this machine.
     """

@@ -165,7 +165,7 @@ def _predict_all(
 
 
 def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> Predicted:
-    """Merge the summaries and file names of all ranks; the time is that of the slowest one."""
+    """Merge the summaries and file names of all ranks; the time is that of the slowest rank."""
     calls = [result.calls.seconds, result.calls.samples]
     gathered = world.gather([result.num, result.items, result.seconds, calls, sorted(names)])
     nums, items, seconds, rank_calls, rank_names = zip(*gathered, strict=True)
