@@ -1,4 +1,4 @@
-"""accel-run: the user fixes the mathematics, the program derives the mechanics.
+"""accel-run: the user specifies what to train, and the program decides how to execute it on the devices at hand.
 
 Importing this package is cheap: torch is loaded when the first name that needs it is accessed.
 """
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 class _TasksOfCheckout:
     """Finds the package `runner.tasks` in a checkout, where the folder tasks/ is next to this package.
 
-    In a wheel it is inside. Either way its name differs from that of a user's own folder `tasks`. Extending `__path__`
-    instead would also make `runner.tests` and a second `runner.runner` importable.
+    In a wheel, tasks/ is inside this package. In both cases its module name, `runner.tasks`, does not conflict with a
+    folder `tasks` of the user. Adding the folder of the checkout to `__path__` instead would also make `runner.tests`
+    and `runner.runner`, a second copy of this package, importable.
     """
 
     @staticmethod

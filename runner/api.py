@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Train as `accel-run train ARGUMENTS` does, and return the run.
 
-    The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and global
-    switches of torch do not affect this one. On KeyboardInterrupt the run saves and stops, and the exception is then
-    raised again.
+    The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and its global
+    settings of torch do not affect the calling process. On KeyboardInterrupt the run saves a checkpoint and stops; the
+    exception is then raised again.
 
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".
         settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
-            as a number, unless the setting is a text. `task` is a name or the path of a task file: task="gpt",
-            task="./my_task.py".
+            as a number, unless the type of the setting is string. `task` is a name or the path of a task file:
+            task="gpt", task="./my_task.py".
 
     Raises:
-        AccelRunError: with the message and the exit code of the command.
+        AccelRunError: if the command fails; has the exit code of the command.
     """
     argv = build_argv(arguments, settings)
     words = {Path(word.removeprefix("--task=")).expanduser().absolute() for word in argv}
@@ -74,25 +74,27 @@ def evaluate(*arguments: str | os.PathLike[str], **settings: Any) -> dict[str, f
 
     Args:
         arguments: arguments of the command: a run ("last" by default) and settings, such as "first", "split=test".
-        settings: further settings: split="test", checkpoint="best", task="./my_task.py" for a run from elsewhere.
+        settings: further settings: split="test", checkpoint="best"; task="./my_task.py" for a run directory that was
+            copied here.
 
-    A metric without items is NaN. Raises as `train` does.
+    A metric that was averaged over no items is NaN. Raises AccelRunError as `train` does.
     """
-    _refuse_recursion(executing_files)  # of any file: a run that is given by its name may be trained with it
+    _refuse_recursion(executing_files)  # the run, given by name, may use any of these files
     result = run_command(["evaluate", *build_argv(arguments, settings), "--json"], relay_output=False)
     _raise_on_failure(result.code, "evaluate", allowed=(Exit.DONE,))
     return none_to_nan(json.loads(result.out)["metrics"])
 
 
 def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
-    """Return an existing run: the last one, or one by name or directory.
+    """Return an existing run: the latest one, or the one with the given name or directory.
 
     Args:
         arguments: as for `accel-run status`: "first", "outputs/first", "output_root=DIR".
-        settings: further settings; task=FILE for a run from elsewhere, whose directory alone never decides which code
-            is executed.
+        settings: further settings; task=FILE for a run directory that was copied here, because a run directory alone
+            never decides which code is executed.
 
-    Warns with RuntimeWarning if the run ended before its first update, and if newer runs without an update are skipped.
+    Warns with RuntimeWarning if the run ended before its first update, and if newer runs are skipped because they have
+    completed no update.
 
     Raises:
         InputMissing: if there is no such run.
@@ -112,7 +114,7 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
 class Run:
     """A run: its metrics, its models and its directory. Each access reads the files of the run again.
 
-    It may be an argument: evaluate(run), train(weights=run).
+    A Run can be passed as an argument: evaluate(run), train(weights=run).
     """
 
     def __init__(self, arguments: list[str], report: Callable[[str], object] = lambda _: None) -> None:
@@ -120,7 +122,7 @@ class Run:
         self._directory: RunDirectory
         self._directory, root = find_run(request, report)
         self.name, self.path = self._directory.name, self._directory.path.absolute()
-        # The working directory, and which run is the last one, may change later.
+        # Fix both now: the working directory, and which run is the latest one, may change later.
         root = root.absolute()
         run = self.name if self.path.parent == root else str(self.path)
         fixed = (format_override("output_root", str(root)), format_override("run", run))
@@ -133,7 +135,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation, such as {"val/loss": 0.4}; NaN for one without items."""
+        """Metrics of the last evaluation, such as {"val/loss": 0.4}; NaN if averaged over no items."""
         evaluations = ({key: value for key, value in row.items() if key.startswith("val/")} for row in self.history())
         return next((values for values in reversed(list(evaluations)) if values), {})
 
@@ -150,16 +152,17 @@ class Run:
         Args:
             checkpoint: "best", "last" or an update; None: the best one if there is one, else the last one.
 
-        The averaged weights are loaded where evaluation uses them. This process runs the code of the task.
+        If the run evaluates averaged weights (such as an EMA), these are loaded. The code of the task runs in the
+        calling process.
 
         Raises:
             InputMissing: if there is no such checkpoint.
-            DataError: if it is damaged.
+            DataError: if the checkpoint is damaged.
         """
         drawn = random.getstate()
         from runner.trained.trained_run import load_trained_model
 
-        random.setstate(drawn)  # the first import of rich draws a number
+        random.setstate(drawn)  # importing rich draws from Python's global generator
         choice = None if checkpoint is None else str(checkpoint)
         if choice is not None and not is_choice(choice):
             what = f"must be best, last or the number of an update, but is {choice}"
@@ -171,7 +174,7 @@ class Run:
         """Return a matplotlib Figure of metrics by update, which a notebook shows.
 
         Args:
-            names: columns of `history`, such as "val/loss"; none: all losses.
+            names: columns of `history`, such as "val/loss"; without names, all losses are plotted.
         """
         rows = self.history()
         metrics = list(dict.fromkeys(key for row in rows for key in row if "/" in key))
@@ -201,7 +204,7 @@ class Run:
 
 
 def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[str]:
-    """Convert the arguments of a Python call to those of the command line. Raises ConfigError for other types."""
+    """Convert the arguments of a Python call to those of the command line. Raises ConfigError for unsupported types."""
     for argument in arguments:
         if not isinstance(argument, str | os.PathLike):
             what = f"must be a string or a path, but is of type {type(argument).__name__}"
@@ -239,7 +242,7 @@ def _format_value(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{_format_value(key, str(name))}:{_format_value(key, item)}" for name, item in value.items())
         return "{" + ",".join(items) + "}"
-    if hasattr(value, "tolist") and type(value.tolist()) is not type(value):  # of NumPy or torch, but not longdouble
+    if hasattr(value, "tolist") and type(value.tolist()) is not type(value):  # a NumPy longdouble returns itself
         return _format_value(key, value.tolist())
     if not isinstance(value, int | float):
         what = f"must be a number, a string, a list or a dictionary, but is of type {type(value).__name__}"

@@ -1,6 +1,7 @@
 """Multi-device training from Python: `auto_parallelize` selects a strategy, `PipelineParallel` splits a model.
 
-Both work in the calling process, and start no others. `accel-run train parallelism=...` starts one process per device.
+Both work in the calling process, and start no other processes. `accel-run train parallelism=...` starts one process per
+device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Strategy = Literal["single", "replicated", "pipeline"]
 class ParallelChoice:
     """The selected strategy with its reason; `model` is ready to use.
 
-    table  for a pipeline: device and memory of each layer
+    table  device and memory of each layer of a pipeline; empty for the other strategies
     """
 
     model: nn.Module
@@ -60,10 +61,12 @@ def auto_parallelize(
     is wrapped in DistributedDataParallel, and must fit on the device of each process. pipeline: the devices of one
     process are too small for the model, or unequal; its layers are split over them.
 
-    devices              None: all GPUs, or the CPU; if torch.distributed is initialized, the GPU of this process: the
-                         one to which its process group is bound, else torch's current one, else that of LOCAL_RANK
+    devices              None: all GPUs, or the CPU if there are none. If torch.distributed is initialized, None is the
+                         GPU of this process: the device bound to its process group, else torch's current device, else
+                         the one with the index LOCAL_RANK
     layers               modules whose composition is the model; None: the children of an nn.Sequential
-    example              inputs of one call, to include activations
+    example              inputs of one call of the model, from which the memory of activations is measured; None: not
+                         included
     capacities           memory of each device in bytes; None: all of it
     bytes_per_parameter  size of a parameter with its gradient and optimizer state; 16: float32 with AdamW
     headroom             fraction of each device's memory that is left free
@@ -105,17 +108,18 @@ class PipelineParallel(nn.Module):
     """Split the layers of a model over the devices of one process; the output equals that of the unsplit model.
 
     A batch is split into exactly `num_microbatches` parts along its first dimension, so that devices compute on
-    different parts at the same time. Autograd runs through them in reverse; optimizers use `parameters()`. Layers that
-    depend on the whole batch, such as batch norms, see one part at a time.
+    different parts at the same time. The backward pass runs through the devices in reverse order. Pass `parameters()`
+    to the optimizer as usual. Layers that depend on the whole batch, such as batch norms, see one part at a time.
 
     devices    None: all GPUs, or the CPU; a device may be named more than once
     capacities memory of each device in bytes; None: all of it
     layers     modules whose composition is the model; None: the children of an nn.Sequential
     split      number of layers on each device; None: by `balance`
-    balance    memory: equal fraction of each device's memory; time: minimize the time of the slowest device, which
-               requires an example
+    balance    memory: use an equal fraction of each device's memory; time: minimize the time of the slowest device;
+               this requires `example`
     example    inputs of one call with a complete batch, to measure the layers
-    Raises ConfigError if there are fewer layers than devices, if they do not fit, or for time without an example.
+    Raises ConfigError if there are fewer layers than devices, if the layers do not fit, or for balance='time' with
+    neither `split` nor `example`.
     Source: Huang et al., GPipe, NeurIPS 2019.
     """
 
@@ -193,7 +197,7 @@ class PipelineParallel(nn.Module):
         return self
 
     def table(self) -> str:
-        """Return the split by layer: device, bytes of parameters with their state, fraction of the time."""
+        """Return a table of the layers: device, bytes with gradients and optimizer state, fraction of the time."""
         limits = [partition.format_mib(size) for size in self.split.memory_bytes]
         return partition.format_split(
             self.split,
@@ -245,7 +249,7 @@ class DeviceStage:
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """Return the parameters of its layers."""
+        """Return the parameters of the layers of this stage."""
         return {weight for layer in self.layers for weight in layer.parameters()}
 
     def move(self, placed: set[nn.Parameter]) -> None:
@@ -301,8 +305,8 @@ def _current_rank_device() -> list[torch.device]:
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return [bound]
-    # Index 0 is also that of a process that has set no device. All processes would then use the same GPU, so LOCAL_RANK
-    # decides.
+    # torch's current device is also 0 in a process that has not set one. All such processes would use the same GPU,
+    # so LOCAL_RANK decides.
     number = current_device().index or int(os.environ.get("LOCAL_RANK", "0")) % count
     return [torch.device("cuda", number)]
 

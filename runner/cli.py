@@ -39,7 +39,7 @@ from runner.version import __version__
 def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], object] | None = None) -> int:
     """Run one command and return its exit code. Tracebacks are printed only for internal errors.
 
-    report  called with an error instead of printing it
+    report  function that receives an expected error; default: print it on stderr
     """
     report = report or print_problems
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     is_resumable = bool(arguments) and arguments[0] in RESUMABLE
     final_code: list[int] = []
     with (
-        paused_collection() if argv is None else nullcontext(),  # long-running code ends the pause
+        paused_collection() if argv is None else nullcontext(),  # a long-running command ends the pause earlier
         _exit_on_signals(final_code, is_resumable=is_resumable, for_good=argv is None),
         nonblocking_streams() if is_training else nullcontext(),
     ):
@@ -130,7 +130,7 @@ def _dispatch(argv: list[str]) -> int:
         raise _unknown_command(argv)
     if first != "complete":  # `complete` never prints its arguments
         refuse_secrets(argv[1:], partial(_option_names, argv))
-    if first != "new":  # `new` writes a source file of the user
+    if first != "new":  # `new` creates a source file, which gets the usual permissions
         os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
@@ -200,13 +200,15 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
 
 @contextmanager
 def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: bool) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130, and SIGUSR1 unless it is resumable.
+    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with code 130; also SIGUSR1, unless the command is resumable.
 
-    This works during imports, too, where a KeyboardInterrupt may be lost. A run that has something to save installs its
-    own handlers. SIGINT remains ignored if a shell has started the program in the background.
+    This also works during imports, where a KeyboardInterrupt may be lost. A run installs its own handlers as soon as it
+    has something to save. SIGINT remains ignored if a shell has started the program in the background.
     final_code    the exit code once the command has ended; signals then exit with this code
-    is_resumable  before those handlers exist, SIGUSR1 ends the process with 138: the SLURM job script then requeues it
-    for_good      the process exits after this, so the default handlers are left in place for the interpreter's shutdown
+    is_resumable  leave SIGUSR1 at its default action until the run installs its handlers: it ends the process with 138,
+                  and the SLURM job script then requeues the job
+    for_good      the process exits after the command, so the default handlers are left in place for the interpreter's
+                  shutdown
     """
     defaults = {
         signal.SIGINT: signal.default_int_handler,
@@ -229,7 +231,7 @@ def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: boo
 
 
 def _exit_at_signal(main_pid: int, final_code: list[int], number: int, _: object) -> None:
-    """Exit with 130, or with the code of a command that has ended.
+    """Exit with 130, or with the final exit code if the command has already ended.
 
     A forked child, which inherits this handler, is ended by the signal itself, as the sender of a SIGTERM expects.
     """
@@ -255,7 +257,7 @@ def _report_internal_error(error: Exception) -> int:
 
 
 def _report_os_error(error: OSError) -> int:
-    """Print a system error; a write error without a file name comes from standard output."""
+    """Print a system error and return its exit code; a write error without a file name comes from standard output."""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _print_error(f"accel-run: standard output cannot be written: {error.strerror}")
         return int(Exit.INPUT_OUTPUT)
@@ -289,14 +291,14 @@ _EXIT_CODES = {
 
 def _print_error(text: str) -> None:
     with suppress(OSError, ValueError):  # broken pipe or closed stream
-        if sys.stderr is not None:  # print would take standard output instead
-            # One write, with the end of the line: ranks of torchrun print their errors at the same time.
+        if sys.stderr is not None:  # print(file=None) would write to standard output
+            # A single write, including the newline: ranks of torchrun print their errors at the same time.
             sys.stderr.write(wrap_for_terminal(sanitize(text), sys.stderr) + "\n")
             sys.stderr.flush()
 
 
 def _flush_stdout(code: int) -> int:
-    """Flush standard output and return the code, or that of a full disk; a broken pipe is ignored."""
+    """Flush standard output. Return `code`, or if it is 0 and writing fails, the exit code of the write error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -309,9 +311,9 @@ def _flush_stdout(code: int) -> int:
 
 
 def _end_daemons() -> None:
-    """End daemonic child processes: the interpreter sends them SIGTERM, which data workers ignore, and waits for them.
+    """End daemonic child processes. At exit, Python would send SIGTERM, which data workers ignore, and wait forever.
 
-    Such children remain if memory ran out while a loader was closed.
+    Such children remain if the host was out of memory while a loader was being closed.
     """
     if "multiprocessing" not in sys.modules:
         return
