@@ -71,7 +71,7 @@ class Accelerator:
         return {}
 
     def memory_table(self) -> str:
-        """Return these counters as torch's human-readable table."""
+        """Return the counters of `memory_stats` as torch's human-readable table."""
         return ""
 
     def empty_cache(self) -> None:
@@ -93,7 +93,7 @@ class Accelerator:
     # Streams and contexts
 
     def activate(self) -> None:
-        """Make it the current device of this thread. New threads start on device 0, where CUDA would open a context."""
+        """Make this the current device of the thread. On the initial device 0, CUDA would create a needless context."""
 
     def index(self) -> int:
         """Return the index of the current device."""
@@ -170,7 +170,8 @@ class Cuda(Accelerator):
         self._torch.reset_peak_memory_stats(self.device)
 
     def memory_stats(self) -> Mapping[str, int]:
-        # torch.cuda.memory_stats joins and sorts the same names, which takes 1 ms; a row may be written every update.
+        # torch.cuda.memory_stats joins and sorts the same names, which takes 1 ms: too long, because a row of metrics
+        # may be written every update.
         return dict(_join_names("", self._torch.memory_stats_as_nested_dict(self.device)))
 
     def memory_table(self) -> str:
@@ -202,7 +203,8 @@ class Cuda(Accelerator):
         runtime = self._torch.cudart()  # type: ignore[no-untyped-call]
         if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
             return True
-        # After a refusal (WSL, a limit on locked memory) this thread's next kernel would raise the pending CUDA error.
+        # After a refusal (WSL, a limit on locked memory) the next kernel of this thread raises the pending CUDA error:
+        # launch one here.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False

@@ -49,7 +49,8 @@ class ShardMark(NamedTuple):
 class MicroBatch(NamedTuple):
     """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
-    is_counted  False: a dummy micro-batch that keeps the ranks in step and must not contribute; `batch` may be None
+    is_counted  False: a dummy micro-batch that keeps the ranks in lockstep and must not contribute to gradients and
+                metrics; `batch` may be None
     samples     None if unknown, as for batches that were not read from a dataset
     marks       shard -> position after this batch, for the shards of a stream that it read
     """
@@ -139,7 +140,7 @@ def _tensors_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def first_shape(batch: Any) -> object:
-    """Return the shape of the first value of a batch, None if that is not a tensor; needs no synchronization."""
+    """Return the shape of the first value of a batch, None if it is not a tensor; does not synchronize."""
     while isinstance(batch, (tuple, list)):
         batch = batch[0] if batch else None
     shape = getattr(batch, "shape", None)

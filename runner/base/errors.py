@@ -91,7 +91,7 @@ class AccelRunError(Exception):
 def rebuild_error(
     kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit, place: Mapping[str, Any] | None = None
 ) -> AccelRunError:
-    """Rebuild the error of another process."""
+    """Rebuild an error that another process has pickled."""
     error = kind.__new__(kind)
     Exception.__init__(error, "\n".join(str(problem) for problem in problems))
     error.problems, error.exit_code, error.place = problems, exit_code, place or {}
@@ -152,7 +152,7 @@ class ConfigError(AccelRunError):
 
 
 def _redact_value(problem: Problem) -> Problem:
-    """Return the problem without the value of an argument whose name may be that of a secret."""
+    """Return the problem without the value of an argument whose name may denote a secret."""
     end = find_secret_name(problem.where)
     if end is None:
         return problem
@@ -230,7 +230,7 @@ class RunInUse(AccelRunError):
 
 
 class IncompatibleResume(AccelRunError):
-    """The checkpoint belongs to another run, or its settings differ from these in ways that change the results."""
+    """The checkpoint belongs to another run, or the settings differ from its own in a way that changes results."""
 
     exit_code = Exit.INCOMPATIBLE_RESUME
 

@@ -1,4 +1,4 @@
-"""Methods that other trainers call and accel-run does not, with what to use instead in a task."""
+"""Methods that other trainers call and accel-run does not, and what a task uses instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIGHTNING_UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"), _DATA),
 }  # fmt: skip
 
-# Methods of a LightningModule, of a Trainer of transformers and of common training loops, in a Task.
+# Methods of a LightningModule, of transformers' Trainer and of common training loops that users may define in a Task.
 FOREIGN_METHODS: Mapping[str, str] = {
     **LIGHTNING_UNSUPPORTED,
     **dict.fromkeys(("training_step", "train_step", "compute_loss"), "define loss(model, batch)"),

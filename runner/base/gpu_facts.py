@@ -11,8 +11,8 @@ class TorchDevice:
     """A GPU as torch enumerates and describes it.
 
     capability    NVIDIA compute capability; None for other vendors, whose numbers have another meaning
-    architecture  AMD architecture name, such as gfx90a; on Intel XMX if it has matrix units; else empty
-    uuid          identity by which the driver's interface knows it: a UUID without prefix, on AMD the PCI address
+    architecture  AMD architecture name, such as gfx90a; for Intel GPUs with matrix units, XMX; else empty
+    uuid          ID that the driver's management library also uses: a UUID without prefix, on AMD the PCI address
     free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
     """
 
@@ -50,7 +50,7 @@ class TorchView:
 class Formats:
     """Formats that the matrix units of a device compute natively; torch emulates the others.
 
-    flash  whether torch's flash attention kernel runs
+    flash  whether torch's flash attention kernel supports the device
     """
 
     bf16: bool = False
@@ -94,7 +94,7 @@ def intel_formats(architecture: str) -> Formats:
     """Return the native formats of Intel's matrix units (XMX), which Arc and Data Center GPUs have.
 
     `torch.xpu.is_bf16_supported()` is not used: like that of CUDA, it returns True for emulation. TF32 is omitted:
-    torch enables it for XPU by another switch (`torch.backends.mkldnn.allow_tf32`) than `runner/tensors/tf32.py`.
+    for XPU it has a separate switch (`torch.backends.mkldnn.allow_tf32`), which `runner/tensors/tf32.py` does not set.
     Source: torch.xpu.get_device_capability, `has_subgroup_matrix_multiply_accumulate`.
     """
     has_units = architecture == "XMX"

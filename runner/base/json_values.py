@@ -50,5 +50,5 @@ def as_list(value: object) -> list[Any]:
 
 
 def is_number(value: object) -> bool:
-    """Return whether the value can be formatted as a number; not for integers beyond float64, nor for True."""
+    """Return whether the value can be formatted as a number; False for booleans and integers beyond float64."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

@@ -15,7 +15,7 @@ def cuda_is_initialized() -> bool:
 
 
 def torch_uuids() -> list[str] | None:
-    """Return the UUIDs of torch's GPUs without prefix, in order; None if CUDA is not initialized or reports none."""
+    """Return the UUIDs of torch's GPUs without prefix, in order; None if CUDA is not initialized or one is missing."""
     if not cuda_is_initialized():
         return None
     from runner.base.accelerator import device_uuids

@@ -1,9 +1,10 @@
 """Per-sample random draws: a function of (seed, epoch, sample index), independent of how an update is split.
 
-A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here a
-number is a hash of its purpose: the sample, the draw within the forward pass, the element. Keys, one per
-sample, hash seed, epoch, index and the names of calls. Values that differ between batches or between layers that share
-code are in these tensors and never Python numbers, because torch.compile would recompile for each value of a number.
+A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here each
+random number is a hash of what it is used for: the sample, the draw within the forward pass, the element. Each sample
+has a key, a hash of seed, epoch, index, and the name and number of the call. Whatever differs between batches, or
+between layers that share code, is in the tensor of these keys and never in a Python number, because torch.compile would
+recompile for each value of a number.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class SampleNoise:
         dtype = dtype or torch.get_default_dtype()
         wide = widest_dtype(self.keys.device)
         bits = self._bits(shape)
-        share = _high_bits(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, where the logarithm is infinite
+        share = _high_bits(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, because log(0) is infinite
         angle = bits.bitwise_and_(_mask(32)).to(wide).mul_(2 * math.pi * 2.0**-32)
         return share.log_().mul_(-2).sqrt_().mul_(angle.cos_()).to(dtype)
 
@@ -70,11 +71,13 @@ class SampleNoise:
 
         p  a number, or a tensor that broadcasts against (*rows, *shape)
         """
-        # Not while compiling: p may be a symbol of the graph, and the compiler fuses the conversion to float32 anyway.
+        # No shortcut while compiling: p may be a symbol of the graph, and the compiler fuses the conversion to float32
+        # anyway.
         rounded = 0.0 if isinstance(p, Tensor) or torch.compiler.is_compiling() else float(np.float32(p))
         if not 0 < rounded < 1:
             return self.uniform(*shape, dtype=torch.float32) < p
-        # `uniform < p` in fewer steps: 24 bits below a limit are 64 bits below the limit followed by zeros.
+        # Same result as `uniform < p` in fewer steps: the highest 24 bits are below a limit exactly if all 64 bits are
+        # below the limit followed by 40 zero bits.
         limit = math.ceil(rounded * 2**24) << 40
         # Flipping the highest bit maps the order of unsigned numbers to that of signed ones.
         return self._bits(shape, only_high_bits=True).bitwise_xor_(-(2**63)) <= limit - 1 - 2**63
@@ -113,10 +116,10 @@ class SampleNoise:
         return SampleNoise(_mix(self.keys + _to_signed(_derive_salt(0, str(name)))), self._samples)
 
     def every(self, n: int) -> Tensor:
-        """Select one of n samples of the epoch; return the positions of those in this batch, int64.
+        """Select every n-th sample of the epoch; return the positions in this batch of those selected, int64.
 
         Selects the samples whose position in the order of the epoch is a multiple of n, so their number per batch
-        varies by one.
+        varies by at most one.
         """
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]
@@ -152,7 +155,7 @@ def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
 
 
 def start_pass(samples: BatchSamples | None) -> None:
-    """Start a pass over these samples, None: unknown ones. The previous pass, including backward, must be complete."""
+    """Start a pass over these samples (None: unknown). The previous pass, including backward, must be complete."""
     _numbers.clear()
     _hashed.clear()
     switch_pass(samples)
@@ -176,7 +179,7 @@ def without_samples() -> Iterator[None]:
 
 
 def exclude_from_graphs() -> None:
-    """Exclude `per_sample_noise` from torch.compile graphs: its keys come from lists of numbers.
+    """Exclude `per_sample_noise` from torch.compile graphs: it computes keys from Python lists.
 
     This breaks the graph; the draws themselves are traced. Called only where a model is compiled, because importing
     the compiler takes seconds.
@@ -189,7 +192,8 @@ def exclude_from_graphs() -> None:
 class _Positions:
     """The position of each sample in the order of its epoch.
 
-    A class, because torch.compile guards a range by its ends and would recompile for the next micro-batch.
+    A class, because torch.compile guards on the start and stop of a range, and would recompile for the next
+    micro-batch.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -262,9 +266,10 @@ def _number_draw(following: int) -> tuple[int, int]:
 
 # Activation checkpointing repeats calls of parts of the model in any order and does not identify the repeated
 # call. But it restores torch's CPU generator to its state at the first call. So each draw takes a number
-# from that generator as its tag: a tag that was seen before marks a repeated draw, with the number of the first.
+# from that generator as its tag: a tag that was seen before marks a repeated draw, which gets the number of the first
+# one.
 _numbers: OrderedDict[int | None, Any] = OrderedDict()
-_MAX_TAGS = 1 << 16  # outside a run, the end of a pass is unknown
+_MAX_TAGS = 1 << 16  # outside a run, no pass ends, so old tags are dropped
 
 
 def _tag() -> int | None:
@@ -280,7 +285,7 @@ def _remember(tag: int | None, value: Any) -> None:
 
 
 class _HashedElements:
-    """Hashed positions of elements, which the layers of one shape share in a pass; the last used ones are kept."""
+    """Cache of `_hash_elements`, shared by draws with equal shape and number; the most recently used are kept."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Any, Tensor] = OrderedDict()
@@ -290,7 +295,8 @@ class _HashedElements:
 
     def get(self, shape: tuple[int, ...], number: int, keys: Tensor) -> Tensor:
         """Return `_hash_elements` for draws with these keys."""
-        # Fake tensors of two modes, and tensors of inference mode and others, cannot be used together.
+        # Fake tensors of different modes cannot be combined, nor can inference tensors be used outside of inference
+        # mode.
         kind = (shape, number, keys.device, getattr(keys, "fake_mode", None), torch.is_inference_mode_enabled())
         elements = self._kept.pop(kind, None)
         if elements is None:

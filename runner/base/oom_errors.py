@@ -23,8 +23,8 @@ class OomCause:
     side             memory that was exhausted: of the GPU or of the host
     text             the error message, in one line
     requested_bytes  size of the failed allocation; None if unknown
-    place            the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's buffers:
-                     its communicator cannot be used again); BETWEEN if it is none of them
+    place            operation that failed: reading, compiling, forward, backward, optimizer, or COMMUNICATION if NCCL
+                     could not allocate its buffers (its communicator is then unusable); BETWEEN for anything else
     """
 
     side: Side
@@ -34,7 +34,7 @@ class OomCause:
 
 
 def find_oom_cause(error: BaseException) -> OomCause | None:
-    """Return the out-of-memory condition of an error or of its causes; None for other errors.
+    """Return the failed allocation behind an error or one of its causes; None for other errors.
 
     Only messages of torch's allocators, known libraries and the system count: a task may raise similar texts.
     """
@@ -61,7 +61,7 @@ def _unreadable_sample(error: BaseException) -> str:
 def _classes_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
     for exception in exception_chain(error):
         remote = exception.info if isinstance(exception, RemoteError) else None
-        if remote is None:  # by class: a task may define one with the same name as torch's
+        if remote is None:  # by class, not by name: a task may define another OutOfMemoryError
             yield [name for name, kind in _KINDS.items() if isinstance(exception, kind)], error_message(exception)
         while remote is not None:
             yield remote.bases, remote.message

@@ -21,7 +21,7 @@ from runner.base.shares import Shares, distribute_samples, rank_slices
 Indices = list[int]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 KEYED_ABOVE = 1 << 24  # samples; an array of their order takes 128 MiB and a second per epoch
-KEYED = "keyed permutation"  # content of a sampler, in checkpoints
+KEYED = "keyed permutation"  # `Sampler.content` of this order, stored in checkpoints
 
 
 class Permutation(Protocol):
@@ -49,11 +49,13 @@ class MicroBatchKey(NamedTuple):
 
 
 class Sampler:
-    """Draws the samples of an update as a function of (seed, epoch, window); `window` is its number in the epoch.
+    """Draws the samples of an update as a function of (seed, epoch, window).
 
+    window             number of the update in its epoch
     num_samples        samples drawn in an epoch
     updates_per_epoch  the same in each epoch
-    content            hash of what the order depends on besides seed and number of samples; empty: nothing
+    content            identifies what the order depends on besides seed and number of samples, such as a hash of
+                       weights; empty: it depends on nothing else
     """
 
     num_samples: int
@@ -61,11 +63,11 @@ class Sampler:
     content: str = ""
 
     def start(self, seed: int, epoch: int, window: int) -> int:
-        """Return the number of samples of the epoch before this update; of all updates, for `updates_per_epoch`."""
+        """Return the number of samples of the epoch before update `window`, which may be `updates_per_epoch`."""
         raise NotImplementedError
 
     def draw(self, seed: int, epoch: int, window: int) -> Indices:
-        """Return the samples of this update, as in `MicroBatchKey`."""
+        """Return the sample indices of this update, as in `MicroBatchKey`."""
         raise NotImplementedError
 
     def split(self, indices: Indices, size: int) -> list[Indices]:
@@ -98,15 +100,16 @@ class EvenUpdates(Sampler):
 
 @dataclass(frozen=True)
 class Order:
-    """Split each epoch into updates of `global_batch_size` samples, and these into shares of ranks and micro-batches.
+    """Split each epoch into updates, each update into one share per rank, and each share into micro-batches.
 
-    The last update of an epoch is smaller, or dropped with `drop_last`.
+    An update has `global_batch_size` samples. The last one of an epoch is smaller, or dropped with `drop_last`.
 
     sampler  draws the samples of each update; None: every sample once per epoch, in random order
-    shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has them all
+    shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has all samples
     rank     rank whose micro-batches are returned
     is_lockstep  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
-    smaller  (update, size): from update `update` (from 0) on, micro-batches of this rank have at most `size` samples
+    smaller  (update, size): from update number `update` on, counted from 0, micro-batches of this rank have at most
+             `size` samples
     """
 
     num_samples: int
@@ -195,7 +198,7 @@ class KeyedPermutation:
     """A random permutation of range(num_samples) in constant memory; any slice is computed independently.
 
     A Feistel network: a position is a pair (left, right) of about the root of num_samples values each; each round adds
-    a keyed hash of one half to the other, which can be undone, so pairs are permuted. The at most
+    a keyed hash of one half to the other. Each addition is invertible, so the rounds permute the pairs. The at most
     sqrt(num_samples) pairs beyond the last sample are permuted again until they are samples (cycle walking).
     Sources: Luby and Rackoff, How to Construct Pseudorandom Permutations, SIAM J. Comput. 1988; Black and Rogaway,
     Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
@@ -230,7 +233,7 @@ def _hash(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.d
 
 
 _ROUNDS = 12
-_KEY_STREAM = 0x4665_6973  # separates these keys from other numbers of the seed and the epoch
+_KEY_STREAM = 0x4665_6973  # separates these keys from other random numbers of the same seed and epoch
 
 
 @lru_cache(maxsize=2)
@@ -261,7 +264,7 @@ def rank_seed(seed: int, rank: int, update: int = 0) -> int:
 def _seed_sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
     """Return a SeedSequence that is unique to this seed and these numbers below 2**32.
 
-    Smaller seeds keep the sequences of earlier versions, so that their runs can be resumed. Larger seeds take two
-    words in NumPy: in one list with the numbers, they would collide with a smaller seed and other numbers.
+    Seeds below 2**32 keep the sequences of earlier versions, so that runs of those can be resumed. NumPy splits larger
+    seeds into two words: in one list with the numbers, they would collide with a smaller seed and other numbers.
     """
     return np.random.SeedSequence([seed, *numbers] if seed < 2**32 else seed, spawn_key=() if seed < 2**32 else numbers)

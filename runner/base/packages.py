@@ -20,11 +20,11 @@ def require(module: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None:
             raise
-        raise _missing(error.name, extra) from error  # may name a dependency of the module
+        raise _missing(error.name, extra) from error  # error.name may be a dependency of the module
 
 
 def check_installed(module: str, extra: str) -> None:
-    """Raise MissingPackage as `require` does, without importing the module, so that a later import does not fail."""
+    """Raise MissingPackage as `require` does, without importing the module, which is imported later."""
     try:
         is_installed = importlib.util.find_spec(module.partition(".")[0]) is not None
     except (ImportError, ValueError):  # a partially removed package

@@ -11,7 +11,7 @@ from pathlib import Path
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import LOCAL_PATH, URL
 
-_left_folders: list[str] = []  # folders that `working_folder` has left, outermost first
+_left_folders: list[str] = []  # working directories to which active `working_folder` calls return, outermost first
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -46,7 +46,7 @@ def parse_path(text: str) -> Path:
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[None]:
-    """Change the working directory inside the context; `path_for_user` accounts for that of the user's shell."""
+    """Change the working directory inside the context; `path_for_user` returns paths that remain valid outside."""
     try:
         previous = os.getcwd()  # noqa: PTH109 - `is_elsewhere` compares it
     except FileNotFoundError:  # it was removed

@@ -1,4 +1,4 @@
-"""Plots for plots/: matplotlib figures without its global state, encoded as PNG."""
+"""Plots for plots/: matplotlib figures without pyplot's global state, encoded as PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
 
 
 def notebook_figure() -> Any:
-    """Return an empty matplotlib Figure that a notebook shows, without pyplot and its global state."""
+    """Return an empty matplotlib Figure that a notebook shows, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     class ShownFigure(Figure):  # type: ignore[misc]

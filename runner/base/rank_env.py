@@ -122,7 +122,7 @@ def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process: batch scripts and salloc shells have no step, or a special number."""
+    """Return whether srun started this process: batch scripts and salloc shells have no step ID, or a special one."""
     step = environment.get("SLURM_STEP_ID", "")
     is_special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special
@@ -221,7 +221,7 @@ _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """Expand ranges such as `01-03,7`, keeping leading zeros. Raises ValueError if there are none."""
+    """Expand ranges such as `01-03,7`, keeping leading zeros. Raises ValueError if there is no number."""
     numbers: list[str] = []
     for part in ranges.split(","):
         low, _, high = part.partition("-")

@@ -43,8 +43,8 @@ class SampleSeeding:
     """Seed the global generators of this process for dataset code, and restore them afterwards.
 
     Use of generators is detected, not assumed. All are seeded for the first samples; later, only
-    those that were used. The others are compared before and after each batch: if one has changed, that batch is
-    read again with it seeded. A dataset that does not draw thus costs one comparison per batch.
+    those that were used. The others are compared before and after each batch: if one has changed, that batch is read
+    again with this generator seeded, too. A dataset that does not draw thus costs one comparison per batch.
 
     Not thread-safe: while one thread reads, no other may draw.
     """
@@ -55,7 +55,7 @@ class SampleSeeding:
         self._is_learning = False  # all generators are seeded for this batch, to detect which are used
         self._used: list[int] = []  # indices of generators that the dataset used
         self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
-        self._generators: Sequence[GlobalGenerator] = ()  # for this batch: a dataset may change the current GPU
+        self._generators: Sequence[GlobalGenerator] = ()  # determined per batch: a dataset may change the current GPU
         self._seeded_states: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
@@ -131,7 +131,7 @@ class SampleSeeding:
 
 
 class NoSeeding(SampleSeeding):
-    """For cached samples, which are read without running task code."""
+    """Seed nothing: for cached samples, which are read without running task code."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         return reading(key)
@@ -271,7 +271,7 @@ def _to_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, .
 
 
 def _get_states(generators: Sequence[GlobalGenerator]) -> list[Any]:
-    """Return the state of each; called twice per batch, so the first three are unrolled."""
+    """Return the state of each generator; called twice per batch, so the first three are unrolled."""
     of_torch, of_numpy, of_python = generators[:3]
     states = [of_torch.get_state(), of_numpy.get_state(), of_python.get_state()]
     if len(generators) > len(states):

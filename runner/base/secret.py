@@ -49,12 +49,13 @@ def has_secret_shape(text: str) -> bool:
 
 
 def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> list[str]:
-    """Return the names under which arguments give a secret.
+    """Return the names of the arguments that contain a secret.
 
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
-    options  returns the names of options, called only if such a value is found. A value that is also the name of an
-             option is not a secret: it stays in files, which could not be read back without it
+    options  function that returns the names of all options, called only if such a value is found. A value that is also
+             the name of an option is not a secret, and is not redacted in files, which could not be read back without
+             it
     """
     arguments = tuple(arguments)
     values = [
@@ -121,9 +122,9 @@ def redact(text: str) -> str:
 def redact_message(text: str) -> str:
     """Redact secrets in a text for users only: screens, logs, exceptions, output of a task.
 
-    Also redacts values of the environment that `redact` keeps, where they are separate words, and X in `password=X`
-    if a secret variable holds X, or X has 8 characters and a digit. A common word such as `training` is kept
-    elsewhere: replacing it throughout would reveal the password.
+    Also redacts values of the environment that `redact` keeps, where they are separate words, and X in `password=X` if
+    a secret variable holds X, or if X has at least 8 characters and a digit. A password that is a common word, such as
+    `training`, is redacted only in `password=X`: redacting the word everywhere would reveal it.
     """
     if len(text) < _SHORTEST:
         return text
@@ -161,7 +162,8 @@ def _is_secret_variable(name: str) -> bool:
 def _secret_values() -> dict[str, str]:
     """Return the value of each secret variable -> its name, longest first.
 
-    Values remain known: a program may remove a password from its environment once it has read it.
+    A value is remembered after its variable was removed: a program may delete a password from its environment once it
+    has read it.
     """
     global _values, _last_environment
     current = getattr(os.environ, "_data", None)  # os.environ decodes each name: 0.2 ms a call

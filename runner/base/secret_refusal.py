@@ -1,4 +1,4 @@
-"""Refuse secrets in arguments and configuration files, without repeating them."""
+"""Refuse secrets in arguments and configuration files, without printing them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def rank_shares(
     memory_bytes: Sequence[int | None],
     micro_batch_sizes: Sequence[int | None],
 ) -> tuple[RankShare, ...]:
-    """Return one row per rank. If its micro-batch size is None or above its share, the share is one micro-batch."""
+    """Return one row per rank. A rank without a micro-batch size, or with one above its share, has one micro-batch."""
     total = sum(shares)
     return tuple(
         RankShare(rank, device, memory, share, 100 * share / total, min(micro or share, share))
@@ -122,10 +122,10 @@ def rank_shares(
 
 
 def format_identity(rows: Sequence[RankShare]) -> str:
-    """Format the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
+    """Format the shares as a sum: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
     Adjacent ranks with equal shares and micro-batches become one term: `4 x 16 (ranks 0-3: 2 x 8)`. If the line would
-    still exceed 120 columns, it contains only the sum of the shares as `format_sum` returns it.
+    still exceed 120 columns, it contains only what `format_sum` returns for the shares.
     """
     lead = f"{sum(row.share for row in rows)} samples per update = "
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
@@ -140,7 +140,7 @@ def format_sum(shares: Sequence[int]) -> str:
 
 
 def format_lines(rows: Sequence[RankShare]) -> list[str]:
-    """Format the table as plain text with aligned columns: a header, then one line per rank."""
+    """Format the rows as a table of plain text: a header, then one line per rank."""
     heading = ("rank", "share", "micro-batches", "memory", "device")
     return format_table([heading, *(_format_cells(row) for row in rows)], ">><><")
 
@@ -151,7 +151,7 @@ def format_shares(shares: Sequence[int]) -> str:
 
 
 def _quotas(total: int, weights: dict[int, Fraction], minimum: int) -> dict[int, Fraction]:
-    """Return fractions that sum to `total`: weight times a common factor, or `minimum` if that is more."""
+    """Return fractions that sum to `total`: each is its weight times a common factor, but at least `minimum`."""
     quotas: dict[int, Fraction] = {}
     free = dict(weights)
     while True:

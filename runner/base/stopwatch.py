@@ -1,8 +1,9 @@
 """Measure the time of each part of a phase without synchronizing with the device.
 
-Time is attributed to the part whose lap ends next, so the parts sum to the elapsed time. On a CPU the host's
-clock is used. On a GPU the parts are marked by events on the device's stream, which are read when complete, an update
-or two later. So nothing blocks, and host work that overlaps with work of the device is not counted.
+The time between two calls of `lap` is attributed to the part given to the second call, so the parts sum to the elapsed
+time. On a CPU the host's clock is used. On a GPU the parts are marked by events on the device's stream, which are read
+when complete, an update or two later. So nothing blocks, and host work that overlaps with work of the device is not
+counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OUTSIDE = ("starting", "first_update", "closing")
 """Parts of a run before and after its timed updates."""
 
 THROUGHPUT = "perf/throughput"
-"""Key in metrics.jsonl: items per second of the updates of a phase until the row, except a process's first update."""
+"""Key in metrics.jsonl: items per second over the updates of the phase so far, without the first one of a process."""
 
 Seconds = Mapping[str, float]
 TimeSnapshot = Callable[[], Seconds]
@@ -68,7 +69,7 @@ class Stopwatch:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Attribute the time inside, between updates, to `part`, except for nested parts."""
+        """Attribute the time inside the context to `part`, except for nested parts; called between updates."""
         self.lap(self._between)
         outer, self._between = self._between, part
         try:
@@ -89,7 +90,7 @@ class Stopwatch:
         return Lap(self._update, _subtract(self._stopped, self._before)) if self._stopped else None
 
     def snapshot(self) -> TimeSnapshot:
-        """Return a function for the totals at the end of the last update, valid once the device has reached it."""
+        """Return a function for the totals at the end of the last update, which waits for the device if necessary."""
         spent = self._stopped
         return lambda: spent
 
@@ -105,10 +106,10 @@ class Stopwatch:
 
 @dataclass
 class _Group:
-    """Events of an update and of the time before it; the first one is the last of the previous group.
+    """Events of an update and of the time before it; the first event is also the last one of the previous group.
 
-    is_rest  whether it follows the last update
-    spent    totals at its end, once known
+    is_rest  True for the time after the last update
+    spent    totals per part at the end of the group, once known
     """
 
     update: int
@@ -124,7 +125,7 @@ class DeviceStopwatch(Stopwatch):
         from torch import Event
 
         self._new_event = partial(Event, device, enable_timing=True)
-        self._free: list[torch.Event] = []  # for reuse: creating events takes longer
+        self._free: list[torch.Event] = []  # reused, because creating an event takes longer
         super().__init__(on_lap)
 
     def begin(self) -> None:

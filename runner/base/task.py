@@ -25,10 +25,10 @@ class Dataset(Protocol):
     the batch itself, of any other type, such as a tuple or dict of tensors (faster: no separate samples are created).
     Optionally defines `set_epoch(epoch: int)`, called before samples of that epoch are read: random augmentation should
     draw from `sample_rng(seed, epoch, index)`, so that a sample is the same in every worker.
-    `dataloader.cache` also caches samples with a random part, and batches that do not have one row per sample, if the
-    dataset splits `__getitems__` into two methods, so that it returns `self.compose(self.load_fixed, indices)`:
-    `load_fixed(indices)` returns a tensor, or a tuple or dict of tensors, with a row per index that is always the same;
-    `compose(load, indices)` returns the batch, and calls `load` with any indices of the dataset.
+    `dataloader.cache` requires samples without a random part, and batches with one row per sample. A dataset with other
+    samples or batches can be cached if its `__getitems__` returns `self.compose(self.load_fixed, indices)`. What
+    `load_fixed(indices)` returns is cached: a tensor, or a tuple or dict of tensors, with a row per index that is
+    always the same. `compose(load, indices)` returns the batch, and calls `load` with any indices of the dataset.
     """
 
     def __len__(self) -> int: ...
@@ -55,7 +55,7 @@ class Progress:
     """Progress of a training phase before its next update.
 
     update  completed updates of this phase, out of `total`
-    epoch   passes over the training data so far, as a fraction
+    epoch   number of passes over the training data so far, with a fractional part, such as 1.5
     """
 
     phase: str
@@ -92,11 +92,11 @@ State = dict[str, Tensor]
 
 
 class Fit:
-    """Statistics of the training data, without gradients: the work of a phase of kind "fit".
+    """Statistics of the training data, collected without gradients in a phase of kind "fit".
 
     The state is a dict of tensors on the model's device whose size does not depend on the data, so it can be streamed
     and saved at any time. `merge` combines two states; the result must not depend on how the data is divided, except
-    for rounding. Accumulate values that are additive: float64 sums, counts, Welford's moments.
+    for rounding. Accumulate quantities that can be merged: float64 sums, counts, moments as in Welford's algorithm.
     """
 
     def start(self) -> State:
@@ -112,16 +112,16 @@ class Fit:
         raise NotImplementedError(f"{type(self).__name__} must define merge(one, other) -> state")
 
     def finish(self, model: nn.Module, state: State) -> Mapping[str, float]:
-        """Store the result in the model, once all data was read; return metrics to display, may be empty."""
+        """Store the result in the model, once all data was read; return metrics to display, if any."""
         raise NotImplementedError(f"{type(self).__name__} must define finish(model, state)")
 
 
 class Gather:
-    """A metric of all samples of an evaluation together, such as AUROC.
+    """A metric that is computed from all samples of an evaluation at once, such as AUROC.
 
-    compute  rows of all samples, in their order -> number, or a mapping of names to numbers. `evaluate` returns the
-             rows of a batch under the name of the metric: a tensor, or a tuple or dict of tensors, which are passed as
-             arguments
+    compute  function that receives the rows of all samples, in sample order, and returns a number, or a mapping of
+             names to numbers. `evaluate` returns the rows of a batch under the name of the metric: a tensor, or a tuple
+             or dict of tensors, which become the arguments of `compute`
     """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
@@ -148,12 +148,13 @@ class Task:
 
     item              name of the unit that the loss averages over, e.g. "token"
     items_per_sample  expected number of items per sample; scales gradients into range without changing results
-    baseline_name     what the trivial model of `baselines` is, e.g. "byte bigram model"
-    phase             current phase, or the one whose checkpoint predicts; dataset, evaluate, baselines,
+    baseline_name     name of the trivial model whose metrics `baselines` returns, e.g. "byte bigram model"
+    phase             current phase; in inference, the phase that trained the model. dataset, evaluate, baselines,
                       items_per_sample and baseline_name may depend on it
-    losses            phase name -> loss function, for tasks with several phases; "train" is `loss` by default
+    losses            phase name -> loss function, for tasks with several phases; phases without an entry use `loss`
     fits              phase name -> Fit, for phases of kind "fit"
-    splits            names of splits that `dataset` returns besides train, val and test; `evaluate` refuses others
+    splits            names of splits that `dataset` returns besides train, val and test; the command `evaluate` accepts
+                      no others
     loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; it then
                       depends on the split into micro-batches, and is not checked to be a sum
 
@@ -171,7 +172,7 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         """Return the loss summed over the items of this batch, and the number of items.
 
-        A third value may map names to (sum, count) of further training metrics, reported as train/NAME.
+        A third element of the tuple may map names to (sum, count) of further training metrics, reported as train/NAME.
         A task whose loss couples the samples of a batch defines `embed` and `couple` instead.
         """
         if type(self).embed is not Task.embed:
@@ -180,10 +181,11 @@ class Task:
 
     @default
     def objectives(self) -> Mapping[str, Mapping[str, Any]]:
-        """Objectives of an update, in order: name -> its keys; by default OBJECTIVES of the task's file.
+        """Objectives of an update, in order: name -> its settings; by default OBJECTIVES of the task's file.
 
-        The loss is then `loss(model, batch, objective)`, called for each. Keys: `trains` (names or prefixes of
-        parameters), `every`, `shares`, `optimizer`, `scheduler` and their keys, `max_grad_norm`.
+        A task with objectives defines `loss(model, batch, objective)`, which is called for each. Settings: `trains`
+        (names or prefixes of parameters), `every`, `shares`, `optimizer` and `scheduler` with their settings,
+        `max_grad_norm`.
         """
         objectives: Mapping[str, Mapping[str, Any]] = getattr(sys.modules.get(type(self).__module__), "OBJECTIVES", {})
         return objectives
@@ -209,8 +211,8 @@ class Task:
     def stream(self, split: str, shard: int, num_shards: int) -> Iterable[Any]:
         """Return an iterable over the samples of a shard of `split`, in a fixed order; used instead of `dataset`.
 
-        Each sample belongs to one of the `num_shards` shards (`data.shards`). Called for each pass over a shard. The
-        iterable may define `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
+        Each sample belongs to one of the `num_shards` shards (`data.shards`). Called again for each pass over a shard.
+        The iterable may define `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
         """
         raise NotImplementedError
 
@@ -224,7 +226,7 @@ class Task:
 
     @default
     def losses(self) -> Mapping[str, Callable[[nn.Module, Any], Sum]]:
-        """Phase name -> (model, batch) -> (loss summed over items, items). Phases without an entry use `loss`."""
+        """Phase name -> loss function, with the arguments and result of `loss`. Phases without an entry use `loss`."""
         return {}
 
     @default
@@ -234,7 +236,7 @@ class Task:
 
     @default
     def packages(self) -> Mapping[str, Mapping[str, str]]:
-        """Phase name, or "infer" -> packages that it imports lazily -> extra of accel-run that installs each.
+        """Packages imported lazily: phase name, or "infer" -> package -> extra of accel-run that installs it.
 
         They are checked before the first update, so that a run does not fail after hours of training.
         The extra is "" for a package that is installed by its own name.
@@ -252,10 +254,10 @@ class Task:
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
-        """Return metrics of one batch as sums and counts; added over batches and ranks, then divided once.
+        """Return metrics of one batch as (sum, count), which are added over batches and ranks, then divided once.
 
-        By default these are the loss and the metrics in its third value; with OBJECTIVES, they are named
-        OBJECTIVE/loss and so on.
+        By default these are the loss and the metrics that `loss` returns as third element; with OBJECTIVES, they are
+        named OBJECTIVE/loss and so on.
         """
         if not self.objectives:
             return _as_metrics(self.loss(model, batch))
@@ -265,13 +267,13 @@ class Task:
     def metrics(self, split: str) -> Mapping[str, Any]:
         """Return the metrics of `split` that are not sums: name -> torchmetrics.Metric or `Gather`.
 
-        For these, `evaluate` returns the arguments of the metric's update for a batch instead of (sum, count). States
-        are merged over batches and ranks, and computed once.
+        For these, `evaluate` returns the arguments of `Metric.update` for a batch, or the rows of a `Gather`, instead
+        of (sum, count). The states of a metric are merged over batches and ranks, and its value is computed once.
         """
         return {}
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Derive the displayed metrics from the divided ones, e.g. bits per byte from the loss."""
+        """Derive the displayed metrics from the averaged ones, e.g. bits per byte from the loss."""
         return metrics
 
     def baselines(self) -> Mapping[str, float]:
@@ -288,16 +290,16 @@ class Task:
     def blocks(self) -> Sequence[nn.Module]:
         """Return the repeated blocks of the model: units of checkpointing, sharding and regional compilation.
 
-        By default the modules of each ModuleList, and of each Sequential of several modules of one composite class,
-        however deep in the model; blocks within blocks are not returned.
+        By default these are the modules in each ModuleList, and in each Sequential of several modules of one class that
+        has submodules and parameters, at any depth. Blocks within blocks are not returned.
         """
         return repeated_blocks(self.model)
 
     def layers(self) -> Sequence[nn.Module]:
         """Return modules whose sequential composition equals the model; for pipelines.
 
-        They share and cover the model's parameters. The first receives the arguments of the model; floating-point
-        tensors or tuples of such are passed between them.
+        Together they contain all parameters of the model itself, not copies. The first layer receives the arguments of
+        the model; floating-point tensors, or tuples of them, are passed between the layers.
         """
         if isinstance(self.model, nn.Sequential):
             return list(self.model)

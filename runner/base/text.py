@@ -31,7 +31,7 @@ class ExceptionInfo:
 
     kind     class name
     bases    names of its base classes
-    message  its message; a placeholder in brackets if it has none
+    message  its message; a placeholder in parentheses if its __str__ raises
     frames   from the outermost to the line that raised
     cause    its cause or context
     is_from  whether it was raised explicitly `from` its cause
@@ -127,11 +127,11 @@ def format_table(
 
     A row with a single cell among longer rows is a title and is printed unchanged.
 
-    sides      alignment of each column: < or >; the last one is that of all further columns
+    sides      alignment of each column: < or >; the last character applies to all further columns
     droppable  names of columns in the order in which they are dropped on a narrow screen
     columns    screen width; 0: unlimited
     indent     precedes each line
-    widest     column -> width; longer cells do not widen that column, but push the rest of their row
+    widest     index of a column -> its maximum width; longer cells shift the rest of their row to the right
     """
     if not rows:
         return []
@@ -216,19 +216,19 @@ def _wrap_help_line(line: str, columns: int, *, is_usage: bool = False) -> list[
     if indent and cells and cells[-1].end() > columns // 2:
         description = " " * (indent + 4) + line[cells[-1].end() :]
         return [line[: cells[-1].start(1)], *_wrap_line(description, columns, 0)]
-    if indent > columns // 2:  # the description of the line above
+    if indent > columns // 2:  # continues the description in the line above
         return _wrap_line(" " * 6 + text, columns, 0)
-    if is_usage:  # not a command to paste
+    if is_usage:  # may be broken, because it is not a command to paste
         return _wrap_line(line, columns, 2 if indent else len("usage: ") + 2, kept=_USAGE_PART)
     return _wrap_line(line, columns, 2 if indent else 0)
 
 
 def wrap(text: str, columns: int) -> str:
-    """Wrap the text to lines of this width; only longer words and commands are not broken.
+    """Wrap the text to lines of this width, without breaking words and commands.
 
     Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
-    In a list of several entries with one label, all continuation lines are indented by two from the entries.
-    Commands are meant to be pasted: a terminal copies lines that it wraps itself as one.
+    If a label has several entries below each other, continuation lines are indented by two from the entries. Commands
+    are not broken because they are meant to be pasted: if the terminal wraps a line, it still copies it as one.
     """
     lines = text.split("\n")
     indents = [len(line) - len(line.lstrip()) for line in [*lines[1:], ""]]
@@ -244,7 +244,7 @@ def _wrap_line(
 
     hanging  indentation of continuation lines, relative to the first
     below    indentation of the next line; if it equals the column of the last cell, that line is another entry
-    kept     what is not broken; default: commands
+    kept     pattern of text that is not broken; default: commands
     """
     if len(line) <= columns:
         return [line]
@@ -268,7 +268,7 @@ def abbreviate(items: Sequence[object], shown: int = 4, separator: str = ", ") -
 def format_metric(value: float | None, digits: int = 4) -> str:
     """Format the value of a metric for display, without an exponent below a billion: 12,440 rather than 1.244e+04.
 
-    None (as in files) and NaN mean a metric without items. Other non-finite values are null in files, too.
+    None and NaN mean that the metric had no items. Files store NaN and infinite values as null, which is read as None.
     """
     if value is None or math.isnan(value):
         return NOT_MEASURED
@@ -292,7 +292,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes with at least three digits, in the largest unit that gives at least 0.1, or at least 1 TiB.
+    """Format bytes with at least three digits, in the largest unit in which the size is at least 0.1 (TiB: at least 1).
 
     All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
     """

@@ -85,12 +85,12 @@ Seed = Annotated[int, Range("an integer from 0 to 2**64 - 1", low=0, high=2**64,
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
 PositiveInt = Annotated[int, Range("an integer of at least 1", low=1)]
 Iterations = Annotated[int, Range("an integer from 1 to 99", low=1, high=99)]
-MAX_THREADS = 1024  # systems refuse several thousand, and torch then crashes
+MAX_THREADS = 1024  # with several thousand, systems refuse to create threads, and torch crashes
 Threads = Annotated[int, Range(f"an integer from 1 to {MAX_THREADS}", low=1, high=MAX_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"auto|cpu|(cuda|xpu)(:\d+)?|mps")]
 # s3://bucket/x is a valid local path, in folder `s3:`, but never intended: files are read and written locally only.
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
-# pathlib and some shells collapse two slashes to one. Such a folder name is never intended.
+# A URL whose two slashes pathlib or a shell has collapsed to one. Such a folder name is never intended.
 _ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
 LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
