@@ -1,4 +1,4 @@
-"""Settings of other tools: suggest the equivalent here, without ever accepting them silently."""
+"""Settings of other tools: suggest the equivalent setting of accel-run, without ever accepting them silently."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _RESUME = "accel-run resume, or resume NAME; for a new run that starts from anot
 _TASK_SETTING = "it belongs to the task; use task.NAME=VALUE for a parameter of its build()"
 _RENDEZVOUS_SETTING = "ranks on one machine find each other; for several machines, see docs/scale.md"
 
-# Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
-# other trainers, such as trainer.max_epochs, is also found without the group's name.
+# Suggestion -> equivalent keys of other trainers; {} is replaced by the given value. Names of groups that are common
+# there, such as trainer in trainer.max_epochs, are ignored.
 _EQUIVALENTS: Mapping[str, str] = {
     "accel-run benchmark suite=ladder to compare settings, or backend=fast for cuDNN's search": "benchmark",
     _BATCH: "batch_size bs batchsize b"

@@ -1,4 +1,4 @@
-"""Settings of torch's caching allocator, which it reads from the environment when it is imported."""
+"""Settings of the caching allocator, which torch reads from the environment when it is imported."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from runner.config.yaml_text import parse_config
 
 
 def compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
-    """Compose with Hydra; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
+    """Compose with Hydra; return the tree with the chosen options under `hydra_choices`. Raises ConfigError."""
     key = ("groups", tuple(sorted(groups.items())), request.task_file is not None, request.config_dir)
     return cached_config(key, partial(_compose_with_hydra, groups, request, problems))
 
@@ -55,7 +55,7 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
     overrides = [f"~{group}" if group in without_file else f"{group}={option}" for group, option in groups.items()]
     if request.task_file:
         overrides.append("~task")
-    overrides += [f"~hydra/{group}" for group in _hydra_groups()]  # nothing reads them; they take a third of the time
+    overrides += [f"~hydra/{group}" for group in _hydra_groups()]  # never read; they would take a third of the time
     profile = find_config_file("hardware", groups.get("hardware", ""), request.config_dir)
     if profile and not read_config_text(profile, request.config_dir).startswith(GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
@@ -107,7 +107,7 @@ def _own_hydra() -> Iterator[None]:
 
 @contextmanager
 def _convert_errors(groups: Mapping[str, str], config_dir: Path | None, problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise ConfigError with these problems and one for an error of Hydra, OmegaConf or a file."""
+    """Convert an error of Hydra, OmegaConf or a file to a ConfigError that also has the earlier `problems`."""
     try:
         yield
     except yaml.MarkedYAMLError as error:
@@ -222,7 +222,7 @@ def resolve_references(
 
 
 def _has_reference(value: Any) -> bool:
-    """Return whether a value refers to another one; only then OmegaConf must construct the tree, which is slow."""
+    """Return whether a value contains ${...}; if none does, OmegaConf need not construct the tree, which is slow."""
     if isinstance(value, Mapping):
         return any(_has_reference(item) for item in value.values())
     if isinstance(value, (list, tuple)):

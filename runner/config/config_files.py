@@ -13,7 +13,7 @@ from runner.base.paths import shipped_path
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import GROUPS, find_signature, list_options
 
-GLOBAL = "# @package _global_"  # Hydra: the keys of this file are those of the whole configuration
+GLOBAL = "# @package _global_"  # for Hydra: this file contains top-level keys
 
 
 _cache: MutableMapping[Any, Any] | None = None
@@ -41,7 +41,7 @@ def cached_config(key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> d
 
 
 def base_option(group: str, option: str, config_dir: Path | None) -> str:
-    """Return the shipped option that a file extends through its defaults list; its own name if there is none."""
+    """Return the shipped option that a file extends through its defaults list; the option itself if it extends none."""
     visited: list[str] = []
     while find_signature(group, option) is None and option not in visited:
         visited.append(option)
@@ -100,7 +100,7 @@ def file_keys(group: str, option: str, config_dir: Path | None, known_keys: Cont
     file = find_config_file(group, option, config_dir)
     is_global = not group or (file is not None and GLOBAL in read_config_text(file, config_dir))
     keys = [key for key, _ in flatten(content, "" if is_global else f"{group}.", known_keys)]
-    return [key for key in keys if group != "hardware" or not key.startswith("hardware.")]  # facts are not settings
+    return [key for key in keys if group != "hardware" or not key.startswith("hardware.")]  # facts, not settings
 
 
 def option_values(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def find_config_file(group: str, option: str, config_dir: Path | None) -> Path |
 
 
 def read_config_text(file: Path, config_dir: Path | None) -> str:
-    """Return the text of a configuration file; files that are not shipped are guarded."""
+    """Return the text of a configuration file; files that are not shipped are checked."""
     if config_dir is not None and file.is_relative_to(config_dir):
         return read_guarded(file, config_dir)
     return file.read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def shadowing_notes(config_dir: Path | None) -> Iterator[str]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "", stop: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with dotted names. Keys in `stop` are leaves; an empty group has none."""
+    """Yield (dotted name, value) of each leaf; keys in `stop` are leaves, and groups without content are left out."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in stop:

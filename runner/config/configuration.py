@@ -51,7 +51,7 @@ from runner.config.value_checks import check_values, find_contradictions
 class Choice:
     """The chosen option of a group: its name, the function that implements it, and its keys.
 
-    extension  reference to a function of the task or a package that extends a shipped one; empty: none
+    extension  reference to a function of the task or a package that extends the shipped function; empty: none
     """
 
     name: str
@@ -60,12 +60,12 @@ class Choice:
     extension: str = ""
 
     def uses(self, *options: str) -> bool:
-        """Return whether the function of one of these shipped options implements it, even if it has another name."""
+        """Return whether one of these shipped options implements this choice, even under another name."""
         return self.function in options
 
     @property
     def reference(self) -> str:
-        """Return the argument of `find_signature` for the signature with all keys of this option."""
+        """Return the reference for which `find_signature` returns all keys of this option."""
         return self.extension or self.function
 
     @property
@@ -99,18 +99,20 @@ class PhaseSettings:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The validated settings of the user; code after this does not depend on Hydra.
+    """The validated settings of the user; code that uses it does not depend on Hydra.
 
     choices  group -> choice, for every group but hardware
     phases   all phases of the task, in order; `settings.phases` selects those that run
     hooks    hooks of the task file and of packages, each with its keys and `enabled`
     objective_keys  keys of the objectives, `objective.NAME.KEY`
-    phase_keys  keys of the phases; empty if the task declares none, so its only phase has the settings of the run
+    phase_keys  keys of the phases; empty if the task declares no phases: its only phase then has the settings of the
+                run
     hardware facts of the chosen profile; its name is `profile`
-    for_auto keys of the task for the option that the plan chooses for `auto`, such as precision.keep_fp32
+    for_auto settings of the task for options that the plan may choose for `auto`, such as precision.keep_fp32
     sources  key or group -> what set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
     notes    messages for the user, such as shadowed files
-    has_updates  False for commands that use a trained model: they need no valid division of an update
+    has_updates  False for commands that use a trained model: they do not check the division of an update into
+                 micro-batches
     """
 
     settings: Settings
@@ -138,7 +140,7 @@ class Configuration:
         return self.sources.get(key) == "command line"
 
     def flat(self) -> dict[str, Any]:
-        """Return every key with its value; a group's own key holds the name of the option."""
+        """Return every key with its value; the value of a group's own key is the name of its option."""
         values: dict[str, Any] = dict(flatten(dataclasses.asdict(self.settings)))
         for group, choice in self.choices.items():
             values[group] = choice.name
@@ -159,8 +161,8 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     has_updates  see `Configuration`
 
     Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist, and
-    SecurityRefusal for files that would call code or leave their folder. A secret is refused first and alone, so that
-    no other message repeats it.
+    SecurityRefusal for files that would call code or leave their folder. A secret is reported first and as the only
+    problem, so that no other message repeats it.
     """
     refuse_secrets(request.overrides, partial(collect_option_names, request.task_file, request.config_dir))
     _check_paths(request)

@@ -1,4 +1,4 @@
-"""Options, hooks and tasks defined by a task file or an installed package, found without executing any of it.
+"""Options, hooks and tasks defined by a task file or an installed package, found without executing their code.
 
 Only the user can name code: with --task, or by installing a package with entry points.
 """
@@ -74,7 +74,7 @@ def _read_packages() -> ParsedTables:
 
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
-    all_points = entry_points()  # once: it reads a file of each installed package
+    all_points = entry_points()  # called once, because it reads a file of each installed package
     points = {
         entry_point: None
         for group in (*TABLE_ENTRY_POINTS, TASK_ENTRY_POINTS)

@@ -2,8 +2,8 @@
 
 A table of options is a literal mapping, `OPTIMIZERS = {"lion": lion}`; hooks are a literal list of classes,
 `HOOKS = [LogImages]`. As with shipped options, the parameters after `*` are the keys, and the docstring describes
-them. An entry of some tables extends a shipped option, `PRECISIONS = {"float8": ("bf16", float8)}`, and has its keys,
-too. Techniques of the benchmark are literal overrides, `TECHNIQUES = {"fast": ["precision=bf16"]}`.
+them. In some tables, an entry extends a shipped option, as in `PRECISIONS = {"float8": ("bf16", float8)}`, and also has
+the keys of that option. Techniques of the benchmark are literal overrides, `TECHNIQUES = {"fast": ["precision=bf16"]}`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OPTION_TABLES: Mapping[str, OptionTable] = {
 }
 HOOK_TABLE, HOOK = "HOOKS", "hook"
 TECHNIQUE_TABLE, TECHNIQUE = "TECHNIQUES", "technique"
-RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # a column of the results, and arguments
+RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # used by `benchmark` itself
 _HOOK_FILE = PACKAGE / "engine" / "hooks" / "hook.py"
 _HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # that hooks of a task may define
 ENABLED = "enabled"  # key of every hook
@@ -123,7 +123,7 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         tree, functions, classes = read_module(file), read_functions(file), read_classes(file)
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         unparsed = Problem(f"{file} cannot be parsed", where, "reinstall the package, or uninstall it")
-        return {}, (unparsed,) if package else ()  # a task file is reported by read_task
+        return {}, (unparsed,) if package else ()  # read_task reports an invalid task file
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
     family = _HookFamily(find_local_names(tree, ("runner.Hook",)), classes, find_used_names(tree))
@@ -351,9 +351,9 @@ def _find_hook_error(kind: ast.ClassDef | None, signature: Signature | None) -> 
 
 
 class _HookFamily(NamedTuple):
-    """What a file shows about the callers of its hooks.
+    """Names in a file that show which code can call the methods of its hooks.
 
-    bases    names of runner.Hook in this file
+    bases    names by which this file refers to runner.Hook
     classes  classes of this file by name
     used     names that this file reads
     """
@@ -363,7 +363,7 @@ class _HookFamily(NamedTuple):
     used: Collection[str]
 
     def is_complete(self, kind: ast.ClassDef) -> bool:
-        """Return whether no other code can call its methods: all bases are in this file, and `self` is not passed on.
+        """Return whether no other file can call methods of the class: its bases are here, and `self` is not passed on.
 
         A base class of another file may call methods that its subclasses define.
         """
@@ -400,7 +400,7 @@ def find_local_names(tree: ast.Module, qualified: Collection[str]) -> set[str]:
 
 
 def find_used_names(tree: ast.Module) -> set[str]:
-    """Return the attributes, variables and strings that a file reads: a method may be called by any of them."""
+    """Return the attributes, variables and strings that a file reads: a method may be called through any of them."""
     nodes = [*ast.walk(tree)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -413,7 +413,7 @@ def hook_methods() -> list[str]:
 
 
 def _find_uncalled(kind: ast.ClassDef, family: _HookFamily) -> tuple[str, str] | None:
-    """Return a method that nothing calls: one of another framework (`on_...`), or a typo in one of runner.Hook."""
+    """Return an error for a method that is never called: an `on_...` of other frameworks, or a misspelled method."""
     if not family.is_complete(kind):
         return None
     methods = hook_methods()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 32
-MAX_NODES = 3_000  # with aliases expanded; more would take seconds
+MAX_NODES = 3_000  # with aliases expanded; parsing more would take seconds
 MAX_CHARACTERS = 1 << 20  # of all values, with every ${KEY} replaced
 
 # Environment variables that a configuration may use: paths, and variables of schedulers. None of them is a secret.
@@ -37,7 +37,8 @@ ENVIRONMENT = (
 def read_guarded(file: Path, root: Path) -> str:
     """Return the text of a YAML file in the folder `root`, once it has been found safe to parse.
 
-    Raises SecurityRefusal if it would run code or leave the folder, ConfigError for everything else.
+    Raises SecurityRefusal if the file would run code or refers to files outside of `root`, ConfigError for any other
+    problem.
     """
     text = _read_text(file, root)
     _check_text(text, str(file))
@@ -66,7 +67,7 @@ def refuse_calls(key: str, value: Any, where: str) -> None:
 
 
 def refuse_growth(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; nothing is constructed."""
+    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; only computes the size."""
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
     nodes, characters = _expanded_size(tree, tree, (), sizes, set())
     if nodes > 2 * MAX_NODES or characters > MAX_CHARACTERS:
@@ -82,7 +83,7 @@ def _expanded_size(
     sizes: dict[tuple[Any, ...], tuple[int, int]],
     ancestors: set[tuple[Any, ...]],
 ) -> tuple[int, int]:
-    """Return the number of values and characters after expansion; OmegaConf reports circular references."""
+    """Return the number of values and characters after expansion. OmegaConf later reports circular references."""
     if not isinstance(value, (str, Mapping, list)):
         return 1, 0
     if isinstance(value, str) and "${" not in value:
@@ -109,7 +110,7 @@ def _expanded_size(
 
 
 def _resolve_reference(name: str, tree: Mapping[str, Any], path: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the value that ${name} at `path` refers to, and its path; None if there is none."""
+    """Return the value that ${name} at `path` refers to, and its path; None if there is no such value."""
     relative = name.lstrip(".")
     num_parents = len(name) - len(relative)
     location: tuple[Any, ...] = path[: len(path) - num_parents] if num_parents else ()
@@ -177,9 +178,9 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _check_size(events: Iterable[Event], where: str) -> None:
-    """Raise if the file is more than data of a reasonable size. It is scanned only; nothing is constructed."""
+    """Raise if a file is too large or too deeply nested, or has tags. Only reads the events of the parser."""
     depth = nodes = documents = 0
-    sizes: dict[str, int] = {}  # anchor -> nodes it stands for
+    sizes: dict[str, int] = {}  # anchor -> number of nodes below it
     ancestors: list[tuple[str | None, int]] = []  # enclosing collections: anchor, and the count before it
     for event in events:
         _refuse_tag(event, where)
@@ -233,7 +234,7 @@ def _refuse_interpolation(text: str, where: str) -> None:
 
 def _refuse_foreign_references(tree: Any, text: str, where: str) -> None:
     """Raise if the file sets Hydra's own keys, or its defaults list names anything but options."""
-    heads = [_PACKAGE.match(line.strip()) for line in text.splitlines()]  # split as Hydra splits it: U+2028 ends a line
+    heads = [_PACKAGE.match(line.strip()) for line in text.splitlines()]  # like Hydra: U+2028 ends a line
     for package in [head[1] for head in heads if head]:
         if package not in _PACKAGES:
             raise SecurityRefusal(

@@ -29,7 +29,7 @@ class PhaseKeys:
     """A declared phase of the task, with its options and keys.
 
     options  group -> option
-    keys     by their name within the phase
+    keys     name within the phase -> key
     """
 
     declared: DeclaredPhase
@@ -37,7 +37,7 @@ class PhaseKeys:
     keys: Keys
 
     def tuned_option(self, group: str, run_options: Mapping[str, str]) -> str:
-        """Return the option of the group that the declared values are for."""
+        """Return the option of the group to which the declared values apply."""
         return str(self.declared.settings.get(group, run_options[group]))
 
     def has_key(self, name: str) -> bool:
@@ -65,7 +65,8 @@ class PhaseKeys:
 class Schema:
     """All valid keys of a configuration.
 
-    functions      group -> option whose function implements the chosen option
+    functions      group -> name of the function that implements the chosen option; a user's option may be a variant of
+                   a shipped one
     tuned_options  group -> option for which the task's values were tuned
     phases         the task's phases
     command_keys   keys and flags of the command besides settings
@@ -88,7 +89,7 @@ class Schema:
         return option_with_key(group, key, self.task_file)
 
     def canonical_key(self, key: str) -> str:
-        """Return the key to which `key` belongs: itself, the main key of its group, or the mapping that has it."""
+        """Return the key to which `key` belongs: itself, the main key of its group, or the mapping that contains it."""
         name = key = MAIN_KEYS.get(key, key)
         while name and name not in self.keys:
             name = name.rpartition(".")[0]
@@ -98,10 +99,10 @@ class Schema:
 def find_functions(
     choices: Mapping[str, str], composed: Mapping[str, Any], request: Request, problems: list[Problem]
 ) -> dict[str, str]:
-    """Return group -> option whose function implements the chosen option. Raises ConfigError if one has none."""
+    """Return group -> name of the function that implements the chosen option. Raises ConfigError if there is none."""
     results = {group: _find_function(group, choices[group], composed.get(group) or {}, request) for group in AXES}
     functions = {group: function for group, function in results.items() if isinstance(function, str)}
-    if len(functions) < len(results):  # the keys of the option are unknown, so each of them would be a problem
+    if len(functions) < len(results):  # the keys of the option are unknown, so each of them would be reported
         raise ConfigError([*problems, *(function for function in results.values() if isinstance(function, Problem))])
     return functions
 
@@ -139,7 +140,7 @@ def build_schema(
 
 
 def settings_for_auto(settings: Mapping[str, Any], schema: Schema, problems: list[Problem]) -> dict[str, Any]:
-    """Return the task's values for options that the plan may choose for `auto`."""
+    """Return the task's values for options that the plan may choose where `auto` is selected."""
     result = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -153,7 +154,7 @@ def settings_for_auto(settings: Mapping[str, Any], schema: Schema, problems: lis
 
 
 def explain_unused(key: str, choices: Mapping[str, str], schema: Schema) -> str:
-    """Return why a task's value does not apply: it was tuned for another option. Empty if it applies."""
+    """Return why a task's value does not apply: it was tuned for another option. Return "" if it applies."""
     group, _, name = key.partition(".")
     if group not in AXES or not name:
         return ""

@@ -108,7 +108,7 @@ def _merge_entry(setting: Setting, before: Setting | None) -> Setting:
     if not setting.entry:
         return setting
     mapping = before.value if before else {}
-    if not isinstance(mapping, dict):  # its wrong type is reported
+    if not isinstance(mapping, dict):  # reported as a value of a wrong type
         return before or setting
     return replace(setting, value={**mapping, setting.entry: setting.value}, entry="")
 
@@ -132,7 +132,7 @@ def group_settings(command_line: Mapping[str, str], request: Request) -> Iterato
 
 
 def implied_groups(command_line: Iterable[Setting], chosen: Merged) -> Iterator[Setting]:
-    """Yield parallelism=auto if the command line gives a number of ranks, and nothing chooses how they train."""
+    """Yield parallelism=auto if the command line gives a number of ranks, and no source chooses an option."""
     if chosen["parallelism"].rank == Rank.DEFAULT:
         sizes = [setting for setting in command_line if setting.key == "parallelism.world_size"]
         yield from (Setting("parallelism", "auto", Rank.COMMAND_LINE, COMMAND_LINE, size.where) for size in sizes[:1])
@@ -182,7 +182,7 @@ def file_settings(
     composed: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, problems: list[Problem],
     *, unused: Mapping[str, str], notes: list[str],
 ) -> Iterator[Setting]:  # fmt: skip
-    """Yield the settings of the configuration files, with the user's file that sets the key.
+    """Yield the settings of the configuration files, each with the user's file that sets it, if any.
 
     composed  the tree that Hydra composed from all files
     unused    result of `find_unused_keys`; these keys get the values of the option's file instead
@@ -212,8 +212,9 @@ def file_settings(
 def find_unused_keys(chosen: Merged, profile: str, schema: Schema, folder: Path | None) -> dict[str, str]:
     """Return key -> why the value of a profile or of the user's config.yaml does not apply.
 
-    As in a task, the keys of a group belong to the option that the file selects. Without this rule, the command line
-    could not select another option: the keys of the file would be unknown, or tuned for the other option.
+    As in a task, a key of a group, such as optimizer.betas, applies only to the option that the same file selects.
+    Without this rule, the command line could not select another option: the file's keys would be unknown to that
+    option, or their values tuned for a different one.
     """
     reasons: dict[str, str] = {}
     for file_group, option, rank in (("", "config", Rank.FOLDER_CONFIG), ("hardware", profile, Rank.PROFILE)):
@@ -235,7 +236,7 @@ def find_unused_keys(chosen: Merged, profile: str, schema: Schema, folder: Path 
 def _origins(
     choices: Mapping[str, str], schema: Schema, request: Request, unused: Container[str]
 ) -> dict[str, Setting]:
-    """Return key -> a setting without value, with the rank and file of its source; no entry: a default."""
+    """Return key -> a setting without value, with the rank and file of its source; defaults have no entry."""
     folder, origins = request.config_dir, {}
     chosen = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
     for file_group, option in chosen.items():
@@ -259,7 +260,7 @@ def _origins(
 def task_file_settings(
     task: TaskFile, choices: Mapping[str, str], schema: Schema, problems: list[Problem], notes: list[str]
 ) -> tuple[list[Setting], dict[str, Any]]:
-    """Return the settings of the task's file that apply, and those for options that the plan chooses for `auto`."""
+    """Return the task file's settings that apply, and those for options that the plan may choose for `auto`."""
     values = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in TASK_GROUPS}
     for_auto = settings_for_auto(values, schema, problems)
     settings: list[Setting] = []
@@ -279,7 +280,7 @@ def command_line_setting(key: str, value: Any, argument: str) -> Setting:
 
 
 def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
-    """Yield the setting with the key that it belongs to: an entry of a mapping, or several keys under one name."""
+    """Yield the setting under the key that it sets: itself, a mapping that contains it, or several keys of a group."""
     key, value = setting.key, setting.value
     if not isinstance(value, dict):
         key = MAIN_KEYS.get(key, key)
@@ -301,7 +302,7 @@ def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) ->
 
 
 def _text_of_number(setting: Setting, kind: Any) -> Any:
-    """Return the value; a number given to a text setting becomes the text as written: run=007, task.tag=1e-3."""
+    """Return the value; a number given to a string setting becomes the text as written: run=007, task.tag=1e-3."""
     value, text = setting.value, setting.where.partition("=")[2]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and override_key(setting.where) == setting.key and describe_mismatch(kind, value):
@@ -342,7 +343,8 @@ def choose_phase_options(
 ) -> dict[str, Setting]:
     """Return group -> the setting that selects the option of a phase.
 
-    run           group -> the setting that selects the option of the run, implemented by `functions`
+    run            group -> the setting that selects the option of the run
+    functions      group -> name of the function that implements the run's option
     command_line  settings of the command line for phases
     task_file     the user's task file, which may define options
     """
@@ -367,7 +369,7 @@ def phase_settings(
 ) -> Iterator[Setting]:
     """Yield the settings of a phase: its defaults, those of the run, and those that the task declares for it.
 
-    The run's keys of a group apply only if the phase uses the same option.
+    The run's keys of a group apply only if the phase uses the same option as the run.
     """
     declared = phase.declared
     for name, key in phase.keys.items():
@@ -388,7 +390,7 @@ def merge_phases(
     """Return the settings of all phases.
 
     chosen    for each phase, group -> the setting that selects its option
-    settings  those of the files and of the command line
+    settings  settings of the files and of the command line
     """
     merged: dict[str, Setting] = {}
     for phase, options in zip(schema.phases, chosen, strict=True):
@@ -402,9 +404,9 @@ def merge_phases(
 
 
 def unused_setting_notes(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterator[str]:
-    """Yield a note for each setting without effect whose key has a value.
+    """Yield a note for each setting that has no effect because of another source or the option of a phase.
 
-    settings  those of the task's file and of the command line
+    settings  settings of the task's file and of the command line
     """
     for setting in settings:
         assignment = f"{setting.key}={format_value(setting.value)}"
@@ -418,7 +420,7 @@ def unused_setting_notes(settings: Iterable[Setting], run: Merged, schema: Schem
 
 
 def disabled_hook_notes(command_line: Iterable[Setting], run: Merged) -> Iterator[str]:
-    """Yield a note for each key of the command line that is for a hook which is not enabled."""
+    """Yield a note for each key of the command line that belongs to a disabled hook."""
     for setting in command_line:
         group, _, name = setting.key.rpartition(".")
         enabled = run.get(f"{group}.{ENABLED}")
@@ -428,7 +430,7 @@ def disabled_hook_notes(command_line: Iterable[Setting], run: Merged) -> Iterato
 
 
 def task_size(command_line: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:
-    """Return the size of the task, which selects settings of SIZES before anything is composed."""
+    """Return the value of task.size, which is needed before composition to select settings of SIZES."""
     folder = request.config_dir
     sizes = [Setting("task.size", default)]
     for rank, content in (

@@ -18,11 +18,11 @@ OBJECTIVE = "objective"
 def list_objective_keys(
     declared: Mapping[str, Any], selected: Mapping[str, Any], signature: Callable[[str, str], Signature | None]
 ) -> dict[str, Key]:
-    """Return the keys of all objectives by their full names; with the value null, those of the whole run apply.
+    """Return full name -> key for the keys of all objectives. Where the value is null, the setting of the run applies.
 
     declared   OBJECTIVES
     selected   keys that the command line sets, and group -> option of the run
-    signature  (group, option) -> the function behind it
+    signature  (group, option) -> signature of the option
     """
     keys: dict[str, Key] = {}
     for name, declaration in declared.items():
@@ -59,7 +59,7 @@ def check_objective_options(
 def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each key of the command line that every objective declares: it has no effect."""
     contents = [content for content in declared.values() if isinstance(content, Mapping)]
-    if any(key.startswith(f"{OBJECTIVE}.") for key in requested):  # they may replace what is declared
+    if any(key.startswith(f"{OBJECTIVE}.") for key in requested):  # these keys may replace what is declared
         return
     for key, value in requested.items():
         if contents and all(key in content for content in contents):
@@ -68,7 +68,7 @@ def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]
 
 
 def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Convert a mapping of full names of keys to values to objective -> key -> value."""
+    """Convert full name of a key -> value to objective -> key -> value."""
     objectives: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         _, objective, key = name.split(".", 2)
@@ -77,5 +77,5 @@ def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def flatten_objectives(objectives: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert objective -> key -> value to a mapping of full names of keys to values."""
+    """Convert objective -> key -> value to full name of the key -> value."""
     return {f"{OBJECTIVE}.{name}.{key}": value for name, keys in objectives.items() for key, value in keys.items()}

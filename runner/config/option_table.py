@@ -1,4 +1,4 @@
-"""Call the function of a chosen option: shipped tables, and those of a task file or a package."""
+"""Call the function of a chosen option, from a shipped table or from a table of a task file or a package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.base.errors import AccelRunError, MissingPackage, TaskFault
 from runner.config.custom_tables import HOOK_TABLE, hook_name
 
 Result = TypeVar("Result")
-executing_files: list[Path] = []  # task files whose module code runs at present
+executing_files: list[Path] = []  # task files that are being imported
 
 
 def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *args: Any, **keys: Any) -> Result:
@@ -58,7 +58,7 @@ def reference_file(reference: str) -> Path:
 
 
 class UncachedLoader(SourceFileLoader):
-    """Compile a file at each start: Python uses stale bytecode after an edit that keeps the file's size and second."""
+    """Compile a file at each start: if an edit keeps the file's size and second, Python would use stale bytecode."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -67,9 +67,9 @@ class UncachedLoader(SourceFileLoader):
 
 
 def load_file(file: Path) -> ModuleType:
-    """Execute a Python file as a module of its name, which data workers can import from the file's folder.
+    """Execute a Python file as a module named after it, which data workers can import from the file's folder.
 
-    Raises TaskFault if the name is taken.
+    Raises TaskFault if another module has this name.
     """
     loader = UncachedLoader(file.stem, str(file)) if file.suffix == ".py" else None
     spec = importlib.util.spec_from_file_location(file.stem, file, loader=loader)

@@ -85,7 +85,7 @@ def _shipped_names(group: str) -> tuple[str, ...]:
 def find_signature(group: str, option: str, task_file: Path | None = None) -> Signature | None:
     """Return the signature of an option, or None if it has no function (such as `auto`).
 
-    option  a name, or what `option_reference` returns
+    option  name of the option, or a reference that `option_reference` has returned
     """
     custom = find_by_reference(option) if ":" in option else find_custom_options(task_file).get((group, option))
     return custom.signature if custom else read_functions(SOURCES[group]).get(option.replace("-", "_"))
@@ -109,7 +109,7 @@ def option_reference(group: str, option: str, task_file: Path | None) -> str:
 
 
 def find_extension(group: str, option: str, task_file: Path | None) -> tuple[str, str]:
-    """Return what `option_reference` returns, and the reference to a function that extends that option; "" if none."""
+    """Return the references to the function of an option, and to a function that extends it ("" if none)."""
     custom = find_custom_options(task_file).get((group, option))
     return (
         (custom.base, custom.reference) if custom and custom.base else (option_reference(group, option, task_file), "")

@@ -180,7 +180,7 @@ def split_overrides(
 
 
 def _task_file(option: str) -> str:
-    """Return the task file that the value of task= means, if any: FILE.py, or NAME of NAME.py in this folder."""
+    """Return the task file that task=VALUE means: FILE.py, or NAME.py in this folder for NAME; empty if none."""
     if option.endswith(".py"):
         return option
     return f"./{option}.py" if option.isidentifier() and Path(f"{option}.py").is_file() else ""

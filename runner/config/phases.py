@@ -13,7 +13,7 @@ from runner.config.settings import Settings
 KINDS = ("train", "fit")
 INFERENCE = "infer"  # phase of every task that predicts with the trained model
 PHASE_GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
-# groups for which a task may choose another option, because they are part of the mathematics
+# groups for which a task may choose another option, because these options change the result of training
 TASK_GROUPS = (*PHASE_GROUPS, "sampler", "averaging", "adapter", "sharpness")
 _FIT_KEYS = ("global_batch_size", "micro_batch_size", "evaluate.samples")
 _TRAIN_KEYS = (*_FIT_KEYS, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
@@ -76,7 +76,7 @@ def phase_keys(
     """Return the keys that can be set for a phase, by their name within it.
 
     options    group -> option that the phase uses
-    signature  (group, option) -> the function behind it
+    signature  (group, option) -> signature of the option
     """
     allowed = _TRAIN_KEYS if phase.kind == "train" else _FIT_KEYS
     keys = {

@@ -15,7 +15,7 @@ class Request:
     """Arguments of a command line, before they are parsed.
 
     command_keys  keys and flags of the command besides settings; they are also suggested for typos
-    command       the command with all its arguments, to record it; empty: a training with this request
+    command       the command with all its arguments, as recorded with the run; empty: `train` with this request
     """
 
     overrides: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Request:
 
     @property
     def command_line(self) -> str:
-        """Return the command of a shell that started this, or would start it."""
+        """Return the shell command that made this request, or would make it."""
         return shlex.join(["accel-run", *(self.command or self.train_arguments())])
 
     def train_arguments(self, new_overrides: Iterable[str] = ()) -> list[str]:

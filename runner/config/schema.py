@@ -69,7 +69,7 @@ def read_module(path: Path) -> ast.Module:
 def read_functions(path: Path) -> Mapping[str, Signature]:
     """Return the signatures of a Python file, methods as `Class.method`, without importing it.
 
-    Keys that a function does not describe have their meaning in the docstring of the file.
+    The help text of a key that a function does not describe is taken from the docstring of the file.
     Raises SyntaxError as Python would.
     """
     signatures = {}
@@ -203,7 +203,7 @@ def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def _is_one_typo(word: str, other: str) -> bool:
-    """Return whether two words differ by one letter: removing one letter from each makes them equal."""
+    """Return whether two words differ by one letter: removing at most one letter from each makes them equal."""
     return min(len(word), len(other)) > 1 and not _without_a_letter(word).isdisjoint(_without_a_letter(other))
 
 
@@ -226,7 +226,7 @@ _TYPE_WORDS: dict[Any, str] = {
     type(None): "null",
     Any: "anything",
 }
-# Names allowed in annotations; `_matches` implements their checks.
+# Names allowed in annotations; `_matches` checks values against them.
 _NAMESPACE: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, object, bytes, complex, set)},
     **{name: getattr(values, name) for name in values.__all__},
@@ -240,7 +240,7 @@ _TYPING = ("typing", "t")
 
 
 def _read_signature(node: ast.FunctionDef, shared: Mapping[str, str]) -> Signature:
-    """Return the signature of a function; `shared` has the meanings of keys that it does not describe."""
+    """Return the signature of a function; `shared` has the help texts of keys that its docstring does not describe."""
     help_lines = {**shared, **_help_lines(ast.get_docstring(node) or "")}
     keys = {}
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):

@@ -17,8 +17,8 @@ class DataSettings:
 
     path               folder or file in the task's own format; null: the task's own data
     train_samples      maximum number of training samples, taken from the beginning; null: all
-    shards             shards into which a stream is divided; null: as many as it has, or 1
-    shards_per_update  shards of a stream from which an update takes its samples; null: all
+    shards             number of shards into which a stream is divided; null: the stream's own number, or 1
+    shards_per_update  number of shards of a stream from which each update takes its samples; null: all
     """
 
     path: LocalPath | None = None
@@ -77,19 +77,22 @@ class WeightsSettings:
 class Settings:
     """Top-level keys of the configuration.
 
-    updates            optimizer steps of the run; or set epochs
-    epochs             passes over the training data; or set updates; 0: only phases without gradients
+    updates            number of optimizer steps of the run; null: epochs sets the length
+    epochs             number of passes over the training data; null: updates sets the length; 0: run only phases
+                       without gradients
     global_batch_size  samples per update over all ranks and micro-batches
     micro_batch_size   samples per forward and backward pass on a device; auto: chosen by the plan
-    cpu_micro_batch_size  largest micro_batch_size=auto on a CPU, where memory is not predicted before a run; null: any
+    cpu_micro_batch_size  upper limit of micro_batch_size=auto on a CPU, where memory is not predicted before a run;
+                          null: none
     max_grad_norm      maximum gradient norm for clipping; null: no clipping
     seed               random seed of weights, data order and dropout
     device             auto, cpu, cuda, cuda:N, mps or xpu
     phases             names of the phases to run; null: all phases of the task except infer
-    run                train: name of the run, an existing run is resumed; other commands: last, a name or a folder
+    run                for train: name of the run, which is resumed if it exists; for other commands: last, a name or a
+                       folder
     output_root        folder that holds the runs
-    resume             auto: resume the run of that name; fresh: start from scratch; or a run folder to start from
-    resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
+    resume             auto: resume the run named by `run`; fresh: start from scratch; or a run folder to start from
+    resume_allow       keys whose values may differ from those of the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
     on_oom             retry: after an out-of-memory error, repeat the update with smaller micro-batches and keep that
                        size; stop: end the run

@@ -12,7 +12,7 @@ from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
 from runner.config.settings import MAIN_KEYS
 
 LIST_KEYS_HINT = "run accel-run plan to see every key"
-MAX_HINTS = 50  # with more unknown keys than this, no similar ones are searched: the cause is not a typo
+MAX_HINTS = 50  # with more unknown keys than this, similar keys are not searched: the cause is not a typo
 
 
 def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:

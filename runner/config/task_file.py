@@ -48,7 +48,7 @@ _LITERALS = ("SETTINGS", "SIZES", "PHASES")
 class TaskFile:
     """Declarations of a task file: the keys of `build` and `predict`, and its literals.
 
-    label       source of its values in messages: `task gpt`
+    label       name of this source in messages: `task gpt`
     objectives  OBJECTIVES, if it is a literal; checked when the task is loaded
     notes       warnings about names that the runner does not read, but that look like typos of names that it reads
     """
@@ -67,12 +67,12 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
     """Return the declarations of the task file, without executing it; SIZES of the selected size override SETTINGS.
 
     name          task selected by the configuration files and the command line
-    resolve_size  default of task.size -> the size in use
+    resolve_size  function from the default of task.size to the size in use
     """
     source = task_source(name, request.task_file)
     label = f"task {request.task_file.name if request.task_file else name}"
     if not request.task_file and name not in list_options("task", request.config_dir):
-        return TaskFile(source, label)  # Hydra reports it
+        return TaskFile(source, label)  # Hydra reports the unknown task
     try:
         functions, tree = read_functions(source), read_module(source)
     except (SyntaxError, RecursionError, MemoryError, ValueError, OSError) as error:
@@ -136,7 +136,7 @@ def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
         return Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line")
     if isinstance(error, (RecursionError, MemoryError)):  # MemoryError: the parser's stack is exhausted
         return Problem("is nested too deeply for Python's parser", str(source), "simplify its expressions")
-    if isinstance(error, OSError):  # an option of the user's folder without a task
+    if isinstance(error, OSError):  # a file of the user's folder selects a task that does not exist
         available = ", ".join(folder.name for folder in shipped_tasks())
         what = f"there is no such task; must be one of {available} ({source}: {error.strerror})"
         return Problem(what, f"task={name}", "use --task FILE for your own task")
@@ -144,7 +144,7 @@ def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
 
 
 def find_changed_declarations(values: Mapping[str, Any], source: Path) -> Iterator[str]:
-    """Yield the declarations that differ in the executed file from what was parsed, and would have no effect.
+    """Yield the declarations whose values after execution differ from the parsed ones, which are those in use.
 
     values  variables of the executed file
     """
@@ -232,8 +232,8 @@ def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.Function
     nodes = [*ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | {one.name for one in classes}
-    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # a `Task` not bound here: from runner import *
-    mixins = {"object"}  # classes of this file with no other bases
+    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # an unbound `Task`: from runner import *
+    mixins = {"object"}  # classes of this file that derive only from such classes
     for node in sorted(classes, key=lambda node: node.lineno):
         bases = {ast.unparse(base) for base in node.bases}
         if bases & tasks and bases <= tasks | mixins:

@@ -26,7 +26,7 @@ _OFF_IF_NULL = ("max_grad_norm", "early_stopping.patience")
 
 
 def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[str]) -> list[Problem]:
-    """Return a problem for each value of the wrong type."""
+    """Return a problem for each value of the wrong type, except at the places in `reported`."""
     problems, tree = [], setting_values(merged)
     for name, key in schema.keys.items():
         if name not in tree:
@@ -35,7 +35,7 @@ def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[st
         if isinstance(tree[name], Expression):
             continue  # reported when the task was read
         if name.startswith("phase.") and tree[name] == tree.get(name.split(".", 2)[2]):
-            continue  # reported for the run
+            continue  # already reported for the same key of the run
         mismatch = describe_mismatch(key.type, tree[name])
         file = f"{merged[name].file}: " if merged[name].file else ""
         where = f"{file}{name}={format_value(tree[name])}"
@@ -51,7 +51,7 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
         return f"use phases=[{find_nearest(literal, known) or known[0]}]"
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
-    if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # other trainers turn them off like this
+    if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # which turn it off in other trainers
         return f"use {name}=null for none"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""

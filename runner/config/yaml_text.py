@@ -17,9 +17,9 @@ from runner.base.paths import shipped_path
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A loader on libyaml for the shipped files: seven times faster than OmegaConf's.
+    """A loader based on libyaml for the shipped files: seven times faster than OmegaConf's.
 
-    A test compares both. Other files are read by OmegaConf, which differs for unusual YAML.
+    A test checks that both read these files alike. Other files are read by OmegaConf, which differs for unusual YAML.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -88,7 +88,7 @@ def _string(dumper: Any, text: str) -> Any:
 
 
 def _is_read_otherwise(text: str) -> bool:
-    """Return whether OmegaConf would read a number or a boolean: it knows `1e-3` and `y`, and yaml does not."""
+    """Return whether OmegaConf would read a number or a boolean, as it does for `1e-3` and `y`, unlike PyYAML."""
     if text.lower() in ("y", "n"):
         return True
     try:
