@@ -32,5 +32,6 @@ COMMANDS = {
 TRAINING = frozenset(
     {"train", "resume", "search", "inference", "infer", "evaluate", "both", "profile", "advise", "benchmark", "tune"}
 )
-# Commands whose runs save and stop on a signal; the SLURM job script requeues a run that SIGUSR1 ends before it can.
+# Commands whose runs save and stop on a signal. If SIGUSR1 ends a run before it can handle the signal, the SLURM job
+# script requeues it.
 RESUMABLE = frozenset({"train", "resume", "search", "both"})

@@ -165,7 +165,7 @@ def parse_options(
     """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
 
     options_type  dataclass of the keys
-    guess         argument that is neither a key nor a flag -> the one that may be meant; "": unknown
+    guess         returns what an argument that is neither a key nor a flag probably means; "" if unknown
     """
     keys = settings_keys(options_type)
     options, problems = ParsedOptions({}, set()), []
@@ -207,7 +207,7 @@ def pop_checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the value of `checkpoint=best|last|N` (None if it is not given) and the other arguments.
 
     Settings of the group `checkpoint`, such as `checkpoint=off` and `checkpoint.every=10min`, stay arguments.
-    Raises ConfigError for a value that is neither a choice nor an option of the group.
+    Raises ConfigError for a value that is neither such a choice nor an option of the group.
     """
     from runner.durable.checkpoint_choice import BEST, LAST, is_choice
 

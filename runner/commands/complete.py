@@ -219,7 +219,7 @@ def _run_names(line: TypedLine) -> list[str]:
 
     if line.command == "search" or "-m" in line.flags:
         return _shell_safe(path.name for path in list_sweeps(line.root))
-    if line.command in ("train", "both"):  # the name of a trial would start another run
+    if line.command in ("train", "both"):  # the name of a trial would start a new run
         return _shell_safe(path.name for path in list_runs(line.root, include_sweeps=False))
     return ["last", *_shell_safe(path.name for path in list_runs(line.root))]
 

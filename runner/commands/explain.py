@@ -54,11 +54,11 @@ def run(argv: list[str]) -> int:
 
 
 def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield removed overrides and the request without them: of the key, then also of its group, then of the profile."""
+    """Yield (removed overrides, other overrides): without the key, then also its group, then also the profile."""
     remaining, removed = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
         if any(override_key(arg).startswith(f"{name}.") for arg in remaining):
-            continue  # another option may not have these keys
+            continue  # without this override, another option may apply, which lacks these keys
         matching = [arg for arg in remaining if override_key(arg) == name]
         removed += matching
         remaining = tuple(arg for arg in remaining if arg not in matching)
@@ -67,7 +67,7 @@ def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request
 
 
 def _describe_key(key: str, value: str, configuration: Configuration) -> Iterator[str]:
-    """Yield its default without the task, its meaning, its options, and where to see the value that `auto` selects."""
+    """Yield lines with the default, the meaning and the options of a key, and where to see what `auto` selects."""
     documented = _find_key(key, configuration)
     is_set_by_task = configuration.sources.get(key, "").partition(" ")[0] == "task"
     if documented and is_set_by_task and key.split(".", maxsplit=1)[0] not in ("task", "inference"):

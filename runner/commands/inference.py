@@ -40,9 +40,9 @@ def run(argv: list[str]) -> int:
 
 
 def _inference_keys(argv: list[str]) -> tuple[str, ...]:
-    """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
+    """Return the inference keys, such as inference.samples, as suggestions if an argument may be a misspelled key.
 
-    They are read from --task or from the run's task, or from the default task if the run is not known.
+    They are read from the file of --task, else from the task of the run, or from the default task if there is no run.
     """
     arguments = parse_arguments(argv, positional=1)
     request = arguments.request

@@ -317,7 +317,7 @@ def _print_line(text: str, stream: TextIO) -> None:
 
 FLAGS = ("--json",)
 COMMAND_KEYS = ("seconds", "interval_s", "log_dir", "run", "output_root")
-_SLOW_START_S = 5.0  # after which the screen says that it waits for the first sample
+_SLOW_START_S = 5.0  # time after which the screen says that it waits for the first sample
 _ALWAYS_SHOWN = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
 _GPU_ERRORS = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
 _FIX_LOG_DIR = "set log_dir to a writable folder, or to null"

@@ -35,7 +35,7 @@ examples
 
 
 def run(argv: list[str]) -> int:
-    """Train for a profile; return 0, or 130 if interrupted, after writing the results so far."""
+    """Profile a short training. Return 0, or 130 if interrupted; the results so far are then written."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
     parsed = parse_arguments(argv, command_keys=COMMAND_KEYS).request
     request = profiled_request(parsed)
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
 
 
 def profiled_request(request: Request) -> Request:
-    """Return the request for the profiled training, in a folder beside the runs.
+    """Return the request for the profiled training, which is stored in a separate folder of output_root.
 
     Raises ConfigError if another profiler, or none, is requested.
     """

@@ -42,7 +42,7 @@ WATCH = "--watch"
 
 
 def run(argv: list[str]) -> int:
-    """Write the page and print its path; with --watch, repeat it until training has ended."""
+    """Write the page and print its path; with --watch, rewrite the page until training has ended."""
     from runner.base.paths import parse_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import report_skipped

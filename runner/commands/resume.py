@@ -72,9 +72,9 @@ def run(argv: list[str]) -> int:
 
 
 def _resume(directory: RunDirectory, origin: RunRequest, request: Request, checkpoint: str | None) -> int:
-    """Resume in the working directory.
+    """Resume the run in the current working directory.
 
-    request  only the settings that differ from those of the run
+    request  contains only the settings that differ from those of the run
     """
     from runner.durable.rewind import rewind_run
     from runner.launch.start import start_training
@@ -87,13 +87,13 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
         without={
             "run",
             *(["resume"] if "resume=fresh" in origin.overrides else []),
-            # A new length replaces the old one, even if one is in updates and the other in epochs.
+            # A new length replaces the old one, even if one is given in updates and the other in epochs.
             *(["updates", "epochs"] if has_new_length else []),
         },
     )
     print_progress(f"{shlex.join(['accel-run', *resumed.train_arguments()])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
-    is_first = member is None or member.rank == 0  # under torchrun, other ranks wait for it before they read the folder
+    is_first = member is None or member.rank == 0  # under torchrun, other ranks wait for rank 0
     with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():
         return int(start_training(resumed))
 

@@ -47,7 +47,7 @@ class RunRow:
     """A row of the list; None means unknown or not applicable.
 
     phase    the current or last phase if the run has several; "trials" for a sweep
-    update   number of updates of that phase, or of trials of a sweep, out of `total`
+    update   number of completed updates of that phase, or of finished trials of a sweep, out of `total`
     metrics  metrics of the last evaluation (None for a metric without items); before the first one, the training loss
     items_per_s  throughput
     written  time of the last write, in seconds since 1970
@@ -120,7 +120,7 @@ def read_run_row(path: Path) -> RunRow:
 
 
 def read_sweep_row(path: Path) -> RunRow:
-    """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
+    """Return a sweep or search as a row: trials instead of updates, and the metric of the best trial."""
     from runner.durable.directory import SWEEP
     from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, find_best

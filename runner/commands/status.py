@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     report_skipped(directory, progress_printer("status"))
     record = read_record(directory.path)
     origin = record.origin
-    # The command to resume a run that was given as a path has the path, because its name is not known here.
+    # If the run was given as a path, the command to resume it contains the path, because output_root may lack its name.
     folder = directory.path if "/" in (settings.run or "") else None
     _print(f"{directory.name}: {derive_state(record, folder).sentence}   ({directory.shown})")
     _print(f"  task        {origin.task or 'unknown'}" + (f" ({origin.task_file})" if origin.task_file else ""))

@@ -20,7 +20,9 @@ from types import ModuleType
 from runner.base.errors import SystemLimit
 
 MIB = 1 << 20
-MARGIN_MIB = 40  # needed after the import; a run of 58 weights on one thread needs about 50 (torch 2.13)
+# Reserve for the run itself. A run of 58 weights on one thread needs about 50 MiB after the import (torch 2.13), so it
+# may still fail just above the limits that are refused.
+MARGIN_MIB = 40
 IMPORT_TIMEOUT_S = 10.0
 AMPLE_MIB = 8192  # above this limit, importing PyTorch cannot fail for lack of address space
 _M_ARENA_MAX = -8  # malloc.h of glibc
@@ -59,7 +61,7 @@ def _require_space_for_torch() -> None:
             check=False, timeout=IMPORT_TIMEOUT_S,
         )  # fmt: skip
     except (subprocess.TimeoutExpired, OSError):
-        return  # a slow disk, since imports fail at once at the limit; or no further process is allowed
+        return  # inconclusive: the disk is slow, since imports fail at once at the limit; or no process can be started
     was_killed = result.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # not for lack of address space
     if result.returncode and not was_killed:
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"

@@ -70,7 +70,7 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
                 break
             except KeyboardInterrupt:
                 num_interrupts += 1
-                process.send_signal(signal.SIGTERM)  # handled as SIGINT, which a background job of a script ignores
+                process.send_signal(signal.SIGTERM)  # handled like SIGINT, which background jobs ignore
     except BaseException:  # for example, because sys.stdout is that of a closed notebook
         process.send_signal(signal.SIGTERM)
         raise
@@ -143,7 +143,7 @@ class _Relay:
 
 def _decode_error(text: str) -> AccelRunError:
     content: dict[str, Any] = json.loads(text)
-    kind = vars(errors).get(content["kind"], AccelRunError)  # a task may define another one
+    kind = vars(errors).get(content["kind"], AccelRunError)  # a task may define an error class of its own
     problems = tuple(Problem(**problem) for problem in content["problems"])
     error = rebuild_error(kind, problems, Exit(content["exit_code"]), content["place"])
     for note in content["notes"]:

@@ -16,7 +16,7 @@ class Heartbeat:
 
     ticks     number of checks by its watchdog; 0: not running
     waited_s  seconds without progress
-    limit_s   timeout in seconds
+    limit_s   timeout of the current operation in seconds
     is_waiting whether the rank waits for other ranks in a collective
     kind      current operation, a constant of runner.engine.process.watchdog
     is_first  whether this is the first operation of its kind in the phase
@@ -38,7 +38,7 @@ class Heartbeat:
 
 
 class HeartbeatTable:
-    """Shared heartbeat of one rank, written by it and read by another process. The file outlives the rank."""
+    """Shared heartbeat of one rank, written by the rank and read by its supervisor. The file outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         size = _IS_ENDING_OFFSET + ctypes.sizeof(ctypes.c_bool)

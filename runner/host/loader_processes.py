@@ -66,7 +66,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
     _error: RemoteError | TaskFault | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if parent_process() is None:  # in the main process: a queue of indices for a worker
+        if parent_process() is None:  # in the main process, this is a queue of indices for a worker
             super().put(obj, block, timeout)
             return
         try:
@@ -115,8 +115,9 @@ def kill_workers(workers: Sequence[BaseProcess]) -> None:
 def kill_on_partial_start() -> Iterator[None]:
     """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
 
-    Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
-    an incomplete one accesses attributes that are set late, and prints a traceback if one is missing (torch 2.13).
+    Python terminates workers by SIGTERM, which they ignore, and torch kills them only if its iterator is complete. The
+    destructor of an incomplete iterator accesses attributes that are set late, and prints a traceback if one is missing
+    (torch 2.13).
     """
     # Defaults for the destructor of an incomplete iterator: nothing to shut down, and no worker to notify.
     _MultiProcessingDataLoaderIter._shutdown = True
@@ -136,7 +137,8 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
     """Block stop signals, so that processes start with them blocked; this process handles pending ones on exit."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     if start_method == "spawn":
-        # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
+        # multiprocessing's resource tracker unblocks two of the signals when it starts, so start it first, then block
+        # again.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:

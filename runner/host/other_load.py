@@ -2,7 +2,8 @@
 
 By default libgomp's threads spin between parallel regions, which is fastest on free cores. If another process uses one
 of the cores, each region waits for the thread that lost its core, while the others spin and keep it from getting one
-back. Sleeping threads leave their cores at once, but waking them takes time in every region. Results are the same.
+back. Sleeping threads leave their cores at once, but waking them takes time in every region. The policy does not change
+results.
 
 libgomp reads the policy when it is loaded, so it has to be chosen before torch is imported.
 """
@@ -29,7 +30,7 @@ class OtherLoad:
 
     own_s      returns the CPU seconds of the run; default: of this process and its children that have ended
     busy_s     returns the CPU seconds of all processes on the cores
-    clock      returns seconds
+    clock      returns the time in seconds
     num_cores  cores that this process may use
     """
 
@@ -58,7 +59,7 @@ class OtherLoad:
         return min(max(0.0, (self._others_s() - self._before) / seconds), float(self.num_cores))
 
     def describe(self) -> str:
-        """Describe the number of cores; empty if other processes hardly used any."""
+        """Describe the number of cores in use; empty if other processes hardly used any."""
         cores = self.cores()
         return "" if cores is None or cores < MIN_OTHER_CORES else self.format(cores)
 

@@ -6,8 +6,8 @@ buffers the rest, which a thread writes as soon as the reader accepts more. The 
 MAX_BUFFERED_BYTES; beyond that, the oldest lines are dropped and replaced by a line with their number. An active reader
 receives everything, in order. Secrets are redacted in complete lines, unless a line is flushed before its end.
 
-Not every write uses a thread: even with an active reader, output would then appear after what C code or a subprocess
-prints to the same descriptor, and a process with threads cannot safely fork ranks.
+While the reader is active, no thread is used: output from a thread could appear after what C code or a subprocess
+prints later to the same descriptor, and a process with threads cannot safely fork ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, TextIO, cast
 from runner.base.secret import redact_message
 
 MAX_BUFFERED_BYTES = 8 << 20  # per terminal or pipe; 10 minutes of a progress bar are 0.5 MB
-FINISH_S = 2.0  # at exit: stop after this time without progress of the reader
+FINISH_S = 2.0  # at exit: stop waiting after this time without progress of the reader
 STALLED_S = 1.0  # after this time without progress, writes of C code and subprocesses do not block either
 POLL_MS = 100
 
@@ -161,7 +161,7 @@ class _BestEffortStream:
 
 
 class _Stream:
-    """A line-buffered text stream for a target; other attributes (isatty, encoding, fileno) are the original's."""
+    """A line-buffered text stream for a target; other attributes (isatty, encoding, fileno) are the original ones."""
 
     def __init__(self, stream: TextIO, target: _OutputTarget, descriptor: int) -> None:
         self._stream, self._target, self._descriptor = stream, target, descriptor
@@ -235,7 +235,7 @@ class _OutputTarget:
         self._nonblocking = _reopen_nonblocking(self._original)
         self._try_write = _nonblocking_writer(self._original, self._nonblocking)
         self._buffered: deque[bytes] = deque()
-        self._num_buffered = self._num_dropped = 0  # bytes; lines
+        self._num_buffered = self._num_dropped = 0  # in bytes; in lines
         self._stalled_since: float | None = None  # inherited by forked processes
         self._is_guarded = self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -293,7 +293,7 @@ class _OutputTarget:
         self.lock.release()
 
     def after_fork_in_child(self) -> None:
-        # The parent writes what it has buffered: here, it would appear a second time.
+        # The parent writes its buffer. If the child wrote its copy, too, the text would appear twice.
         self.lock, self._thread = threading.RLock(), None
         self._discard()
 

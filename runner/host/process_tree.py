@@ -64,15 +64,15 @@ def subreaper() -> Iterator[None]:
 
 
 def kill_descendants(sessions: Set[int], ignored: Set[int], others_s: float | None) -> None:
-    """Kill the descendants of this process in `sessions`, and the others after `others_s` seconds (None: never).
+    """Kill the processes of `sessions`, and after `others_s` seconds other descendants of this process (None: never).
 
-    ignored  PIDs of children that existed before
+    ignored  PIDs of children that are not killed, because they existed before
     """
     started, num_empty = time.monotonic(), 0
     while num_empty < 2:  # one scan may miss a process whose parent exits during it
         waited_s = time.monotonic() - started
         left = list(_live_processes(ignored, sessions))
-        # A new leader of a session may not have called setsid yet.
+        # The leader of a new session may not have called setsid yet.
         in_sessions = [process for process in left if sessions & {process.session, process.pid}]
         if waited_s > KILL_TIMEOUT_S:
             return
@@ -103,7 +103,7 @@ class _Process:
 
 
 def _live_processes(ignored: Set[int], sessions: Set[int]) -> Iterator[_Process]:
-    """Yield the living processes among the descendants and sessions. Reaps orphans that have ended, but not ranks."""
+    """Yield the living processes of the sessions and other descendants. Reaps orphans that have ended, but no ranks."""
     processes = list(_processes())
     yield from (process for process in processes if process.session in sessions and not process.is_zombie)
     by_parent = _group_by_parent(processes)

@@ -22,12 +22,12 @@ def affinity(pid: int = 0) -> Set[int]:
 
 
 def memory_bytes() -> int:
-    """Return the memory in bytes that this process and its siblings share: of the machine, or the cgroup's limit."""
+    """Return the bytes of memory of the machine, or the limit that this process shares with others of its cgroup."""
     limit, total = cgroup_memory_limit(ROOT), int(psutil.virtual_memory().total)
     return total if limit is None else min(total, int(limit.amount))
 
 
 def free_memory_bytes() -> int:
-    """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
+    """Return the available memory in bytes; the full limit of the cgroup if the kernel does not account its use."""
     limit, free = cgroup_memory_limit(ROOT), int(psutil.virtual_memory().available)
     return free if limit is None else min(free, max(0, int(limit.amount) - (limit.memory_bytes() or 0)))

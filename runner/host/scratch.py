@@ -44,7 +44,7 @@ def private_folder() -> Iterator[Path]:
     finally:
         settings["tempdir"] = before
         with suppress(OSError, EOFError):
-            resource_sharer.stop()  # removes the socket through which spawned workers get tensors; at exit, it is gone
+            resource_sharer.stop()  # removes the socket through which spawned workers get tensors
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

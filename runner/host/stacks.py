@@ -55,9 +55,10 @@ def dump_on_signal(folder: Path) -> None:
 
 
 def request_stacks(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
-    """Return the stacks of the processes (PID -> state) that answer in `folder`, by PID.
+    """Return PID -> stacks of the processes that have called `dump_on_signal` with this folder.
 
-    A process that is stopped, or does not answer, has a note instead.
+    A process that is stopped, or does not answer, has a note instead of stacks.
+    states  PID -> process state
     """
     stacks: dict[int, str] = {}
     waiting: dict[int, Path] = {}
@@ -140,7 +141,7 @@ def _is_user_code(file: str) -> bool:
 
 
 def shorten_path(file: str) -> str:
-    """Return the path of a source file relative to accel-run, a library or the working directory, if it is there."""
+    """Return the path of a source file, relative to accel-run, a library or the working directory if one contains it."""
     for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]

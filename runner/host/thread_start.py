@@ -1,8 +1,8 @@
 """Raise an error if a thread ends before it runs, instead of waiting for it forever.
 
 If memory runs out in the first instructions of a thread, as under `ulimit -v`, its error is lost, and `Thread.start`
-waits for it without a limit. This also holds for threads that torch and multiprocessing start, so the method of the
-class is replaced. Checked on Python 3.11 to 3.13.
+waits for the thread forever. torch and multiprocessing also start threads, so `Thread.start` is replaced for all.
+Checked on Python 3.11 to 3.13.
 """
 
 from __future__ import annotations
