@@ -65,7 +65,7 @@ def summarize_shares(parts_s: Seconds, total_s: float) -> str:
 
 
 def format_time_table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
-    """Return a line per part, largest first: share, seconds and, if it recurs, milliseconds per update.
+    """Return a line per part, largest first: share, seconds and, if each update has the part, milliseconds per update.
 
     updates  number of timed updates; 0: unknown
     """

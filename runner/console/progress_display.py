@@ -23,7 +23,7 @@ LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 PACE = "it_per_s"
 MIN_BAR_COLUMNS, MAX_BAR_COLUMNS = 6, 24
-MAX_RANK_BEFORE_BAR = 3  # figures up to this rank are more important than the bar
+MAX_RANK_BEFORE_BAR = 3  # figures of this importance (0: highest) or higher take precedence over the bar
 
 
 class ProgressDisplay:
@@ -132,7 +132,7 @@ class Bar(ProgressDisplay):
         self._total = 0
         self._next_s = float("inf")
         self._pace = Pace(0, 0.0)
-        self._widths: dict[str, int] = {}  # widest text of each figure, so that the bar keeps its place
+        self._widths: dict[str, int] = {}  # maximum width of each figure so far, so that figures keep their places
 
     def start(self, total_updates: int, done: int = 0) -> None:
         self._total = total_updates
@@ -188,7 +188,7 @@ class Bar(ProgressDisplay):
             figures.append(self._pad_figure("ETA", (eta, 1)))
         # Some terminals wrap a line that fills the last column.
         percent, width = f"{fraction:4.0%}", self._console.width - 1
-        # Only the terminal decides the width of the bar, so that the bar does not shrink when figures become known.
+        # The width of the bar depends only on the terminal, so that the bar does not shrink when figures become known.
         columns = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, width // 10))
         while len(figures) > 1:
             least_important = max(figures, key=lambda figure: figure[1])
@@ -216,7 +216,7 @@ class TerminalConsole(Console):
     """A console with the size of its terminal that never hides the cursor: a killed run could not restore it."""
 
     def fit(self) -> None:
-        """Use the size of this terminal; rich queries those of the standard streams."""
+        """Use the size of this terminal; rich would use the size of a standard stream."""
         columns, rows = os.get_terminal_size(self.file.fileno())
         self.size = ConsoleDimensions(columns or 80, rows or 24)
 

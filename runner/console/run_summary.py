@@ -12,7 +12,12 @@ from runner.workload.division import Batch
 
 @dataclass(frozen=True)
 class OptionLine:
-    """An option that affects speed or memory: its group and name, its settings, and why it was selected; or off."""
+    """An option that affects speed or memory, and why it was selected.
+
+    name      group and option
+    on        False: the option disables a feature, and is listed as off
+    settings  keys of the option with their values
+    """
 
     name: str
     on: bool
@@ -100,7 +105,7 @@ class LearnedMetrics:
     loss           training loss of the last row
     metrics        metrics of the last evaluation
     baselines      metric -> value of a trivial model; metric_SUFFIX -> value of another one
-    baseline_name  what the trivial model is
+    baseline_name  name of the trivial model
     """
 
     loss: float | None = None
@@ -122,7 +127,7 @@ class LearnedMetrics:
         yield from (f"{name}: baseline {self.baselines[name]:.4g}" for name, owner in owners.items() if owner is None)
 
     def _metric_of(self, baseline: str) -> str | None:
-        """Return the longest name of a metric that is the name of the baseline without its suffix, if any."""
+        """Return the metric of a baseline: the longest one whose name is that of the baseline, suffix excluded."""
         names = [metric for metric in self.metrics if baseline == metric or baseline.startswith(f"{metric}_")]
         return max(names, key=len, default=None)
 
@@ -201,7 +206,7 @@ def format_end(end: EndOfRun) -> str:
 
 
 def _format_disabled(options: Iterable[OptionLine]) -> list[str]:
-    """Return one line with the options that are off, those with the same reason together; no line if all are on."""
+    """Return one line with the disabled options, grouped by reason; no line if there are none."""
     by_reason: dict[str, list[str]] = {}
     for option in options:
         by_reason.setdefault(option.why, []).append(option.name.removesuffix(" none").removesuffix(" default"))
@@ -237,5 +242,5 @@ def _describe_limits(times: TimeSpent) -> str:
 
 
 def _label_rows(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
-    """Return a row per value, named in the first only."""
+    """Return a row per value; only the first row has the name."""
     return [(name if index == 0 else "", value) for index, value in enumerate(values)]

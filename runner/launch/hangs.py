@@ -1,7 +1,7 @@
 """Detect a hanging rank from the heartbeats of all local ranks and the process states of the system.
 
-A rank that waits for another one does not cause a hang while the other is busy within its own limit, for example
-writing a checkpoint. Only a process that observes all ranks can tell which rank blocks the others.
+A rank may wait longer than its limit while another rank is busy within its own limit, for example writing a checkpoint.
+Only a process that observes all ranks can tell which rank blocks the others.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
     idle = [rank for rank in overdue if not watched[rank].heartbeat.is_waiting]
     if not idle and (len(watched) < len(states) or not all(state.heartbeat.is_waiting for state in states.values())):
         return None
-    # On a GPU, a rank that waits for others may appear elsewhere: it blocks wherever the host synchronizes. While
-    # another rank is busy within its limit, all may be waiting for it.
+    # On a GPU, a rank that waits for others may not report it, because its host blocks wherever it synchronizes with
+    # the GPU. While another rank is busy within its limit, all may be waiting for that rank.
     if any(not state.heartbeat.is_waiting and not state.heartbeat.is_overdue for state in watched.values()):
         return None
     heartbeats = {rank: watched[rank].heartbeat for rank in idle or overdue}
@@ -79,7 +79,7 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
 class HangDetector:
     """Check the ranks periodically, counting checks instead of time, so that a suspended machine causes no alarm.
 
-    clock   returns seconds
+    clock   returns the time in seconds
     states  state of each rank at the last check
     """
 
@@ -158,7 +158,8 @@ class HangDetector:
     def _error(self, blocking: int, stacks_by_name: Mapping[str, str]) -> AccelRunError:
         state, subject = self.states[blocking], self._name(blocking)
         heartbeat = state.heartbeat
-        # The heartbeat of the blocking rank may be stale; all ranks are in about the same update.
+        # The heartbeat of the blocking rank may be stale; all ranks are in about the same update, so the newest one is
+        # used.
         newest = max(
             (state.heartbeat for state in self.states.values()), key=lambda beat: (beat.phase != "", beat.update)
         )

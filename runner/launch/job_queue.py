@@ -49,7 +49,7 @@ def queued_jobs(parent: Path) -> dict[int, str]:
 
 
 def read_exit_code(parent: Path, job: str) -> int | None:
-    """Return the exit code of a job; None if it has not ended, or was ended by SLURM before it could write it.
+    """Return the exit code of a job; None if the job is not over, or SLURM killed it before it wrote the code.
 
     A run that was signalled in its first seconds has no signal handler yet; it counts as saved and stopped.
     """

@@ -94,7 +94,7 @@ def ray(
     ranks_per_node: PositiveInt | Auto = "auto",
     cpus_per_rank: PositiveInt = 1,
 ) -> Launcher:
-    """Run the ranks on a Ray cluster and wait for them; after the loss of a node, they restart from the checkpoint.
+    """Run the ranks on a Ray cluster and wait for them; after the loss of a node, they resume from a checkpoint.
 
     address         address of the cluster, such as head:6379; auto: the cluster of this machine
     nodes           number of machines

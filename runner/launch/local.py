@@ -40,10 +40,10 @@ class Failure:
     exit_code     exit code of the rank; 128 + n for signal n
     signal        name of the signal that ended it, or None
     what          description: "was ended by SIGKILL", "raised ValueError: no such file"
-    problems      of its AccelRunError, if any
-    traceback     of an exception or a crash; empty if there is none
+    problems      problems of the AccelRunError that ended the rank, if any
+    traceback     traceback of the exception or crash; empty if there is none
     is_victim     the failure is a consequence of another rank's exit
-    seconds       since the start
+    seconds       time from the start of the ranks to the failure
     exited_early  it was killed, or exited without an exception
     """
 
@@ -72,7 +72,7 @@ class LaunchResult:
     results      the second value that `main` returned, by rank; None for ranks that failed
     stop         the first signal that requested a stop, such as "SIGINT", or None; ranks must not be restarted after it
     num_updates  completed updates of all phases; 0 if this start completed none
-    place        of the cause: rank, phase and update, as far as they are known
+    place        rank, phase and update of the cause, as far as they are known
     """
 
     code: int
@@ -142,7 +142,7 @@ def _check_can_fork(num_ranks: int) -> None:
 def _check_descriptors(num_ranks: int) -> None:
     """Raise SystemLimit if a rank could not open the files and sockets that it needs to join the others.
 
-    Gloo would end it with SIGABRT, from a thread that accepts connections.
+    Otherwise, Gloo would abort the rank (SIGABRT) in a thread that accepts connections.
     """
     opened = []
     try:
@@ -337,7 +337,7 @@ class _Supervisor:
     def _handle_requests(self) -> None:
         now = time.monotonic()
         if self.requests.should_suspend:
-            for rank in self.ranks:  # the terminal does not signal them
+            for rank in self.ranks:  # in separate sessions, which the terminal does not signal
                 rank.send_to_group(signal.SIGSTOP)
             self.requests.suspend()
             for rank in self.ranks:
@@ -489,9 +489,9 @@ def _cleanup() -> Iterator[list[_Rank]]:
                 os.waitpid(rank.pid, os.WNOHANG)
 
 
-REMINDER_S = 0.5  # between two requests to stop, since a rank may not have had its handler yet
+REMINDER_S = 0.5  # interval between stop requests, since a rank may not have had its handler yet
 _JOIN_DESCRIPTORS = 10  # besides a socket per peer: crash file, folders, pipe, store, Gloo's listener and poll
-OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, none is left after 10 s
+OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, all have ended after 10 s
 
 _RERUN_HINT = "run the same command again"
 _SIGNAL_HINTS: Mapping[str, str] = {

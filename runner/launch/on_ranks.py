@@ -39,7 +39,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     """Call `function(plan, world)` on every rank of the plan; return the result of rank 0.
 
     A rank of torchrun or srun returns its own result. If ranks fail, the error of the one that failed first is raised.
-    Raises KeyboardInterrupt after a signal, which kills the ranks: `function` does not save anything on request.
+    A stop signal kills the ranks, because `function` cannot save its state; KeyboardInterrupt is then raised.
     """
     member = detect_rank(os.environ)
     if member is not None and member.world_size > 1:
@@ -67,7 +67,7 @@ def prepare_inventory(configuration: Configuration) -> Inventory:
 
 
 def import_before_fork(plan: Plan) -> None:
-    """Import the strategy once, before the ranks are forked."""
+    """Import the module of the strategy once, before the ranks are forked."""
     strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(plan.choices["parallelism"].function, "replicated")
     import_module(f"runner.distributed.{strategy}")
 
@@ -78,7 +78,7 @@ def join_as_member(
 ) -> Iterator[tuple[World, Plan, Inventory]]:
     """Join the other ranks of torchrun or srun; yield the world, the plan of all ranks, and this rank's hardware.
 
-    Raises SharedConfigError if they differ in anything that affects results.
+    Raises SharedConfigError if the ranks differ in anything that affects results.
     """
     inventory = prepare_inventory(configuration)
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]

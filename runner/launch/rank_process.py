@@ -49,7 +49,7 @@ def run_rank_process(
 ) -> NoReturn:
     """Run a rank and exit with the code that `main` returned or raised; called right after the fork.
 
-    supervisor  PID of the process with which the rank dies
+    supervisor  PID of the supervising process; if it ends, the rank is killed
     folder      folder for the report
     mask        signals that were blocked before the fork
     """
@@ -85,14 +85,15 @@ def _set_up(supervisor: int, folder: Path, rank: int) -> None:
     """Die with the supervisor, ignore terminal signals, and write a traceback if Python itself crashes."""
     die_with_parent(supervisor)
     gc.freeze()  # imported modules stay: collecting them would take 0.2 s and copy their shared pages
-    # A separate session, so that Ctrl-C reaches the supervisor only, and it finds orphans of the rank by their session.
+    # A separate session, so that Ctrl-C reaches the supervisor only, and the supervisor finds orphans of the rank by
+    # their session.
     os.setsid()
     # The supervisor's pipe is closed in this process: a signal would write to whatever file gets its descriptor next.
     signal.set_wakeup_fd(-1)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:  # as under nohup
             signal.signal(signal_number, signal.SIG_DFL)
-    # The supervisor repeats SIGUSR1 until the rank exits. Without a handler, early or late, the signal would kill it.
+    # The supervisor repeats SIGUSR1 until the rank exits. It would kill the rank whenever no handler is installed.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)

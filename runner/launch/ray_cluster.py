@@ -1,4 +1,4 @@
-"""Run on a Ray cluster: an actor starts each rank, on the nodes of a placement group; losing one restarts the run.
+"""Run on a Ray cluster: actors start the ranks on the nodes of a placement group; a lost rank or node restarts the run.
 
 Ray only allocates and supervises: the ranks are processes of `accel-run train`, which rendezvous as with torchrun.
 The process groups, checkpoints and messages of a run are the same as with every other launcher.
@@ -44,7 +44,7 @@ class RayCluster:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of a node."""
+        """Resources that are requested of each node."""
         resources = {"CPU": float(self.ranks_per_node * self.cpus_per_rank), "GPU": float(self.gpus_per_node)}
         return {name: amount for name, amount in resources.items() if amount}
 
@@ -61,7 +61,7 @@ class RayCluster:
             raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))
         name = choose_run_name(configuration)
         for variable, number in _CONNECT_LIMITS.items():
-            os.environ.setdefault(variable, number)  # before Ray is imported, which reads them
+            os.environ.setdefault(variable, number)  # before Ray is imported, because it reads them then
         ray = require("ray", "ray")
         restarts = int(configuration.choices["parallelism"].options.get("restarts", 0))
         try:
@@ -82,7 +82,7 @@ class RayCluster:
             try:
                 return self._attempt(ray, command, attempt, stop)
             except RankLost as error:
-                if stop.requested:  # before the ranks could handle the signal, or while they were saving
+                if stop.requested:  # a rank died before it could handle the signal, or while saving
                     return int(Exit.PREEMPTED)
                 if attempt == restarts:
                     raise
@@ -91,7 +91,7 @@ class RayCluster:
                 Console().warning(f"{what}; restart {attempt} of {restarts} from the last checkpoint")
 
     def _attempt(self, ray: Any, command: Sequence[str], attempt: int, stop: StopRequest) -> int:
-        """Run all ranks once and return the exit code. Raises RankLost, and SystemLimit."""
+        """Run all ranks once and return the exit code. Raises RankLost, and SystemLimit if ranks cannot be started."""
         group = ray.util.placement_group([self.bundle] * self.nodes, strategy="STRICT_SPREAD")
         try:
             if not self._wait_for_nodes(ray, group, stop):
@@ -169,7 +169,8 @@ class _Rank:
     def place(self) -> _Place:
         ray = require("ray", "ray")
         with socket.socket() as probe:
-            # Free until the socket is closed; if another program takes it before rank 0 listens there, the start fails.
+            # The port is reserved only until the socket is closed. If another program takes it before rank 0 listens on
+            # it, the start fails.
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
         return _Place(ray.util.get_node_ip_address(), port, tuple(map(str, ray.get_gpu_ids())))
@@ -218,7 +219,7 @@ def _supervise(
         if stop.requested and not is_signalled:
             is_signalled = True
             for actor in actors:
-                actor.stop.remote()  # an actor that is lost is reported by its `run`
+                actor.stop.remote()  # if an actor is lost, its `run` reports that
     causes = [code for code in codes if code not in _NO_FAILURE]
     if not causes and Exit.RANK_LOST in codes:
         raise RankLost("ranks can no longer reach each other", where="launcher=ray", fix=_LOST_FIX)

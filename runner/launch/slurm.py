@@ -70,7 +70,7 @@ class Slurm:
         """Submit a job array with a job per trial and return its number.
 
         parent    folder of the sweep; the output goes to its subfolder `slurm`
-        commands  trial number, which is its index in the array -> arguments as words of the shell
+        commands  trial number, which is also its index in the array -> command line, quoted for the shell
         limit     maximum number of jobs that run concurrently; None: no limit
         """
         folder = _make_job_folder(parent)
@@ -126,7 +126,7 @@ class Slurm:
             teardown=_requeue_lines(self.requeue_times, folder if array else None),
         )
         if array:
-            executor.parameters["map_count"] = 1  # names the output by array and index; `array` replaces the indices
+            executor.parameters["map_count"] = 1  # submitit names output by array and index; `array` has the indices
         try:
             # Not `submit`: it would pickle a function and hide the exit code of the run.
             with redirect_stderr(StringIO()):  # submitit prints the message of sbatch, which the error contains
@@ -141,7 +141,7 @@ class Slurm:
             raise _sbatch_error(error) from error
 
     def _srun_arguments(self) -> list[str]:
-        """Return the srun options that are not inherited from the job, and those for the exit of ranks.
+        """Return the srun options that are not inherited from the job, and those that apply when a rank exits.
 
         A rank that exits must not end ranks that are still saving, but the job must not wait for them forever.
         """
@@ -173,7 +173,7 @@ def check_submittable(jobs: Sequence[tuple[Slurm, Configuration]], *programs: st
 
 
 def shell_words(command: Sequence[str]) -> str:
-    """Quote a command for the job script; a restart from scratch happens only the first time, not when requeued."""
+    """Quote a command for the job script; resume=fresh applies to the first start only, not after a requeue."""
     return " ".join(_RESUME if argument == "resume=fresh" else shlex.quote(argument) for argument in command)
 
 
@@ -184,7 +184,7 @@ _RESUME_LINES = ["resume=resume=fresh", 'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 
 def _requeue_lines(times: int, folder: Path | None) -> list[str]:
     """Return the lines of the job script that requeue the job if the run was signalled to stop.
 
-    In its first seconds a rank has no signal handler yet, and the signal kills it.
+    In its first seconds a rank has no signal handler yet, so the signal kills it; such a job is requeued, too.
     folder  where a job of an array leaves its exit code unless it is requeued (see job_queue.py)
     """
     is_stopped = f"[ $code -eq {int(Exit.PREEMPTED)} ] || [ $code -eq {128 + signal.SIGUSR1} ]"
@@ -258,7 +258,7 @@ _NO_ANSWER: Sequence[str] = ("Unable to contact", "Socket timed out", "Connectio
 _NO_ANSWER_FIX = "try again when the controller responds to scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
-"""Messages of sbatch without a usable slurm.conf and a controller that provides one (SLURM 22.05)."""
+"""Messages of sbatch if it finds neither a slurm.conf nor a controller that provides one (SLURM 22.05)."""
 _NO_CLUSTER_FIX = (
     "submit from a login node of the cluster, or set the path of its slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
 )

@@ -23,7 +23,7 @@ from runner.trackers.tracker import require_installed
 
 @nonblocking_streams()
 def start_training(request: Request, *, then_infer: bool = False) -> Exit:
-    """Run the requested phases, including `infer` if it is selected or with `then_infer`.
+    """Run the requested phases, and inference if the phase `infer` is selected or `then_infer` is true.
 
     Raises AccelRunError, which is also written to error.json of the run directory, if there is one.
     """
@@ -40,7 +40,7 @@ def start_training(request: Request, *, then_infer: bool = False) -> Exit:
 
 
 def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Exit:
-    # Ranks of another launcher start at the same time, and would count each other as other processes.
+    # Not for ranks of torchrun or srun: they start at the same time, and would count each other's load as foreign.
     load = OtherLoad() if "torch" not in sys.modules and member is None else None
     configuration = compose(request)
     terminal_log_level()  # reports an invalid level before a run directory exists
@@ -61,14 +61,14 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
         return _infer(request, None)
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
-    if member is None:  # with several, the ranks load the weights together and report errors once
+    if member is None:  # several ranks check the weights together, and report errors once
         check_start(configuration.settings, name)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
         console.info(f"loading PyTorch for run {name}")
         if wait_policy:
             console.info(wait_policy)
     apply_allocator_settings(configuration)
-    from runner.launch.training_ranks import train_as_member, train_here  # invalid settings are reported without torch
+    from runner.launch.training_ranks import train_as_member, train_here  # after the checks: it loads torch
 
     if member is not None:
         end, job = train_as_member(request, configuration, name, member, runs_inference=runs_inference)
@@ -77,9 +77,9 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     else:
         end, job = train_here(request, configuration, name, runs_inference=runs_inference)
     if end.code == Exit.DONE and runs_inference:
-        if end.is_stop_requested:  # during the last update: the same command continues with the prediction
+        if end.is_stop_requested:  # in the last update: the same command continues with inference
             return Exit.PREEMPTED
-        return _infer(request, job.name, is_alone=member is not None)  # the other ranks have returned
+        return _infer(request, job.name, is_alone=member is not None)  # other ranks have returned above
     return end.code
 
 

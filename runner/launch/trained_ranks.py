@@ -54,7 +54,7 @@ def start_inference(request: Request, checkpoint: str | None = None, *, is_alone
 
 
 def _report_once(error: ConfigError, *, is_first: bool) -> Exit:
-    """Raise the error, unless every rank raises it and this is not the first one; return its exit code."""
+    """Raise the error, or return its exit code if every rank raises it and this is not the first rank."""
     if is_first or not isinstance(error, SharedConfigError):
         raise error
     return Exit(error.exit_code)

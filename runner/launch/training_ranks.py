@@ -1,4 +1,4 @@
-"""Train in this process, with ranks started here, or as a rank of torchrun or srun; importing this loads torch."""
+"""Train in this process, with ranks started here, or as a rank of torchrun or srun; this module imports torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_here(
     if job.plan.world_size > 1:
         return _train_on_ranks(job)
     if not faulthandler.is_enabled():
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is closed
             faulthandler.enable(all_threads=True)
     while True:
         restarts_before, start_time = num_restarts(job.folder), time.time()
@@ -95,7 +95,8 @@ def _is_finished(job: Job) -> bool:
 def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
     """Return the job that resumes after the run has reduced its micro-batch size."""
     settings = job.plan.settings
-    if settings.resume == "fresh" or _has_checkpoint_since(job, start_time):  # an earlier run has already been renamed
+    # With resume=fresh, the first start has already renamed the earlier run; a second one would rename this run.
+    if settings.resume == "fresh" or _has_checkpoint_since(job, start_time):
         settings = dataclasses.replace(settings, resume="auto")
     Console().info("resuming from the last checkpoint with smaller micro-batches")
     configuration = dataclasses.replace(job.configuration, settings=settings)
@@ -146,7 +147,7 @@ def _train_on_rank(job: Job, member: RankInfo) -> tuple[int, bool]:
 
 
 def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
-    """Return the job without this rank, resuming if this start has written a checkpoint."""
+    """Return the job without rank `lost`; it resumes if this start has written a checkpoint."""
     kept = ranks_to_keep(job.configuration.choices["parallelism"].options, lost, job.plan.world_size)
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]
@@ -162,7 +163,7 @@ def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
 
 
 def ranks_to_keep(options: Mapping[str, Any], lost: int, world_size: int) -> list[int]:
-    """Return the ranks that continue without a lost one: those of the complete pipelines, if there are any."""
+    """Return the ranks that continue after the loss of one: those of complete pipelines, if there are any."""
     others = [rank for rank in range(world_size) if rank != lost]
     stages = options.get("stages")
     if not isinstance(stages, int):
@@ -171,11 +172,11 @@ def ranks_to_keep(options: Mapping[str, Any], lost: int, world_size: int) -> lis
 
 
 def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_size: int) -> dict[str, Any]:
-    """Return the options of a strategy for the ranks that are kept, of `world_size`."""
+    """Adapt the options of a strategy from `world_size` ranks to the ranks that are kept."""
     adapted = dict(options)
     if isinstance(adapted.get("shares"), list) and len(adapted["shares"]) == world_size:
         adapted["shares"] = [adapted["shares"][rank] for rank in kept]
-    for key in ("shard_size", "stages"):  # ranks of a copy of the model
+    for key in ("shard_size", "stages"):  # number of ranks that hold one replica of the model
         size = adapted.get(key)
         if isinstance(size, int) and len(kept) % size and len(kept) > 1:
             adapted[key] = "all"

@@ -1,1 +1,1 @@
-"""Grids and searches, whose trials are separate process trees."""
+"""Sweeps and searches, whose trials are separate process trees."""

@@ -31,7 +31,7 @@ class JobPlacement:
         return f"at most {self.together} SLURM job{'s' * (self.together > 1)} at once" if self.together else ""
 
     def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> JobPool:
-        """Return the pool; it calls `save` after each submission, so that a killed sweep finds its jobs."""
+        """Return the pool; it calls `save` after each submission, so that a sweep that was killed finds its jobs."""
         return JobPool(sweep, save, self.together)
 
 

@@ -27,7 +27,7 @@ class Slot:
     """Resources for one trial at a time.
 
     environment  additional environment variables
-    cores        CPU threads that it may use; empty: all
+    cores        CPU threads that the trial may use; empty: all
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Running:
 class TrialPool(ABC):
     """Runs trials concurrently. The context must be entered in the main thread.
 
-    Inside it, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are stop requests, after which no other trial is started.
+    Inside the context, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are stop requests, after which no other trial is started.
 
     stops_trials  whether a stop request also ends running trials
     """
@@ -80,11 +80,11 @@ class TrialPool(ABC):
     def wait(self) -> tuple[Trial, int] | None:
         """Wait until one of the trials ends; return it and its exit code, 128 + n for signal n.
 
-        None: a stop was requested, and the running trials continue.
+        Returns None if a stop was requested and the running trials continue without this process.
         """
 
     def stop(self) -> None:
-        """Request a stop, unless one was requested."""
+        """Request a stop, unless one was already requested."""
         if not self.is_stopped:
             self._on_stop()
 
@@ -102,8 +102,8 @@ class TrialPool(ABC):
 class LocalPool(TrialPool):
     """Runs trials in separate processes on this machine, one per slot.
 
-    A stop request makes running trials save and stop; a second one ends them, a third kills them. Trials of a killed
-    sweep also save.
+    A stop request makes running trials save and stop; a second one ends them, a third kills them. If the sweep is
+    killed, its trials also save and stop.
 
     environment  additional environment variables of trials, unless already set
     """
@@ -131,7 +131,7 @@ class LocalPool(TrialPool):
         super().__exit__()
 
     def start(self, trial: Trial, request: Request) -> None:
-        """Start the process of a trial. With one slot, it uses the terminal; else, its name precedes each line."""
+        """Start the process of a trial. With several slots, its name precedes each line of its output."""
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}

@@ -32,9 +32,9 @@ JOURNAL = "optuna.journal"
 def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s: float = math.inf) -> int:
     """Run trials until their number or the time limit is reached, print a table, and return the exit code.
 
-    It is 0 if at least one trial has a value.
+    The exit code is 0 if at least one trial has a value.
 
-    num_trials  of the whole search, including those of earlier processes
+    num_trials  number of trials of the whole search, including those of earlier processes
     budget_s    start no new trial after this many seconds; a running trial is not interrupted
     Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range limits before anything is
     started, and later if a finished trial does not have the metric. Raises MissingPackage if Optuna is not installed.
@@ -55,7 +55,7 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
 
 
 def endpoint_overrides(axes: Sequence[SearchSpace]) -> list[list[str]]:
-    """Return the settings with the first choice of each key, and with the last of each."""
+    """Return two lists of overrides: the first value of each key, and the last value of each key."""
     return [[axis.ends[0] for axis in axes], [axis.ends[-1] for axis in axes]]
 
 

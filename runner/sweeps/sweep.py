@@ -52,9 +52,9 @@ from runner.trackers.tracker import require_installed
 class SweepOptions:
     """Options of a sweep besides its settings.
 
-    metric    metric by which trials are compared; None: that of early_stopping
-    best_is   whether lower or higher is better; None: that of early_stopping
-    together  number of concurrent trials; None: one, or all jobs of a sweep on a cluster
+    metric    metric by which trials are compared; None: early_stopping.metric
+    best_is   whether lower (min) or higher (max) is better; None: early_stopping.best_is
+    together  number of trials that run concurrently; None: one, or for a sweep whose trials are cluster jobs, all
     retry     run failed trials again
     """
 
@@ -65,7 +65,7 @@ class SweepOptions:
 
 
 class Source(Protocol):
-    """Source of trials."""
+    """Chooses the trials of a sweep or search one by one, and receives their results."""
 
     def next(self) -> Trial | None:
         """Return the next trial to run, None if there is none at present."""
@@ -261,11 +261,11 @@ def _wait_for(trial: Trial, sweep: Sweep, pool: TrialPool, info: Callable[[str],
 
 
 def check_plannable(configurations: Sequence[Configuration]) -> None:
-    """Plan all trials and raise the errors; in a subprocess, because this one must load neither torch nor CUDA."""
+    """Plan all trials in a subprocess, so that this process loads neither torch nor CUDA; raise all errors."""
     try:
         errors = run_in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
-        return  # the trials report it themselves
+        return  # each trial reports the error itself
     if errors:
         error = ConfigError(dict.fromkeys(problem for found in errors for problem in found.problems))
         error.exit_code = errors[0].exit_code
@@ -320,7 +320,7 @@ def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
     if record.kind == "search":
         pairs["the common settings"] = (shlex.join(sorted(earlier.fixed or ())), shlex.join(sorted(record.fixed or ())))
         pairs["the search space"] = (_format_space(earlier.space), _format_space(record.space))
-    if record.kind == "search" and any(result.value is not None for result in sweep.results()):  # reported to Optuna
+    if record.kind == "search" and any(result.value is not None for result in sweep.results()):  # Optuna has values
         pairs["the goal"] = (str(earlier.goal), str(record.goal))
     for what, (old, new) in pairs.items():
         if old != new:
@@ -372,13 +372,13 @@ def _is_location(override: str) -> bool:
     return override_key(override) in ("run", "output_root") or is_launcher_override(override)
 
 
-OPEN = ("waiting", "running", "stopped", "submitted")  # resumed by the same command
+OPEN = ("waiting", "running", "stopped", "submitted")  # states of trials that the same command resumes
 LOCK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Slots for concurrent trials, and their description `why`, which is empty if only one was requested."""
+    """Slots for concurrent trials, and their description `why`, which is empty for a single slot."""
 
     slots: tuple[Slot, ...] = ALONE
     why: str = ""

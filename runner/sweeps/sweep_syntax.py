@@ -20,7 +20,7 @@ from runner.config.request import Request, merge_overrides
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override  # noqa: TID251 - a name for what `parse` returns
 
-MAX_TRIALS = 1000  # each is composed and checked before the first one starts, and has a folder
+MAX_TRIALS = 1000  # each trial is composed and checked before the first one starts, and has a folder
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def expand_sweep(request: Request) -> list[Request]:
 
 
 def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
-    """Return the fixed part of a search and its space; `log(a,b)` is short for tag(log,interval(a,b)).
+    """Return the request with the fixed settings, and the search space; `log(a,b)` is short for tag(log,interval(a,b)).
 
     Raises ConfigError with all problems, including range limits that are invalid for their key.
     """
@@ -237,7 +237,7 @@ def _kind(override: Override) -> str:
 
 
 def _text(override: Override) -> str:
-    """Return the override as the user wrote it, with log(a,b) instead of what parse_search_space replaces it with."""
+    """Return the override as the user wrote it: undo the replacement of log(a,b) in `parse_search_space`."""
     return _TAGGED_LOG.sub(r"log(\1)", override.input_line or "")
 
 

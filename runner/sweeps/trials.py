@@ -62,9 +62,9 @@ class Trial:
 class Result:
     """State and result of a trial.
 
-    exit_code  of its last process, if known
-    last       metric at its last evaluation; NaN: no items, or not finite; None: no evaluation
-    best       best value of all its evaluations
+    exit_code  exit code of its last process, if known
+    last       value of the compared metric at the last evaluation; NaN: no items, or not finite; None: no evaluation
+    best       best value of the compared metric over all evaluations
     seconds    total time of its phases, over all its processes
     metrics    all metrics of its last evaluation
     """
