@@ -1,4 +1,4 @@
-"""accel-run: the user specifies what to train, and the program decides how to execute it on the devices at hand.
+"""accel-run: the user specifies what to train, and the program decides how to execute it on the available devices.
 
 Importing this package is cheap: torch is loaded when the first name that needs it is accessed.
 """

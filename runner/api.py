@@ -122,7 +122,7 @@ class Run:
         self._directory: RunDirectory
         self._directory, root = find_run(request, report)
         self.name, self.path = self._directory.name, self._directory.path.absolute()
-        # Fix both now: the working directory, and which run is the latest one, may change later.
+        # Store absolute paths now: the working directory, and which run is the latest one, may change later.
         root = root.absolute()
         run = self.name if self.path.parent == root else str(self.path)
         fixed = (format_override("output_root", str(root)), format_override("run", run))

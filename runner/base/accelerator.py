@@ -93,7 +93,10 @@ class Accelerator:
     # Streams and contexts
 
     def activate(self) -> None:
-        """Make this the current device of the thread. On the initial device 0, CUDA would create a needless context."""
+        """Make this the current device of the thread.
+
+        Otherwise the thread would use device 0, where CUDA would create a context.
+        """
 
     def index(self) -> int:
         """Return the index of the current device."""
@@ -204,7 +207,7 @@ class Cuda(Accelerator):
         if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
             return True
         # After a refusal (WSL, a limit on locked memory) the next kernel of this thread raises the pending CUDA error:
-        # launch one here.
+        # run one here, which absorbs the error.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False
@@ -271,7 +274,7 @@ def get_accelerator(device: torch.device) -> Accelerator:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums and counts: float64, or float32 on devices that lack it (Metal, many Intel GPUs)."""
+    """Return the dtype for sums and counts: float64, or float32 on Metal and XPU, where GPUs may lack float64."""
     return torch.float32 if device.type in ("mps", "xpu") else torch.float64
 
 
@@ -349,7 +352,7 @@ def is_gpu_build() -> bool:
 
 
 def query_torch() -> TorchView:
-    """Query torch; its warnings and errors about CUDA become `cuda_error`."""
+    """Query the version, build and devices of torch; warnings and errors about CUDA become `cuda_error`."""
     cudnn = cast("Any", torch.backends.cudnn)
     devices: list[TorchDevice] = []
     errors: list[str] = []

@@ -47,7 +47,7 @@ class ShardMark(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
+    """A micro-batch; `last` marks the last one of this rank's update; `bad` lists (index, reason) of skipped samples.
 
     is_counted  False: a dummy micro-batch that keeps the ranks in lockstep and must not contribute to gradients and
                 metrics; `batch` may be None
@@ -103,9 +103,9 @@ def _pin(value: Any) -> Any:
 def _pin_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor in page-locked memory without gaps or overlaps.
 
-    `Tensor.pin_memory` preserves gaps, such as those in images[:, 1:]. torch then first copies the tensor to pageable
-    memory, so the host waits for the copy to the device. It raises an error for overlapping memory, such as that of an
-    expanded tensor.
+    `Tensor.pin_memory` preserves gaps, such as those in images[:, 1:]. To copy such a tensor to the device, torch first
+    copies it to pageable memory, so the host waits for the transfer. `Tensor.pin_memory` raises an error for
+    overlapping memory, such as that of an expanded tensor.
     """
     if tensor.layout is not torch.strided or tensor.is_pinned():
         return tensor.pin_memory()

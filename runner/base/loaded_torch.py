@@ -15,7 +15,10 @@ def cuda_is_initialized() -> bool:
 
 
 def torch_uuids() -> list[str] | None:
-    """Return the UUIDs of torch's GPUs without prefix, in order; None if CUDA is not initialized or one is missing."""
+    """Return the UUIDs of torch's GPUs without prefix, in order.
+
+    None if CUDA is not initialized, or if a GPU has no UUID.
+    """
     if not cuda_is_initialized():
         return None
     from runner.base.accelerator import device_uuids

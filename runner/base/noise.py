@@ -169,7 +169,7 @@ def switch_pass(samples: BatchSamples | None) -> None:
 
 @contextmanager
 def without_samples() -> Iterator[None]:
-    """Use unknown samples inside the context; restore the previous pass on exit."""
+    """Treat the samples as unknown inside the context; restore the previous pass on exit."""
     global _current
     before, _current = _current, None
     try:
@@ -205,7 +205,7 @@ class _Pass:
 
     def __init__(self, samples: BatchSamples) -> None:
         self.samples, self.places = samples, _Positions(samples.places)
-        self.calls: dict[str, int] = {}  # by name
+        self.calls: dict[str, int] = {}  # name -> number of calls
         self._keys: dict[tuple[torch.device, int], Tensor] = {}
 
     def keys(self, device: torch.device, salt: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Sample order as a pure function of (seed, epoch, update), independent of workers and ranks.
 
 The order of an epoch is a permutation drawn from (seed, epoch) alone. It is an array for up to `KEYED_ABOVE` samples.
-For more samples it is a function, which takes neither memory nor time for samples that are not read. The position is
-the number of completed updates, so resuming only changes the starting index; workers, prefetching and ranks cannot
-change the order.
+For more samples it is computed by a function, which needs neither memory nor time for samples that are not read. The
+position of a run in the order is the number of completed updates, so resuming only changes the starting index; workers,
+prefetching and ranks cannot change the order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatchKey(NamedTuple):
 
     indices     sample indices; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with
                 other random numbers
-    is_counted  False: read only to keep the ranks in step, or empty because this rank has no samples
+    is_counted  False: read only to keep the ranks in lockstep, or empty because this rank has no samples
     first       position of the first sample in the order of the epoch
     seed        seed of the run
     """
@@ -78,7 +78,7 @@ class Sampler:
 class EvenUpdates(Sampler):
     """Updates of `global_batch_size` samples; the last one of an epoch is smaller, or dropped with `drop_last`.
 
-    order  (seed, epoch) -> samples of the epoch, (num_samples,)
+    order  function from (seed, epoch) to the samples of the epoch in order, (num_samples,)
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Order:
     def micro_batches(self, update: int, shares: Shares | None = None) -> Iterator[MicroBatchKey]:
         """Yield the micro-batches of this rank in update number `update`; a dummy one if the rank has no samples.
 
-        shares  shares of this update, if they differ from the usual ones
+        shares  shares of this update; None: those of the order
         """
         epoch, window = divmod(update, self.updates_per_epoch)
         indices_of_update = self.update_sampler.draw(self.seed, epoch, window)
@@ -173,7 +173,7 @@ class Order:
     ) -> Iterator[MicroBatchKey]:
         """Yield micro-batches from update number `update` on, indefinitely.
 
-        shares_of  returns the shares of an update, None for the usual ones; called when the update is read
+        shares_of  returns the shares of an update, None for those of the order; called when the update is read
         """
         while True:
             yield from self.micro_batches(update, shares_of(update))
@@ -197,8 +197,8 @@ def shuffled_sampler(
 class KeyedPermutation:
     """A random permutation of range(num_samples) in constant memory; any slice is computed independently.
 
-    A Feistel network: a position is a pair (left, right) of about the root of num_samples values each; each round adds
-    a keyed hash of one half to the other. Each addition is invertible, so the rounds permute the pairs. The at most
+    A Feistel network: a position is a pair (left, right) of numbers below about sqrt(num_samples); each round adds a
+    keyed hash of one half to the other. Each addition is invertible, so the rounds permute the pairs. The at most
     sqrt(num_samples) pairs beyond the last sample are permuted again until they are samples (cycle walking).
     Sources: Luby and Rackoff, How to Construct Pseudorandom Permutations, SIAM J. Comput. 1988; Black and Rogaway,
     Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
@@ -255,7 +255,7 @@ def spread_evenly(num_samples: int, count: int | None) -> Indices:
 
 
 def rank_seed(seed: int, rank: int, update: int = 0) -> int:
-    """Return the seed of a rank's generators from an update on; rank 0 at update 0 uses `seed` unchanged."""
+    """Return the seed of a rank's generators for a start at `update`; rank 0 at update 0 uses `seed` unchanged."""
     if rank == 0 and update == 0:
         return seed
     return int(_seed_sequence(seed, rank, update).generate_state(1, np.uint64)[0] >> 1)

@@ -42,9 +42,9 @@ class GlobalGenerator(Protocol):
 class SampleSeeding:
     """Seed the global generators of this process for dataset code, and restore them afterwards.
 
-    Use of generators is detected, not assumed. All are seeded for the first samples; later, only
-    those that were used. The others are compared before and after each batch: if one has changed, that batch is read
-    again with this generator seeded, too. A dataset that does not draw thus costs one comparison per batch.
+    The use of generators is detected, not assumed. All are seeded for the first samples; later, only those that were
+    used are seeded. The others are compared before and after each batch: if one has changed, that batch is read again
+    with this generator seeded, too. A dataset that does not draw thus costs one comparison per batch.
 
     Not thread-safe: while one thread reads, no other may draw.
     """
@@ -71,7 +71,7 @@ class SampleSeeding:
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         """Return reading(key); `reading` must call `begin` before each sample.
 
-        It is called again if it used a generator that was not seeded.
+        `reading` is called again if it used a generator that was not seeded.
         """
         generators = self._generators = global_generators()
         before = _get_states(generators)

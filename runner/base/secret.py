@@ -155,7 +155,7 @@ def drop_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> 
 
 
 def _is_secret_variable(name: str) -> bool:
-    """Return whether an environment variable may hold a secret by its name."""
+    """Return whether the name of an environment variable suggests that it holds a secret."""
     return name not in _FOLDERS and (is_secret_name(name) or _may_be_secret(name))
 
 

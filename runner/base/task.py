@@ -155,8 +155,8 @@ class Task:
     fits              phase name -> Fit, for phases of kind "fit"
     splits            names of splits that `dataset` returns besides train, val and test; the command `evaluate` accepts
                       no others
-    loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; it then
-                      depends on the split into micro-batches, and is not checked to be a sum
+    loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; the loss
+                      then depends on the split into micro-batches, and is not checked to be a sum
 
     A task with several phases declares them in PHASES, a literal mapping in its file: see docs/phases.md.
     """
@@ -238,8 +238,8 @@ class Task:
     def packages(self) -> Mapping[str, Mapping[str, str]]:
         """Packages imported lazily: phase name, or "infer" -> package -> extra of accel-run that installs it.
 
-        They are checked before the first update, so that a run does not fail after hours of training.
-        The extra is "" for a package that is installed by its own name.
+        They are checked before the first update, because a run should not fail after hours of training. The extra is ""
+        for a package that is installed by its own name.
         """
         return {}
 
@@ -326,7 +326,8 @@ class Task:
 class FunctionLayer(nn.Module):
     """A layer for `Task.layers` that calls a function.
 
-    function  from the output of the previous layer to that of this one; for the first layer, from the model's arguments
+    function  maps the output of the previous layer (for the first layer, the model's arguments) to the output of this
+              layer
     used      modules and parameters of the model that the function uses
     """
 

@@ -32,9 +32,9 @@ class ExceptionInfo:
     kind     class name
     bases    names of its base classes
     message  its message; a placeholder in parentheses if its __str__ raises
-    frames   from the outermost to the line that raised
+    frames   stack frames, from the outermost to the line that raised
     cause    its cause or context
-    is_from  whether it was raised explicitly `from` its cause
+    is_from  whether it was raised with `raise ... from cause`
     parts    exceptions of an exception group
     """
 
@@ -226,9 +226,10 @@ def _wrap_help_line(line: str, columns: int, *, is_usage: bool = False) -> list[
 def wrap(text: str, columns: int) -> str:
     """Wrap the text to lines of this width, without breaking words and commands.
 
-    Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
-    If a label has several entries below each other, continuation lines are indented by two from the entries. Commands
-    are not broken because they are meant to be pasted: if the terminal wraps a line, it still copies it as one.
+    Continuation lines are aligned with the last cell of a table, if that leaves half of the line for them, else
+    indented by two. If a label has several entries below each other, continuation lines are indented by two from the
+    entries. Commands are not broken because they are meant to be pasted: if the terminal wraps a line, it still copies
+    it as one.
     """
     lines = text.split("\n")
     indents = [len(line) - len(line.lstrip()) for line in [*lines[1:], ""]]

@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _remove_overrides(key: str, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield (removed overrides, other overrides): without the key, then also its group, then also the profile."""
+    """Yield (removed overrides, reduced request): without the key, then also its group, then also the profile."""
     remaining, removed = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
         if any(override_key(arg).startswith(f"{name}.") for arg in remaining):

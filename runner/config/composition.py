@@ -123,7 +123,7 @@ def _convert_errors(groups: Mapping[str, str], config_dir: Path | None, problems
         raise ConfigError([*problems, Problem(what, files)]) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # not caused by a file
+            raise  # a system limit, not a faulty file
         raise ConfigError([*problems, _composition_problem(error, groups, config_dir)]) from error
 
 
@@ -169,7 +169,7 @@ def _search_config_files(config_dir: Path | None) -> Iterator[None]:
 @cache
 def _register_source() -> None:
     class OptionSource(FileConfigSource):
-        """Files of options. Those of the user are checked by `read_guarded` before they are parsed."""
+        """Reads the files of options; the user's files are checked by `read_guarded` before they are parsed."""
 
         @staticmethod
         def scheme() -> str:

@@ -1,4 +1,4 @@
-"""Configuration files: find, read and guard the YAML of an option, and list the keys that it sets."""
+"""Configuration files: find, check and read the YAML of an option, and list the keys that it sets."""
 
 from __future__ import annotations
 

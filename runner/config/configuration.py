@@ -107,8 +107,8 @@ class Configuration:
     objective_keys  keys of the objectives, `objective.NAME.KEY`
     phase_keys  keys of the phases; empty if the task declares no phases: its only phase then has the settings of the
                 run
-    hardware facts of the chosen profile; its name is `profile`
-    for_auto settings of the task for options that the plan may choose for `auto`, such as precision.keep_fp32
+    hardware  facts about the hardware from the chosen profile, whose name is `profile`
+    for_auto  settings of the task for options that the plan may choose for `auto`, such as precision.keep_fp32
     sources  key or group -> what set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
     notes    messages for the user, such as shadowed files
     has_updates  False for commands that use a trained model: they do not check the division of an update into
@@ -192,7 +192,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     requested = {setting.key: setting.value for setting in command_line}
     schema = build_schema(functions, task, [setting_values(options) for options in phase_options], request, requested)
     problems += check_objective_options(task.objectives, requested, request.task_file)
-    if len(task.phases) <= 1:  # other phases may have a single loss
+    if len(task.phases) <= 1:  # otherwise, the key may apply to a phase with a single loss
         notes += declared_key_notes(task.objectives, requested)
 
     unused = find_unused_keys(chosen, choices["hardware"], schema, request.config_dir)

@@ -37,7 +37,7 @@ class OptionTable:
     """A table of options that a task file or a package may define.
 
     parameters  parameters that the runner passes to a function of the table
-    bases       shipped options that an entry must extend; empty: an entry is a function alone
+    bases       shipped options that an entry must extend; empty: an entry is just a function
     shared      keys that each entry has in common with the shipped option `default`
     """
 
@@ -151,7 +151,7 @@ def table_group(table: str) -> str:
 
 
 def omit_consequences(problems: Sequence[Problem]) -> list[Problem]:
-    """Leave out unknown options of a group whose table has an invalid entry, which may define that option."""
+    """Leave out problems of unknown options that an invalid entry in the table of their group may define."""
     groups = [of.group for table, of in OPTION_TABLES.items() if any(f": {table}[" in each.where for each in problems)]
     unknown = tuple(f"unknown {group};" for group in groups)
     return [problem for problem in problems if not problem.what.startswith(unknown)]

@@ -181,7 +181,7 @@ def _check_size(events: Iterable[Event], where: str) -> None:
     """Raise if a file is too large or too deeply nested, or has tags. Only reads the events of the parser."""
     depth = nodes = documents = 0
     sizes: dict[str, int] = {}  # anchor -> number of nodes below it
-    ancestors: list[tuple[str | None, int]] = []  # enclosing collections: anchor, and the count before it
+    ancestors: list[tuple[str | None, int]] = []  # enclosing collections: (anchor, number of nodes before it)
     for event in events:
         _refuse_tag(event, where)
         kind, anchor = type(event).__name__, getattr(event, "anchor", None)

@@ -156,7 +156,7 @@ def task_group_settings(task: TaskFile, request: Request, problems: list[Problem
 
 
 def select_for_hydra(chosen: Merged, task_file: Path | None) -> dict[str, str]:
-    """Return the options that Hydra cannot find in its files.
+    """Return the options that must be passed to Hydra, because its files do not select them.
 
     These are the options that the task and the command line select, and all options without a file.
     """
@@ -343,8 +343,8 @@ def choose_phase_options(
 ) -> dict[str, Setting]:
     """Return group -> the setting that selects the option of a phase.
 
-    run            group -> the setting that selects the option of the run
-    functions      group -> name of the function that implements the run's option
+    run           group -> the setting that selects the option of the run
+    functions     group -> name of the function that implements the run's option
     command_line  settings of the command line for phases
     task_file     the user's task file, which may define options
     """

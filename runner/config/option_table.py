@@ -22,7 +22,8 @@ executing_files: list[Path] = []  # task files that are being imported
 def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *args: Any, **keys: Any) -> Result:
     """Call the function of `option` in `table` with the runner's arguments and the user's settings.
 
-    option  name in the table, or `PLACE:TABLE:NAME` for an option of a task file or a package
+    option  name in the table, or `PLACE:TABLE:NAME` for an option of a task file (PLACE: its path) or a package (PLACE:
+            its module)
     Raises TaskFault if a function of a task file or a package raises.
     """
     if ":" not in option:

@@ -1,4 +1,4 @@
-"""Parse single overrides with Hydra's grammar; importing this loads Hydra."""
+"""Parse single overrides with Hydra's grammar; importing this module loads Hydra."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class ProgressDisplay:
     def update(self, update: int, values: Values, monitor: str = "") -> None:
         """Show the state after `update` if it is due; values that are None are omitted.
 
-        values   by metric name; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB;
-                 it_per_s replaces the displayed pace; the ETA uses the pace of the last 30 s,
-                 and is unknown before the second update of a process
+        values   metric name -> value; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB;
+                 it_per_s replaces the displayed pace; the ETA uses the pace of the last 30 s, and is unknown before the
+                 second update of a process
         monitor  one line about the machine, shown below
         """
 

@@ -143,7 +143,7 @@ class _Relay:
 
 def _decode_error(text: str) -> AccelRunError:
     content: dict[str, Any] = json.loads(text)
-    kind = vars(errors).get(content["kind"], AccelRunError)  # a task may define an error class of its own
+    kind = vars(errors).get(content["kind"], AccelRunError)  # a task may define another error class
     problems = tuple(Problem(**problem) for problem in content["problems"])
     error = rebuild_error(kind, problems, Exit(content["exit_code"]), content["place"])
     for note in content["notes"]:

@@ -16,7 +16,7 @@ _is_paused = False  # also in processes forked during the pause
 def paused_collection() -> Iterator[None]:
     """Disable garbage collection until `end_pause` or the end of the context, whichever is first."""
     global _is_paused
-    if not gc.isenabled():  # by the user, or an outer context
+    if not gc.isenabled():  # already disabled by the user or an outer context
         yield
         return
     _is_paused = True

@@ -17,7 +17,7 @@ class Heartbeat:
     ticks     number of checks by its watchdog; 0: not running
     waited_s  seconds without progress
     limit_s   timeout of the current operation in seconds
-    is_waiting whether the rank waits for other ranks in a collective
+    is_waiting  whether the rank waits for other ranks in a collective
     kind      current operation, a constant of runner.engine.process.watchdog
     is_first  whether this is the first operation of its kind in the phase
     """

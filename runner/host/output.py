@@ -86,7 +86,7 @@ def make_streams_nonblocking() -> None:
 
 
 def open_closed_streams() -> None:
-    """Redirect standard streams that the parent process has closed to /dev/null.
+    """Open /dev/null for each standard stream that the parent process has closed.
 
     Otherwise the next opened file, such as a lock or a checkpoint, gets their descriptor and receives the output.
     """

@@ -22,7 +22,7 @@ def affinity(pid: int = 0) -> Set[int]:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory of the machine, or the limit that this process shares with others of its cgroup."""
+    """Return the memory of the machine in bytes, or the limit of the cgroup of this process, if that is lower."""
     limit, total = cgroup_memory_limit(ROOT), int(psutil.virtual_memory().total)
     return total if limit is None else min(total, int(limit.amount))
 

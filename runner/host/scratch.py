@@ -43,8 +43,9 @@ def private_folder() -> Iterator[Path]:
         yield folder
     finally:
         settings["tempdir"] = before
+        # Remove the socket through which spawned workers get tensors; at exit, its folder would no longer exist.
         with suppress(OSError, EOFError):
-            resource_sharer.stop()  # removes the socket through which spawned workers get tensors
+            resource_sharer.stop()
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

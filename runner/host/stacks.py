@@ -141,7 +141,7 @@ def _is_user_code(file: str) -> bool:
 
 
 def shorten_path(file: str) -> str:
-    """Return the path of a source file, relative to accel-run, a library or the working directory if one contains it."""
+    """Return the path of a source file relative to accel-run, a library or the working directory, if inside one."""
     for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]

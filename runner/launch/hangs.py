@@ -91,7 +91,7 @@ class HangDetector:
         self._suspected: int | None = None
 
     def check(self, living: Sequence[int]) -> HangReport | None:
-        """Return a hang of the living ranks; called at least every TICK_S seconds."""
+        """Return a hang of the living ranks, if any; called at least every TICK_S seconds."""
         if self._clock() - self._checked_at < TICK_S:
             return None
         self._checked_at = self._clock()

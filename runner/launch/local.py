@@ -163,7 +163,7 @@ def _warn(text: str, _: Failure | None) -> None:
 
 
 def to_error(result: LaunchResult) -> AccelRunError:
-    """Return the error for a failure: the rank's own, with its exit code, or RankLost."""
+    """Return the error for a failure: the rank's own error with its exit code, if it raised one, else RankLost."""
     cause = result.cause
     assert cause is not None, "nothing failed"
     if cause.exit_code == Exit.HANG and cause.problems:  # its message names the rank

@@ -104,7 +104,7 @@ def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
 
 
 def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
-    """Start the ranks; restart from the last checkpoint without a rank that was killed."""
+    """Start the ranks; if one is killed, restart from the last checkpoint without it."""
     import_before_fork(job.plan)
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, start_time = 0, time.time()

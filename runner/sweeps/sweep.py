@@ -123,7 +123,7 @@ def open_sweep(
     options: SweepOptions,
     axes: Sequence[SearchSpace] = (),
 ) -> Iterator[tuple[RunDirectory, Sweep]]:
-    """Create or open the folder of a sweep, lock it, and check that its trials have the same settings.
+    """Create or open the folder of a sweep, lock it, and check that its earlier trials have the requested settings.
 
     fixed          settings that all trials have in common
     configuration  configuration of one trial
