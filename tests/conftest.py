@@ -34,7 +34,7 @@ from tests.faults import tallies
 from tests.forkserver import ROOT, ForkServer
 from tests.nvml_stub import NvmlStub, build_stub
 from tests.screens import screen_of
-from tests.warm import import_all
+from tests.warm import freeze, import_all
 from tests.workers import SERVER, run_all
 
 # The slowest files, slowest first: if one of them started last, the other workers would be idle while it runs.
@@ -176,8 +176,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if len(session.items) > MANY:
         import_all()
-    gc.collect()
-    gc.freeze()
+    freeze()
     gc.set_threshold(YOUNG_OBJECTS)
 
 

@@ -7,12 +7,13 @@ Settings that differ on resume are found by `engine/checkpoints/resumption.py`. 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import sys
 import sysconfig
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -191,7 +192,7 @@ def fingerprint_code(source: Path) -> Hashes:
     Local modules are neither installed (site-packages) nor part of Python or accel-run.
     """
     folder = f"{source.parent}{os.sep}"
-    local = sorted(filter(_is_local, _loaded_files()), key=lambda file: (not file.startswith(folder), file))
+    local = sorted(_LOCAL_MODULES.files(), key=lambda file: (not file.startswith(folder), file))
     hashes: Hashes = {}
     for file in [str(source), *local][:_MAX_FILES]:
         with suppress(OSError):
@@ -200,15 +201,37 @@ def fingerprint_code(source: Path) -> Hashes:
     return hashes
 
 
-def _loaded_files() -> Iterator[str]:
-    """Yield the file of each loaded module.
+class _LocalModules:
+    """The loaded modules that are local. Each call examines only modules that were imported since the last one.
 
-    Reads `__dict__`: there are thousands of modules, and a missing attribute starts a search in some of torch's.
+    Thousands of modules are loaded, and in a forked process, examining one copies its memory pages.
     """
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(name, str):
-            yield name
+
+    def __init__(self) -> None:
+        self._examined = ("", 0, frozenset[str]())  # the last module in sys.modules, their number, and the local files
+
+    def files(self) -> frozenset[str]:
+        last, num_examined, files = self._examined
+        num = max(0, len(sys.modules) - num_examined)
+        new = list(itertools.islice(reversed(sys.modules), num + 1))  # newest first; no other thread runs during this
+        if new.pop() != last:  # the first call, or modules were removed: sys.modules is in the order of the imports
+            new, num_examined, files = list(reversed(list(sys.modules))), 0, frozenset()
+        if new:
+            files |= {file for file in map(_file_of, new) if file and _is_local(file)}
+            self._examined = (new[0], num_examined + len(new), files)
+        return files
+
+
+_LOCAL_MODULES = _LocalModules()
+
+
+def _file_of(name: str) -> str:
+    """Return the file of a loaded module; "" if there is none.
+
+    Reads `__dict__`, because a missing attribute starts a search in some of torch's modules.
+    """
+    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else ""
 
 
 def _is_local(file: str) -> bool:

@@ -78,7 +78,6 @@ class Planted:
     def rule(self) -> None:
         """Use only virtual time in this process, a variant that starts."""
         self._cell = os.getpid()
-        self.advance(START_S)
         for name in ("monotonic", "perf_counter", "sleep"):
             setattr(real_time, name, getattr(self, name))
 
@@ -87,7 +86,6 @@ class Planted:
 
         The clock of the first rank advances this clock.
         """
-        self.advance(START_S)
         virtual_time = importlib.import_module("tests.engine.virtual_time")  # replaces time.perf_counter
         virtual_time.TICK_S = TICK_S
         clock, before = virtual_time.CLOCK, [virtual_time.CLOCK.now]

@@ -25,7 +25,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.tools.measure import variant_process
 from tests.composed import composed
-from tests.tools.measure.planted_time import Planted
+from tests.tools.measure.planted_time import START_S, Planted
 from tests.warm import IMPORTED
 for name in IMPORTED:
     importlib.import_module(name)
@@ -39,6 +39,12 @@ def serve_in_planted_time(*given):
         planted.rule()
     return serve(*given)
 variant_process.serve = serve_in_planted_time
+class VariantThatTakesTimeToStart(variant_process.TrainingVariant):
+    def begin(self, *args, **kwargs):  # not when it is forked: the measuring process may not yet have read the clock
+        if self.world is None or self.world.is_first:
+            planted.advance(START_S)
+        return super().begin(*args, **kwargs)
+variant_process.TrainingVariant = VariantThatTakesTimeToStart
 variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in planted time
 compose(Request())
 gc.collect()
