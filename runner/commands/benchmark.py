@@ -28,7 +28,7 @@ suites
 
   budget_s=300        approximate total time in seconds
   folder=benchmarks   where results and plots are written
-  prefix=             prefix of the names of these files
+  prefix=             prefix of the names of the result files
   --json              print all measurements as JSON
 
 options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/technique/NAME.yaml

@@ -18,7 +18,7 @@ HELP = f"""usage: accel-run evaluate [last|NAME|DIR] [split=val] [checkpoint=bes
        accel-run evaluate weights=FILE [split=val] [key=value ...] [--json]
 
 Computes the task's metrics on a split with a trained run, or with given weights, on all devices and ranks that
-training uses. On the val split the result equals that of the evaluation during training. The metrics are also in
+training uses. On the val split, the metrics equal those of the evaluation during training. They are also saved in
 evaluations/SPLIT-CHECKPOINT.json of the run directory.
 
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME

@@ -37,7 +37,7 @@ gpu.csv, monitor.json and plots to a new folder in gpu_logs. In a pipe it prints
 
   seconds=30          duration; default: until Ctrl-C
   interval_s=1        seconds between samples
-  log_dir=DIR         where that folder is created; null: write nothing
+  log_dir=DIR         folder in which the new folder is created; null: write nothing
   --json              print a JSON object per sample on standard output, and all messages on standard error
   run=last|NAME|DIR   show the recorded metrics of a run, finished or not, and write plots to its folder; with --json:
                       only print the summary as one object. output_root=DIR is the folder of the runs

@@ -27,8 +27,8 @@ need not be finished.
                     search: the table of its trials and a comparison of the best ones
   out=FILE.html     output file (default: report.html in the run's folder; for several runs comparison.html beside the
                     first one)
-  --watch           rewrite the page every 5 s, or every_s=N, until training has ended; a browser that shows it
-                    reloads it
+  --watch           rewrite the page every 5 s, or every_s=N, until training has ended; a page that is open in a
+                    browser reloads itself
 
 examples
   accel-run report
