@@ -123,7 +123,7 @@ def mixture(
         what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} datasets"
         raise _option_error(f"weights={weights}", what, "give one weight per dataset")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-        raise _option_error(f"weights={weights}", "weights must be at least 0, and one above 0", "use e.g. [0.7, 0.3]")
+        raise _option_error(f"weights={weights}", "weights must be finite and >= 0, not all 0", "use e.g. [0.7, 0.3]")
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(

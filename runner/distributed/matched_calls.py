@@ -19,7 +19,7 @@ from runner.distributed.world import World
 class UnmatchedCalls(RankLost):
     """A rank returned or raised an exception while another one called the model.
 
-    On a rank that raised an exception, this exception is the cause.
+    On a rank that raised an exception, it is the `__cause__` of this error.
     """
 
 

@@ -145,7 +145,7 @@ class Pipelined(Parallel):
         """
         deferred = self.deferred
         if deferred:
-            deferred.prepare(model, self.world.device)  # before layers(), whose modules may share buffers
+            deferred.prepare(model, self.world.device)  # before layers(), which may use buffers that it replaces
         all_layers = layers_on_all_ranks(self.world, model, layers)
         if not self.world.is_simulated:
             broadcast_model(model, self.world)
@@ -378,9 +378,10 @@ class Pipelined(Parallel):
         seed: int,
         failure: Exception | None,
     ) -> _Keys:
-        """Return the first stage's seed and hashes of micro-batch shapes; infer the stages' inputs for new hashes.
+        """Return the seed of the first stage and its hashes of micro-batch shapes.
 
-        Raises on all ranks of all pipelines if a rank failed, as given by `failure` or while inferring shapes.
+        Infers the input shapes of all stages for each new hash. Raises on all ranks of all pipelines if a
+        rank failed, as given by `failure` or while inferring shapes.
         """
         first, count = self.pipeline.is_first, len(micros)
         # The maxima of the count and of its negative give the largest and the smallest count in a single message.

@@ -1,4 +1,4 @@
-"""Detect a hanging rank from the heartbeats of all local ranks and the process states of the system.
+"""Detect a hanging rank from the heartbeats of all local ranks and the states of their processes in /proc.
 
 A rank may wait longer than its limit while another rank is busy within its own limit, for example writing a checkpoint.
 Only a process that observes all ranks can tell which rank blocks the others.
@@ -91,7 +91,7 @@ class HangDetector:
         self._suspected: int | None = None
 
     def check(self, living: Sequence[int]) -> HangReport | None:
-        """Return a hang of the living ranks, if any; called at least every TICK_S seconds."""
+        """Return a hang of the living ranks, if any. Must be called every TICK_S seconds or more often."""
         if self._clock() - self._checked_at < TICK_S:
             return None
         self._checked_at = self._clock()
@@ -103,7 +103,7 @@ class HangDetector:
         return self._report(blocking)
 
     def num_updates(self) -> int:
-        """Return the number of completed updates; also after the ranks have exited."""
+        """Return the number of completed updates, even after the ranks have exited."""
         return max(int(table.num_updates().value) for table in self._tables.values())
 
     def last_place(self, rank: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class HangDetector:
         return self._tables[0].is_ending().value
 
     def has_nothing_to_save(self) -> bool:
-        """Return whether no rank has completed an update, is writing a checkpoint or evaluating."""
+        """Return whether no rank has completed an update, and none is writing a checkpoint or evaluating."""
         kinds = {state.heartbeat.kind for state in self.states.values()}
         return not self.num_updates() and not self.is_ending() and kinds <= {Heartbeat().kind, *BEFORE_UPDATE}
 
@@ -158,15 +158,15 @@ class HangDetector:
     def _error(self, blocking: int, stacks_by_name: Mapping[str, str]) -> AccelRunError:
         state, subject = self.states[blocking], self._name(blocking)
         heartbeat = state.heartbeat
-        # The heartbeat of the blocking rank may be stale; all ranks are in about the same update, so the newest one is
-        # used.
+        # The heartbeat of the blocking rank may be stale. All ranks are in about the same update, so the newest
+        # heartbeat of any rank is used.
         newest = max(
             (state.heartbeat for state in self.states.values()), key=lambda beat: (beat.phase != "", beat.update)
         )
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:
             what = f"{subject} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
-            fix = "a process that is stopped on purpose must be continued with kill -CONT before this limit"
+            fix = "if the process was stopped on purpose, continue it sooner (kill -CONT PID)"
             return Hang(what, fix=f"{fix}\n{format_hang(stacks_by_name)}")
         if state.is_silent:
             what = f"{subject} has executed no Python code for {state.silent_s:.0f} s, {doing}"

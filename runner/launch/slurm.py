@@ -1,4 +1,4 @@
-"""Run as a SLURM job: one task per rank, signalled before the time limit, requeued until it is done."""
+"""Run as a SLURM job with one task per rank. The job is signaled before its time limit, and requeued if needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Slurm:
         return self.nodes * self.tasks_per_node
 
     def launch(self, configuration: Configuration) -> int:
-        """Submit the training job and print its number; return 0.
+        """Submit the training job and print its ID; return 0.
 
         The output of the job goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError if the job could not work,
         MissingPackage without submitit, and SystemLimit if SLURM does not respond.
@@ -63,14 +63,14 @@ class Slurm:
         info(f"submitted SLURM job {job_id} for run {name}: {self.summary()}")
         info(f"  output       tail -F {folder}/{job_id}_0_log.out")
         info(f"  status       squeue --job {job_id}; accel-run status run={name}{_root_override(configuration)}")
-        info(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
+        info(f"  cancel       scancel {job_id} (leaves SLURM's KillWait, usually 30 s, for saving)")
         return int(Exit.DONE)
 
     def submit_array(self, parent: Path, commands: Mapping[int, str], limit: int | None) -> str:
-        """Submit a job array with a job per trial and return its number.
+        """Submit a job array with a job per trial and return its ID.
 
         parent    folder of the sweep; the output goes to its subfolder `slurm`
-        commands  trial number, which is also its index in the array -> command line, quoted for the shell
+        commands  command line of each trial, quoted for the shell; keys are trial numbers, which are also array indices
         limit     maximum number of jobs that run concurrently; None: no limit
         """
         folder = _make_job_folder(parent)
@@ -182,7 +182,7 @@ _RESUME_LINES = ["resume=resume=fresh", 'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 
 
 
 def _requeue_lines(times: int, folder: Path | None) -> list[str]:
-    """Return the lines of the job script that requeue the job if the run was signalled to stop.
+    """Return the lines of the job script that requeue the job if the run was signaled to stop.
 
     In its first seconds a rank has no signal handler yet, so the signal kills it; such a job is requeued, too.
     folder  where a job of an array leaves its exit code unless it is requeued (see job_queue.py)

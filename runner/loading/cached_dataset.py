@@ -1,4 +1,4 @@
-"""Datasets whose samples, or the fixed part of them, are kept as one tensor per field."""
+"""Datasets whose samples are kept as one tensor per field, or only their fixed part, which does not change."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class SamplesFile:
 
 
 def read_samples(path: Path) -> MachineSamples:
-    """Return the samples of a gpu.csv, including one of an older version or one with damaged rows.
+    """Return the samples of a gpu.csv, which may be of an older version or have damaged rows.
 
     Raises InputMissing if the file does not exist, DataError if it was not written by the monitor.
     """

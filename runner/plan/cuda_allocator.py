@@ -16,7 +16,7 @@ from runner.plan.memory_trace import Event
 
 MIB = 2**20
 BLOCK = 512  # bytes; sizes are rounded up to a multiple of this
-SMALL = MIB  # allocations up to this size use separate segments
+SMALL = MIB  # allocations up to this size use the small pool, larger ones the large pool
 SMALL_SEGMENT = 2 * MIB
 LARGE = 10 * MIB  # from this size on, a segment is created for one allocation
 LARGE_SEGMENT = 20 * MIB

@@ -19,7 +19,7 @@ from runner.base.stopwatch import THROUGHPUT
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 
-VERSION = 2  # 1: the files without a version, which have the same keys
+VERSION = 2  # files of version 1 do not state it; they have the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class RunOrigin:
 class ProcessRecord:
     """The last process of the run (rank 0): where it ran, and how it ended.
 
-    state          running, done, preempted, interrupted, failed; of a sweep also submitted
-    birth          identifies the process together with `pid`, because PIDs are reused
-    started_by     the launcher: restarted ranks have the same one
+    state          running, done, preempted, interrupted or failed; a sweep can also be submitted
+    birth          boot ID and start time of the process, which tell whether `pid` was reused
+    started_by     SLURM job, Ray job or parent process that started it; restarted ranks have the same one
     metrics_bytes  size of metrics.jsonl when it started; rows before that are of earlier processes
     """
 
@@ -59,7 +59,7 @@ class ProcessRecord:
     metrics_bytes: int = 0
 
     def started_since(self, began: float) -> bool:
-        """Return whether it started at `began` or later, in seconds since 1970; its time is rounded to milliseconds."""
+        """Return whether it started at `began` (seconds since 1970) or later; `started` is rounded to milliseconds."""
         try:
             return datetime.fromisoformat(self.started or "").timestamp() >= began - 0.001
         except (ValueError, OverflowError):
@@ -70,7 +70,7 @@ class ProcessRecord:
 class RunResult:
     """Result of the run, recorded when a process ends without error.
 
-    metrics    of the last evaluation; None: without items, or not finite
+    metrics    metrics of the last evaluation; None: the metric had no items, or is not finite
     baselines  metric -> value of a trivial model
     """
 
@@ -82,7 +82,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedCheckpoint:
-    """A checkpoint of another run that the user has accepted."""
+    """A checkpoint of another run from which the user allowed this run to resume."""
 
     uid: str
     checkpoint: str | None = None
@@ -117,9 +117,10 @@ class RunRecord:
 
     @classmethod
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> RunRecord:
-        """Return the record in the content of a run.json; None: there is no such file. Never raises.
+        """Return the record in the content of a run.json. Never raises.
 
-        clean  applied to the JSON object first, for example to redact it
+        content  None if there is no such file
+        clean    applied to the JSON object first, for example to redact it
         """
         tree = parse_object(content) if content is not None else None
         if tree is None:
@@ -128,7 +129,7 @@ class RunRecord:
         problem = f"has unreadable values: {', '.join(decoded.wrong[:4])}" if decoded.wrong else ""
         if decoded.value.version > VERSION:
             problem = (
-                f"is of a newer version ({decoded.value.version}) of accel-run: values that it added are not shown"
+                f"was written by a newer accel-run (format {decoded.value.version}), whose added values are not shown"
             )
         return replace(decoded.value, problem=problem, wrong=decoded.wrong)
 

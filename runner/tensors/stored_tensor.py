@@ -13,7 +13,8 @@ from torch import Tensor
 class StoredTensor:
     """A tensor in a file.
 
-    fill  (first row, rows): reads consecutive rows into a contiguous CPU tensor; raises DataError or StorageError
+    fill  fill(first, rows) reads consecutive rows, from row `first` on, into the contiguous CPU tensor `rows`; raises
+          DataError or StorageError
     """
 
     shape: torch.Size

@@ -572,7 +572,7 @@ def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | in
     ):
         return _check_state(added[0], fit.add, source), added[1]
     raise TaskFault(
-        f"add() must return (the state with this batch, the number of items), but returned {describe_value(added)}",
+        f"add() must return (the state including this batch, number of items), but returned {describe_value(added)}",
         where=locate_definition(fit.add, source),
         fix="return {**state, ...}, len(x)",
     )

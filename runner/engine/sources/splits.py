@@ -89,7 +89,7 @@ class Splits:
             raise TaskFault(
                 f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
                 where=locate_definition(task.dataset, self.source),
-                fix="return a list of samples, or define def stream(self, split, shard, num_shards): yield ...",
+                fix="return a list of samples, or define stream(self, split, shard, num_shards), which yields them",
             )
         if is_stream(dataset):
             return StreamSource(split, wanted or int(getattr(dataset, "num_shards", 1)), dataset)

@@ -85,7 +85,7 @@ def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
 
 
 def inspect_batch(phase: Phase) -> Reply:
-    """Return the shape of the model's input, None without floating-point tensors, and the number of loss terms."""
+    """Return the input shape of the model (None if no tensor is floating-point) and the number of loss terms."""
     batch = next(phase.feed).batch
     with phase.run.parts.precision.forward():
         total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
