@@ -363,7 +363,7 @@ class TrainerStub:
     def __getattr__(self, name: str) -> Any:
         properties = (key for key, value in vars(TrainerStub).items() if isinstance(value, property))
         known = ", ".join(sorted([*vars(self), *properties]))
-        raise AttributeError(f"accel-run replaces the trainer: it has no {name!r}, only {known}")
+        raise AttributeError(f"accel-run replaces the trainer; the replacement has no {name!r}, only {known}")
 
     def __init__(self) -> None:
         self.estimated_stepping_batches = self.max_steps = 1  # until the length of the run is known

@@ -67,7 +67,7 @@ def auto(device: torch.device) -> Attention:
 
 
 def math(device: torch.device) -> Attention:
-    """Compute with matrix products and a softmax: any input, needs the most memory (the full score matrix)."""
+    """Compute with matrix products and a softmax: supports any input, but needs the most memory (full score matrix)."""
     return Attention("math", (SDPBackend.MATH,))
 
 

@@ -41,7 +41,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
         # Rejected here, because the parser would take seconds.
         if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:
             what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
-            problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long text into a file"))
+            problems.append(Problem(f"{what}; it has {len(argument):,} characters", argument, "put it into a file"))
             continue
         try:
             override = parse_override(argument)
@@ -50,7 +50,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
-            fix = "write the value; a shell replaces $NAME outside of single quotes"
+            fix = "write the value itself; the shell inserts an environment variable for $NAME outside of single quotes"
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:

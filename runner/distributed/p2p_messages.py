@@ -87,8 +87,8 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     raise TaskFault(
-        "to be sent between ranks, the model's output must be tensors in tuples, lists and dicts,"
-        f" but contains a {type(value).__name__}",
+        "the model's output is sent between ranks, so it must consist of tensors and plain values in tuples,"
+        f" lists, and dicts with string keys, but it contains a {type(value).__name__}",
         where="parallelism=pipeline",
     )
 

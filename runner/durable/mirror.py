@@ -68,7 +68,7 @@ class Mirror:
             return MirrorOwner(uid, writer if isinstance(writer, str) else None)
         uids = [name for name in self.store.names() if is_valid_uid(name)]
         if len(uids) > 1 or (content is not None and not uids):
-            what = f"{_OWNER} is missing or damaged, and there are {len(uids)} runs of this name"
+            what = f"the run to resume is unknown: {_OWNER} is missing or damaged, and {len(uids)} runs have this name"
             raise DataError(what, where=self.store.shown, fix="use another run=NAME, or resume=fresh")
         return MirrorOwner(uids[0] if uids else None)
 

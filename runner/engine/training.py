@@ -105,7 +105,7 @@ def _open_phase(run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | 
 
 
 def _check_names(run: TrainingRun) -> None:
-    """Raise TaskFault if losses or fits name a phase that does not exist: the function would never be called."""
+    """Raise TaskFault if losses or fits name a phase that does not exist: such an entry would never be used."""
     for kind, member, mapping in (
         ("train", "losses", run.parts.task.losses),
         ("fit", "fits", run.parts.task.fits),
@@ -114,7 +114,8 @@ def _check_names(run: TrainingRun) -> None:
         for name in mapping:
             if name not in phases:
                 raise TaskFault(
-                    f"{member} has {name}, but the phases of kind {kind} are {', '.join(phases) or 'none'}",
+                    f"the entry {name} of {member} is not a phase of kind {kind};"
+                    f" these are: {', '.join(phases) or 'none'}",
                     where=str(run.parts.source),
                     fix=did_you_mean(name, phases) or "add it to PHASES",
                 )

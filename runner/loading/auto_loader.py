@@ -15,12 +15,13 @@ from runner.loading.loaders import Keys, Loader, WorkerLoader
 class AutoLoader(Loader):
     """Read in workers if a worker needs at least `limit_s` for a batch, otherwise in this process.
 
-    Receiving a batch from a worker costs this process time, too: it maps the tensors, and page-locks them in a thread
-    that competes with training for the interpreter lock.
+    Receiving a batch from a worker costs this process time, too: it maps the shared memory of the tensors, and
+    page-locks them in a thread that competes with training for the GIL.
 
     The measurement runs in a worker, because a dataset may open a file when its first sample is read: if this process
-    opened it, workers forked afterwards would share the position in the file. The samples of the second batch are far
-    from those of the first one in the dataset, so that the first read does not bring them into the page cache.
+    opened it, workers forked afterwards would share its file offset. The worker reads two batches, and the time of the
+    second one counts. Its samples are far from those of the first one in the dataset, so that reading the first one
+    does not bring them into the page cache.
     """
 
     def __init__(self, workers: WorkerLoader, inline: Loader, *, limit_s: float) -> None:
@@ -63,8 +64,8 @@ class AutoLoader(Loader):
         try:
             seconds = [item.batch for item in reader.batches([key, distant])]
         except Exception:
-            # Training reports errors of the dataset itself. A slow worker lives until the loader is closed: if it were
-            # killed, a file that the dataset is writing would stay incomplete.
+            # If the dataset raised the error, it is reported when training reads the sample. A slow worker lives until
+            # the loader is closed: if it were killed, a file that the dataset is writing would stay incomplete.
             return None
         reader.close()
         return float(seconds[-1])
@@ -75,8 +76,8 @@ class AutoLoader(Loader):
     def for_evaluation(self, fetcher: Fetcher) -> Loader:
         """Return a loader that reads where training does, without another measurement.
 
-        Workers must not be forked for the evaluation alone: if training reads in this process, they would share the
-        positions in the files that its dataset has opened, and the validation data may be read from the same files.
+        Workers must not be forked for the evaluation alone. If training reads in this process, the training dataset has
+        open files here. Forked workers would share their offsets, and the validation data may be in the same files.
         """
         return (self._chosen or self._workers).for_evaluation(fetcher)
 

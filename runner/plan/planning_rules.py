@@ -95,14 +95,14 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         options = planner.choices["dataloader"].options
         cache, is_measured = options["cache"], options["workers_above_ms"] != 0
         if cache == "device" or (cache == "memory" and not is_measured):
-            workers, why = 0, f"auto: nothing to read, samples are cached in {cache}"
+            workers, why = 0, f"auto: nothing to read, because of dataloader.cache={cache}"
         elif _is_cuda(gpu):
             cores_per_rank = cores // num_ranks
             available = f"{cores_per_rank} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
             workers, why = (
                 min(MAX_WORKERS, max(0, cores_per_rank - 1)),
-                f"auto: {available}, one of them for the main process, at most {MAX_WORKERS}"
-                + ", if batches of cached samples take long to compose" * (cache == "memory"),
+                f"auto: {available}, minus one for the main process, at most {MAX_WORKERS} workers"
+                + "; used only if collating cached samples is slow" * (cache == "memory"),
             )
         else:
             workers, why = 0, "auto: on a CPU, workers compete with the model for cores"
@@ -164,8 +164,8 @@ def _choose_backend(planner: Decisions, gpu: Device | None) -> tuple[str, str]:
     if not models or any(model.shapes_repeat is None for model in models):
         return "default", "auto: the model was not traced"
     if not all(model.shapes_repeat for model in models):
-        return "default", f"auto: the shapes of {count} convolutions vary, and each would cost a search"
-    return "fast", f"auto: the fastest kernels of {count} convolutions, whose shapes repeat"
+        return "default", f"auto: input shapes of {count} convolutions vary, and each new shape would be autotuned"
+    return "fast", f"auto: autotuning finds the fastest kernels of {count} convolutions, whose shapes repeat"
 
 
 def _compile(planner: Decisions, gpu: Device | None) -> None:
@@ -188,7 +188,7 @@ def why_no_fsdp(torch_version: str) -> str:
     torch_version  empty if unknown
 
     With torch 2.11 and 2.12, if ranks use different parameters in an update, gradients of different parameters are
-    added: see tests/distributed/test_sharded.py.
+    summed with each other: see tests/distributed/test_sharded.py.
     """
     if not torch_version or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13):
         return ""
@@ -238,7 +238,10 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
 
 
 def _check_copy_size(planner: Decisions, key: str) -> None:
-    """Refuse a number of ranks per copy of the model that does not divide the ranks."""
+    """Check the number of ranks per copy of the model.
+
+    It must divide the number of all ranks. A note is added if a copy may span machines that other copies also use.
+    """
     size, count = planner.choices["parallelism"].options[key], len(planner.ranks)
     machines = ranks_per_machine(planner.ranks)
     if not isinstance(size, int) or count == 1:
@@ -250,7 +253,8 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
         planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
     elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
         what = (
-            f"parallelism.{key}={size}: some groups of {size} ranks are split over machines that other groups also use"
+            f"parallelism.{key}={size}: groups of {size} ranks may span machines that other groups also use, and then"
+            " communicate over the network"
         )
         planner.notes.append(f"{what} ({', '.join(map(str, machines))} ranks per machine)")
 
@@ -272,7 +276,11 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
 
 
 def _evaluation_of_shards(planner: Decisions) -> None:
-    """Resolve parallelism.evaluation=auto: sharded if only evaluations with the whole model do not fit."""
+    """Resolve parallelism.evaluation=auto.
+
+    The result is `sharded` if training does not fit with the whole model gathered, or only with sharded gradients, and
+    sharded evaluations avoid that.
+    """
     options = planner.choices["parallelism"].options
     if options["evaluation"] != "auto":
         return
@@ -289,7 +297,7 @@ def _evaluation_of_shards(planner: Decisions) -> None:
         reason = "auto: the whole model, which an evaluation would gather on each rank, does not fit a device"
         planner.set("parallelism", "evaluation", "sharded", reason)
     else:
-        fits = "the whole model fits each device" if whole < len(is_sharded) else "nothing fits"
+        fits = "the whole model fits each device" if whole < len(is_sharded) else "neither the model nor shards fit"
         reason = "memory was not traced" if planner.needs is None else fits
         planner.set("parallelism", "evaluation", "whole", f"auto: {reason}")
 
@@ -301,7 +309,10 @@ def _part_of_shards(planner: Decisions) -> RankPart:
 
 
 def _shards_fit(planner: Decisions, part: RankPart) -> bool:
-    """Return whether an update fits, one sample or the whole share at a time; True if the memory was not traced."""
+    """Return whether a micro-batch fits; True if the memory was not traced.
+
+    Its size is `micro_batch_size`. If that is not a number, a single sample or the rank's whole share must fit.
+    """
     size = planner.configuration.settings.micro_batch_size
     micro = size if isinstance(size, int) else None
     sizes = {micro or 1, micro or part.share}

@@ -178,7 +178,7 @@ def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[
         path.append(inner[0])
     if not isinstance(content, Mapping):
         what = f"must contain a mapping of names to tensors, but contains {type(content).__name__}"
-        raise DataError(what, where=str(source), fix="ask for a file saved with torch.save(model.state_dict(), file)")
+        raise DataError(what, where=str(source), fix="use a file saved with torch.save(model.state_dict(), file)")
     return content, ".".join(path)
 
 

@@ -197,7 +197,7 @@ def test_mechanics_are_derived_from_the_machine(
 def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
     made = plan("parallelism=ddp", "parallelism.shares=equal", on=machine(*PAIR, cores=8))
     assert made.values()["dataloader.num_workers"] == 3
-    reason = "auto: 4 of 8 cores for each rank, one of them for the main process, at most 8"
+    reason = "auto: 4 of 8 cores for each rank, minus one for the main process, at most 8 workers"
     assert made.reason("dataloader.num_workers") == reason
 
 

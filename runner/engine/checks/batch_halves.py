@@ -22,8 +22,8 @@ class BatchPart(NamedTuple):
 def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
     """Split a batch into two parts; return None if it cannot be split between samples safely.
 
-    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
-    numbers and text are copied to both parts.
+    Every tensor except scalars must have one row per sample. Lists with one element per sample are split too if they
+    contain no tensors; scalars, numbers and text are copied to both parts.
     """
     samples = batch.samples
     size = 0 if samples is None else len(samples.indices)
@@ -56,7 +56,7 @@ def _slice_rows(value: Any, size: int, rows: slice) -> Any:
         return value
     if isinstance(value, list) and len(value) == size:
         if list_tensors(value):
-            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
+            raise _NotSplittable  # ambiguous: one tensor per sample, or as many fields as samples
         return value[rows]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_slice_rows(item, size, rows) for item in value))

@@ -120,11 +120,11 @@ class FirstUpdate(Hook):
         if names:
             key = names[0].rpartition(".")[2]
             raise TaskFault(
-                "the first update adds buffers to the model or changes their shape, so its checkpoints could not be"
-                f" loaded: {abbreviate(names)}",
+                "the first update adds buffers to the model or changes their shape, so checkpoints could not be loaded:"
+                f" {abbreviate(names)}",
                 where=str(parts.source),
-                fix=f'register each in __init__ with its final shape: self.register_buffer("{key}", torch.zeros(...));'
-                " or with persistent=False",
+                fix="register each in __init__ with its final shape, or with persistent=False:"
+                f' self.register_buffer("{key}", torch.zeros(...))',
             )
 
     def _warn_missing_gradients(self) -> None:

@@ -31,11 +31,11 @@ Value = TypeVar("Value")
 class WeightMatch:
     """Result of matching the tensors of a source with those of a model.
 
-    matched    tensors to load by name, including tied ones
+    matched    name -> tensor to load, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
     ignored    names of the source that the model lacks
     excluded   names of the source that `weights.only` does not select
-    different  descriptions of tensors that differ in shape, or of which only one is floating-point
+    different  descriptions of tensors that differ in shape, or in whether they are floating-point
     stripped   prefix that was removed from all names of the source, such as "module."
     num_cast   number of matched tensors whose dtype differs from the model's
     """
@@ -81,8 +81,9 @@ def load_initial_weights(
     if (problems and options.strict) or not result.matched:
         is_renamed = bool(options.rename) or bool(result.stripped)  # `result` has other names than the source
         fix = (not is_renamed and _suggest_rename(result)) or (
-            "use the task options they were trained with, and the precision if a task file defines it; to load those"
-            " that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}"
+            "use the task options that the weights were trained with, and their precision if a task file defines it; to"
+            " load only matching tensors: weights.strict=false or weights.only=[MODULE]; to rename tensors:"
+            " weights.rename={OLD: NEW}"
         )
         what = f"the weights do not match the model: {'; '.join(problems)}"
         raise IncompatibleResume(what, where=f"weights={options.source}", fix=fix)
@@ -223,9 +224,9 @@ def _apply_renames(tensors: Mapping[str, Value], setting: Mapping[str, str]) -> 
 
 
 def _suggest_rename(result: WeightMatch) -> str:
-    """Return settings that rename ignored tensors to the names of most missing ones; empty if there are none.
+    """Return settings that rename ignored tensors so that most missing ones match; empty if there are none.
 
-    A name may have a prefix in the source, such as model.fc.weight in a checkpoint of Lightning, or in the model.
+    The names may have an extra prefix in the source, such as `model.` in Lightning checkpoints, or in the model.
     """
     stored = dict.fromkeys([*result.matched, *result.ignored])
     wanted = {*result.matched, *result.missing}

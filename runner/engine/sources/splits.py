@@ -105,9 +105,9 @@ class Splits:
         return dataset
 
     def _rank_variables(self) -> AbstractContextManager[None]:
-        """Set torchrun's environment variables for mosaicml-streaming, whose ranks share memory on a machine.
+        """Set torchrun's environment variables, which mosaicml-streaming needs to share its state between local ranks.
 
-        They are set only if the task has imported that package: another dataset might read them and divide itself.
+        They are set only if the task has imported that package: another dataset might read them and shard itself.
         """
         world = self.world
         if world.world_size == 1 or "streaming.base.dataset" not in sys.modules:

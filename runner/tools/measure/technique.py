@@ -1,4 +1,4 @@
-"""Techniques that the ladder measures: YAML files with overrides, shipped or from the user."""
+"""Techniques that `benchmark suite=ladder` measures: named overrides, shipped or defined by the user."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def find_techniques(config_dir: Path | None, task_file: Path | None = None) -> d
 
 
 def is_valid_name(name: str) -> bool:
-    """Return whether a row of the results may have this name: a technique, or a stack up to a technique."""
+    """Return whether a row of the results may have this name: NAME of a technique, or `up to NAME` for a stack."""
     return bool(_NAME.fullmatch(name.removeprefix(STACK))) and name not in RESERVED_TECHNIQUES
 
 
@@ -97,10 +97,10 @@ def select_techniques(names: Iterable[str], known: Mapping[str, Technique]) -> l
 
 
 def stack_overrides(members: Iterable[Technique], base: Technique, configuration: Configuration) -> tuple[str, ...]:
-    """Return the overrides of the baseline with these techniques on top of each other.
+    """Return the overrides of the baseline with these techniques stacked on it.
 
-    Later techniques replace settings of earlier ones. Another optimizer keeps the learning rate, the weight decay and
-    all other settings of the original one.
+    Later techniques replace settings of earlier ones. If a technique selects another optimizer, the learning rate, the
+    weight decay and all other settings that both optimizers have are kept, unless an override sets them.
     """
     overrides = base.overrides
     for technique in members:
@@ -122,7 +122,7 @@ def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
 
 
 def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], group: str = "optimizer") -> list[str]:
-    """Return overrides that copy the keys of an optimizer to another one, for keys that both have and that are not set.
+    """Return overrides that copy the settings of one optimizer to another: keys of both that `overrides` does not set.
 
     group  `optimizer`, or `phase.NAME.optimizer` for a phase, whose optimizer is then replaced too
     """

@@ -99,7 +99,7 @@ def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_
     """Draw mean and range of a metric over the updates; return the reason if there is nothing to draw."""
     curve = run.curves[key]
     if not any(math.isfinite(value) for value in curve.y):
-        return missing_reason(run, f"no row has {key}")
+        return missing_reason(run, f"metrics.jsonl has no finite {key}")
     figure = new_figure(*SIZE)
     axes = figure.subplots()
     line = bin_curve(curve)
