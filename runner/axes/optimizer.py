@@ -382,8 +382,8 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(map(id, held)) != sorted(names):
-        what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
-        raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
+        what = f"the optimizer must have exactly the {len(names)} given parameters, but has {len(held)}, or other ones"
+        raise TaskFault(what, where=function, fix="pass exactly these to the optimizer, in groups if settings differ")
     if any("lr" not in group for group in optimizer.param_groups):
         raise TaskFault(
             "a group of the optimizer has no lr",

@@ -304,7 +304,7 @@ class Task:
         if isinstance(self.model, nn.Sequential):
             return list(self.model)
         raise NotImplementedError(
-            f"{type(self).__name__} must define layers() -> modules whose composition is the model, for a pipeline"
+            f"for a pipeline, {type(self).__name__} must define layers() -> modules whose composition is the model"
         )
 
     def example(self) -> tuple[Tensor, ...]:

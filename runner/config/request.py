@@ -45,7 +45,10 @@ def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
 
 
 def format_override(key: str, text: str) -> str:
-    """Return the command-line argument that sets the key to this text. Text that is a number stays a number."""
+    """Return the command-line argument that sets the key to this text.
+
+    Text such as `12` is not quoted, so it is parsed as a number.
+    """
     is_word = re.fullmatch(r"[\w./@:+-]+", text, re.ASCII)
     if is_word and not re.fullmatch("null|true|false|[+-]?(nan|inf)", text, re.IGNORECASE):
         return f"{key}={text}"

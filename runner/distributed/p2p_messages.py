@@ -1,4 +1,4 @@
-"""Point-to-point messages of tensors in nested tuples, lists and mappings, whose shapes the receiver does not know.
+"""Send tensors, in nested tuples, lists and mappings, to ranks that do not know their number and shapes.
 
 send_object_list of torch.distributed is not used: its receiver unpickles, and so executes, what another process sends.
 """

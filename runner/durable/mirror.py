@@ -157,7 +157,7 @@ class Mirror:
         return install(checkpoint_path(directory, mirrored_update(name)), fill)
 
     def metrics(self, uid: str, name: str, size: int) -> bytes | None:
-        """Return the rows that a checkpoint covers, None if they are not complete."""
+        """Return the rows that a checkpoint covers; None if they are not complete."""
         rows = self.store.read(f"{uid}/{name}/{METRICS}", _MAX_METRICS_BYTES)
         return rows if rows is not None and len(rows) == size else None
 
@@ -172,7 +172,7 @@ class Mirror:
         folders = self._folders(uid)
         if set(folders) <= set(kept):
             return []
-        # Each check is a request: older checkpoints, of which there may be many, are not checked.
+        # Each check is a request, so older checkpoints, of which there may be many, are not checked.
         complete = list(
             islice((name for name in folders if self.is_complete(uid, name)), max(keep_last, _MIN_COMPLETE))
         )
@@ -189,8 +189,8 @@ def fetch_checkpoints(
 ) -> None:
     """Download what the run needs to resume, if the mirror is ahead of the local disk.
 
-    The run needs the newest valid checkpoint, the best checkpoints and those of earlier phases to which it refers, and
-    the metrics.
+    The run needs the newest valid checkpoint, the metrics, and the best checkpoints and those of earlier phases to
+    which that checkpoint refers.
     Raises MirrorError, IncompatibleResume if the mirror belongs to another run of this name, and DataError if neither
     the mirror nor the local disk has a valid checkpoint, but the mirror has damaged ones: a run never silently
     restarts at update 0.

@@ -177,7 +177,7 @@ class Meter:
                 self._finish(self._pending.pop(0))
 
     def close_window(self) -> None:
-        """Write a row for the updates since the last one, as at the end of a phase."""
+        """Write a row for the updates that no row contains yet, and all pending rows; called at the end of a phase."""
         if self._items:
             self._close_row()
         self.flush()
@@ -194,7 +194,7 @@ class Meter:
             "items": [float(count) for count in self._items],
             "items_seen": self.items_seen,
             "extra": {name: [float(total), float(count)] for name, (total, count) in self._extra.items()},
-            # A finished phase whose last row is not written yet has no later update that provides these values.
+            # If the phase has finished but its last row is not written yet, no later update provides these values.
             "update": last.update if last else None,
             "lr": last.lr if last else None,
             "grad_norm": float(last.grad_norm) if last and last.grad_norm is not None else None,
@@ -211,7 +211,7 @@ class Meter:
         self._begin_window()
 
     def restart_clock(self) -> None:
-        """Restart timing, as after the first update, whose start-up time is not representative."""
+        """Restart timing; called after the first update of a process, whose time includes start-up."""
         self._begin_window()
         self._is_starting = False
 

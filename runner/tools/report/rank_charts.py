@@ -59,7 +59,7 @@ def ranks(run: RunData) -> Drawing | str:
             panels[1].legend(fontsize=8, ncols=-(-len(rows) // 6))
     waits = [row.get("wait", 0.0) / (sum(row.values()) or 1.0) for row in rows]
     description = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
-    return Drawing(figure, description, "wait: for the other ranks, including communication")
+    return Drawing(figure, description, "wait: time spent waiting for the other ranks, including communication")
 
 
 def _world_size(run: RunData) -> int:

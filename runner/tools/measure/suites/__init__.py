@@ -1,6 +1,6 @@
-"""The suites of `accel-run benchmark`: one declaration each, and one module with the function `run`.
+"""The suites of `accel-run benchmark`. Each is declared here and implemented by `run` in the module of its name.
 
-This module imports nothing of accel-run, because shell completion and help read it and must start fast.
+This file imports nothing of accel-run, because shell completion and help read it and must start fast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "batch": SuiteDeclaration(
         "micro-batch sizes: samples per second",
-        # micro: sizes; auto: the global batch, halved repeatedly. global: samples per update; same: unchanged
+        # micro: sizes, auto = the global batch halved repeatedly. global: samples per update, same = as in the settings
         {"micro": "auto", "global": "same"},
     ),
     "loader": SuiteDeclaration(
@@ -57,7 +57,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "devices": SuiteDeclaration(
         "CPU and GPU, or numbers of threads: by phase, batch and sample size",
-        # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU or, without a GPU, one thread and all
+        # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU; without a GPU, 1 and all threads
         # batches: samples per update; sides: sides of cubes in pixels
         {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128"},
     ),

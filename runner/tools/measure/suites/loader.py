@@ -1,4 +1,4 @@
-"""`suite=loader`: data loader settings by workers, prefetch, pinned memory and cache, with the data wait of each."""
+"""`suite=loader`: compare settings of the data loader: number of workers, prefetching, pinned memory and cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class LoaderVariant(NamedTuple):
 
     @property
     def effective(self) -> LoaderVariant:
-        """The effective settings: a thread without a cache is one worker, and without workers nothing is prefetched."""
+        """The settings that take effect.
+
+        Without a cache, `dataloader=thread` uses one worker process; without workers, nothing is prefetched.
+        """
         if self.workers == THREAD and self.cache == "none":
             return self._replace(workers=1)
         return self._replace(prefetch=self.prefetch if self.workers else 0)
@@ -90,7 +93,7 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
 def _current_loader(context: MeasurementContext) -> LoaderVariant:
     choice = context.plan.choices["dataloader"]
     if choice.location:
-        what = "suite=loader compares settings of the shipped data loader"
+        what = "suite=loader compares only settings of the shipped data loaders"
         raise ConfigError(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
     options = choice.options
     prefetch = options.get("depth", options.get("prefetch_factor", 0))
@@ -116,15 +119,15 @@ def _select_loaders(
 
 
 def why_not(loader: LoaderVariant, *, has_gpu: bool) -> Iterator[str]:
-    """Yield the reasons why a loader is impossible, or equivalent to another."""
+    """Yield the reasons why the settings are impossible, or equivalent to others."""
     if loader.pin and not has_gpu:
-        yield "there is no GPU to copy to from page-locked memory"
+        yield "pinned memory speeds up only copies to a GPU, and there is no GPU"
     if loader.cache == "device" and not has_gpu:
-        yield "the device is the CPU: equivalent to cache=memory"
+        yield "equivalent to cache=memory, because the device is the CPU"
     if loader.cache == "device" and loader.workers not in (0, THREAD):
         yield "worker processes cannot access a device cache"
     if loader.cache == "device" and loader.pin:
-        yield "batches of a device cache are not copied"
+        yield "pinned memory has no effect, because batches of a device cache are not copied from the host"
 
 
 def _columns(result: ComparisonResult, loaders: Mapping[str, LoaderVariant]) -> Columns:
@@ -141,7 +144,7 @@ def _columns(result: ComparisonResult, loaders: Mapping[str, LoaderVariant]) -> 
         "update, ms": lambda trial: trial.median_ms,
         "waits for data, %": data_wait_percent,
         "copies, %": copies,
-        "starts later, s": result.later_s,
+        "extra start-up, s": result.later_s,
         "gain": lambda trial: format_gain(result, trial),
         "sure": lambda trial: format_verdict(result, trial),
     }

@@ -40,8 +40,8 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     cached, now = named
     assert 60 < now["waits for data, %"] < 95  # type: ignore[operator]
     assert cached["waits for data, %"] < 30  # type: ignore[operator]
-    assert now["starts later, s"] == 0
-    assert cached["starts later, s"] is not None
+    assert now["extra start-up, s"] == 0
+    assert cached["extra start-up, s"] is not None
     assert cached["sure"] == "better"
     assert "dataloader.cache=memory" in result.headline
     assert "dataloader.cache=memory" in result.data["recommended"]
