@@ -261,8 +261,10 @@ def short() -> Iterator[Path]:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Measure the CPU time of each test, in this process and in its children."""
-    item.session.stash[_SHARED_CPU] = 0.0
-    item.stash[_CPU_AT_START] = used_cpu_s() + ForkServer.cpu_s
+    stash = item.session.stash
+    stash[_SHARED_CPU] = 0.0
+    if _CPU_BEFORE not in stash:
+        stash[_CPU_BEFORE] = used_cpu_s() + ForkServer.cpu_s
     yield
 
 
@@ -279,9 +281,10 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Attach the CPU time to the last report of a test, which workers send to the session."""
     if call.when == "teardown":
-        shared = item.session.stash[_SHARED_CPU]
-        total = used_cpu_s() + ForkServer.cpu_s - item.stash[_CPU_AT_START]
-        item.user_properties += [("cpu_s", total - shared), ("shared_cpu_s", shared)]
+        stash, now = item.session.stash, used_cpu_s() + ForkServer.cpu_s
+        shared = stash[_SHARED_CPU]
+        item.user_properties += [("cpu_s", now - stash[_CPU_BEFORE] - shared), ("shared_cpu_s", shared)]
+        stash[_CPU_BEFORE] = now
     yield
 
 
@@ -308,5 +311,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
-_CPU_AT_START: pytest.StashKey[float] = pytest.StashKey()
+_CPU_BEFORE: pytest.StashKey[float] = pytest.StashKey()  # at the end of the previous test
 _SHARED_CPU: pytest.StashKey[float] = pytest.StashKey()

@@ -382,7 +382,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(map(id, held)) != sorted(names):
-        what = f"the optimizer must have exactly the {len(names)} given parameters, but has {len(held)}, or other ones"
+        what = f"must contain each of the {len(names)} given parameters once, and no others, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass exactly these to the optimizer, in groups if settings differ")
     if any("lr" not in group for group in optimizer.param_groups):
         raise TaskFault(
