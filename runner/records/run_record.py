@@ -43,7 +43,7 @@ class ProcessRecord:
     """The last process of the run (rank 0): where it ran, and how it ended.
 
     state          running, done, preempted, interrupted or failed; a sweep can also be submitted
-    birth          boot ID and start time of the process, which tell whether `pid` was reused
+    birth          boot ID and start time of the process, by which a reused `pid` is detected
     started_by     SLURM job, Ray job or parent process that started it; restarted ranks have the same one
     metrics_bytes  size of metrics.jsonl when it started; rows before that are of earlier processes
     """
