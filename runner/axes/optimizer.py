@@ -37,7 +37,6 @@ from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_impor
 from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # names and parameters of the model, only those with requires_grad
-NEED_MATRICES = ("adafactor", "muon")  # options that `refuse_shards` refuses for sharded parameters
 KEYS_WITH_NAMES = ("lr_scales", "adamw_for")  # keys whose values contain names of modules or parameters
 
 
@@ -222,7 +221,7 @@ def adafactor(
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
     """
-    refuse_shards(parameters, "adafactor")
+    _refuse_shards(parameters, "adafactor")
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     return torch.optim.Adafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=(None, eps), d=max_update)
 
@@ -273,7 +272,7 @@ def muon(
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
-    refuse_shards(parameters, "muon")
+    _refuse_shards(parameters, "muon")
     if problems := _unmatched_problems(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for"):
         raise ConfigError(problems)
 
@@ -479,7 +478,7 @@ def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str)
     ]
 
 
-def refuse_shards(parameters: Parameters, option: str) -> None:
+def _refuse_shards(parameters: Parameters, option: str) -> None:
     """Raise ConfigError for sharded parameters: the rule needs complete matrices."""
     if any(hasattr(parameter, "device_mesh") for _, parameter in parameters):  # a DTensor
         fix = "use parallelism=ddp, or optimizer=adamw"

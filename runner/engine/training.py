@@ -8,15 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from runner.axes.optimizer import (
-    KEYS_WITH_NAMES,
-    NEED_MATRICES,
-    OPTIMIZERS,
-    build_optimizer,
-    check_library,
-    is_under,
-    refuse_shards,
-)
+from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, check_library, is_under
 from runner.axes.scheduler import SCHEDULERS, build_schedule
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.task import Task
@@ -170,16 +162,22 @@ def _check_training(
     options = optimizer.options
     if type(run.parts.task).begin_phase is not Task.begin_phase:
         options = {key: value for key, value in options.items() if key not in KEYS_WITH_NAMES}
-    small = [(name, nn.Parameter(torch.ones((1,) * each.dim(), device=device))) for name, each in parameters.items()]
+    small = [(name, _placeholder(weight, device)) for name, weight in parameters.items()]
     try:
-        if optimizer.function in NEED_MATRICES:
-            refuse_shards([*parameters.items()], optimizer.function)
         if optimizer.function in OPTIMIZERS:
             build_optimizer(optimizer.function, small, options)
         if schedule.function in SCHEDULERS and updates is not None:
             build_schedule(schedule.function, updates, schedule.options)
     except ConfigError as error:
         raise ConfigError(replace(problem, where=f"{where}.{problem.where}") for problem in error.problems) from error
+
+
+def _placeholder(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with one element for which options are refused as for the given one."""
+    placeholder = nn.Parameter(torch.ones((1,) * weight.dim(), device=device))
+    if hasattr(weight, "device_mesh"):
+        placeholder.device_mesh = weight.device_mesh  # optimizers take it for sharded
+    return placeholder
 
 
 def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:

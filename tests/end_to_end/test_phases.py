@@ -16,6 +16,7 @@ from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_two_phases.py")
 BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
+SHARDED = ["parallelism=fsdp", "parallelism.world_size=2"]
 
 
 def rows(folder: Path, run: str = "mine") -> list[dict[str, Any]]:
@@ -82,15 +83,21 @@ def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer
 
 @pytest.mark.parametrize(
     "wrong",
-    ["scheduler.warmup=21", "optimizer.lr_scales={head:2}", "optimizer=muon"],
+    [
+        ["scheduler.warmup=21"],
+        ["optimizer.lr_scales={head:2}"],
+        ["optimizer=muon", *SHARDED],
+        ["optimizer.kernel=fused", "phase.two.optimizer=sgd", *SHARDED],
+    ],
+    ids=lambda wrong: wrong[0],
 )
 def test_invalid_options_of_a_later_phase_are_reported_before_the_first_one(
-    wrong: str, server: ForkServer, tmp_path: Path
+    wrong: list[str], server: ForkServer, tmp_path: Path
 ) -> None:
-    sharded = ["parallelism=fsdp", "parallelism.world_size=2"] if wrong == "optimizer=muon" else []
-    result = server.run([*BASE, f"phase.two.{wrong}", *sharded], tmp_path)
+    first, *others = wrong
+    result = server.run([*BASE, f"phase.two.{first}", *others], tmp_path)
     assert result.code == 78
-    key = wrong.partition("=")[0]
+    key = first.partition("=")[0]
     assert f"phase.two.{key}" in result.err
     assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
 
