@@ -200,7 +200,7 @@ def plateau(
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     patience   consecutive evaluations without improvement before a step
-    threshold  smallest relative change of the best metric that counts as an improvement
+    threshold  an evaluation counts as an improvement if it beats the best metric by more than this fraction of it
     cooldown   evaluations after a step that are ignored
     floor      lower bound of the learning rate, as a fraction of the peak
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".

@@ -310,7 +310,7 @@ def set_aside(directory: Path) -> int:
 
 
 def set_aside_newer(directory: Path, number: int) -> list[tuple[Path, Path]]:
-    """Rename the checkpoints with more updates than `number` so that `recover` ignores them; return (from, to)s."""
+    """Rename checkpoints with more updates than `number` so that `recover` ignores them; return (from, to) of each."""
     newer = [path for path in newest_first(directory) if path.name > checkpoint_path(directory, number).name]
     return [(path, _move_aside(path, "earlier")) for path in newer]
 

@@ -200,7 +200,10 @@ def _metric_value(state: Mapping[str, Any], metric: str | None) -> float | None:
 
 
 def _load_valid(directory: RunDirectory, number: int, warn: Callable[[str], None] | None) -> LoadedCheckpoint | None:
-    """Return the checkpoint of this number; if it is missing or damaged, return None, or raise without `warn`."""
+    """Return the checkpoint of this number, None if it is missing or damaged.
+
+    warn  called with a message if it is damaged; None: raise an error instead of returning None
+    """
     path = checkpoint_path(directory.checkpoints, number)
     if not files.exists(path):
         if warn is not None:

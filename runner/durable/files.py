@@ -51,7 +51,7 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
     Syncing a thousand small files one by one waits for the disk a thousand times, but syncing the file system writes
-    the data of all programs. So it is synced only for more than two files, and only if the system has syncfs.
+    the data of all programs. So the files are synced one by one if there are at most two, or without syncfs.
     Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}

@@ -74,8 +74,8 @@ def find_weights(value: str, root: Path) -> WeightSource:
 def check_start(settings: Settings, name: str) -> None:
     """Check, without torch, that `weights=` and `resume=` of a new run name valid sources.
 
-    Raises AccelRunError as loading them would, if a source does not exist or weights have another format. Of files
-    other than checkpoints, only headers and indexes are read.
+    Raises AccelRunError as loading them would, if a source does not exist or weights are not in the safetensors format.
+    Of files other than checkpoints, only headers and indexes are read.
     """
     try:
         if files.exists(settings.root / name):

@@ -86,7 +86,7 @@ def start_mirroring(run: TrainingRun, mirror: Mirror | None, *, resumes: bool) -
 
 
 def finish_mirroring(run: TrainingRun, *, should_wait: bool) -> None:
-    """Wait until the checkpoints are copied, for `mirror_wait_s` or until shortly before a kill; print a summary.
+    """Wait for the copies, at most `mirror_wait_s` and until shortly before a kill; print a summary.
 
     should_wait  False: stop copying at once
     """

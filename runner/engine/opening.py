@@ -57,7 +57,7 @@ def open_first_rank(
     start = find_resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
     attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
-    if not resumes:  # run.json has the measurements of a previous run
+    if not resumes:  # run.json may have the measurements of a previous run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     tracker_id = attempt.record.tracker_id
     tracker = make_chosen(TRACKERS, plan.choices["tracker"], directory.path, directory.name, plan.values(), tracker_id)

@@ -238,7 +238,7 @@ def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
 
 
 def _describe_choice(choice: Choice) -> str:
-    """Return the name of an optimizer or a schedule with its settings, except false ones and those of its kernel."""
+    """Return the name of an optimizer or a schedule with its settings, except those of its kernel or that are off."""
     settings = {key: value for key, value in choice.options.items() if key not in _KERNEL_KEYS and value}
     return ", ".join([choice.name, *(f"{key} {_format_value(value)}" for key, value in settings.items())])
 

@@ -153,7 +153,7 @@ def _check_training(
     parameters: Mapping[str, nn.Parameter],
     updates: int | None,
 ) -> None:
-    """Check options: build the optimizer for small copies of the parameters, and the schedule if its length is known.
+    """Check options: build the optimizer for parameters of one element, and the schedule if its length is known.
 
     where    prefix of the keys in messages
     updates  number of updates, None if unknown

@@ -59,7 +59,7 @@ class ProcessRecord:
     metrics_bytes: int = 0
 
     def started_since(self, began: float) -> bool:
-        """Return whether it started at `began` (seconds since 1970) or later; `started` is rounded to milliseconds."""
+        """Return whether it started at `began` (seconds since 1970) or later; `started` is cut to milliseconds."""
         try:
             return datetime.fromisoformat(self.started or "").timestamp() >= began - 0.001
         except (ValueError, OverflowError):

@@ -79,7 +79,7 @@ def split(
 ) -> Split | Problem:
     """Return the optimal split of the layers over the devices in order, or a Problem if there is none.
 
-    The split uses no more than the memory of any device.
+    No device exceeds its memory.
 
     balance           memory: minimize the largest used fraction of a device's memory, then balance the fractions;
                       time: minimize the time of the slowest stage first

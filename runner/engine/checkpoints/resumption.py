@@ -153,7 +153,7 @@ def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDire
         if not is_selected and current not in finished:
             done, total = start.state["phase_update"], start.state["total"]
             raise IncompatibleResume(
-                f"must include {current}, whose training is not finished: {done} of {total} updates",
+                f"must include {current}, which is not finished: {done} of {total} updates",
                 where="phases",
                 fix=f"use phases=[{current}]",
             )

@@ -20,7 +20,7 @@ from runner.engine.update.loop import StepInfo
 from runner.tensors.optimizer_state import copy_values
 from runner.tensors.stored_tensor import StoredTensor
 
-Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, number of updates averaged so far)
+Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far); in place
 
 
 class Averaging(Hook):

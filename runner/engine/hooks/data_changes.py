@@ -69,7 +69,7 @@ class DataChanges(Hook):
         update = phase.position.update
         change = {"phase": phase.name, "update": update, "files": edited, "samples": samples}
         run.observers.screen.warn(
-            f"since the checkpoint from which {phase.name} continues at update {update}, the task has changed:"
+            f"since the checkpoint from which {phase.name} continues at update {update}, these have changed:"
             f" {describe_changes(edited, samples)}. The run uses the changed version, and run.json records it"
         )
         run.observers.screen.record_event("changed", **change)

@@ -138,7 +138,7 @@ class OutOfMemory(Hook):
     # ------------------------------------------------------------ in an evaluation
 
     def _reduce_evaluation_batch(self, error: Exception, size: int) -> int:
-        """Return half of the batch size; raise the error if it has another cause or the batch has one sample."""
+        """Return half of the batch size; raise the error if memory is not its cause, or for a batch of one sample."""
         cause = find_oom_cause(error)
         reduced = halve(size)
         if cause is None or reduced is None:

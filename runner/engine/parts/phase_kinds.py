@@ -248,7 +248,7 @@ class GradientPhase(PhaseKind):
         return locate_definition(method, self.parts.source)
 
     def _load_schedule(self, schedule: Schedule, saved: Mapping[str, Any], start: LoadedCheckpoint) -> None:
-        """Restore a schedule, unless `resume_allow` has permitted a different one, whose state has other keys."""
+        """Restore a schedule, unless `resume_allow` has permitted a different one whose state has other keys."""
         is_another = start.state["values"].get("scheduler") != self.parts.plan.choices["scheduler"].name
         if not (is_another and set(saved) != set(schedule.state())):
             schedule.load(saved)

@@ -182,7 +182,10 @@ def _even_part(total: int, shard: int, num_shards: int) -> int:
 
 
 def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return the number of samples to use of each shard, `limit` in total: equal numbers, or all of a shorter shard."""
+    """Return the number of samples to use of each shard, `limit` in total.
+
+    The numbers differ by at most 1, except that all samples of a shorter shard are used.
+    """
     part = bisect_right(range(limit + 1), limit, key=lambda part: sum(min(length, part) for length in lengths)) - 1
     num_longer = limit - sum(min(length, part) for length in lengths)
     longer = {*[shard for shard, length in enumerate(lengths) if length > part][:num_longer]}
