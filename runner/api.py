@@ -50,7 +50,7 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
             task="gpt", task="./my_task.py".
 
     Raises:
-        AccelRunError: if the command fails; has the exit code of the command.
+        AccelRunError: if the command fails; has its message and exit code.
     """
     argv = build_argv(arguments, settings)
     words = {Path(word.removeprefix("--task=")).expanduser().absolute() for word in argv}

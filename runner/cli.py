@@ -202,8 +202,8 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
 def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: bool) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP exit at once with code 130; also SIGUSR1, unless the command is resumable.
 
-    This also works during imports, where a KeyboardInterrupt may be lost. A run installs its own handlers as soon as it
-    has something to save. SIGINT remains ignored if a shell has started the program in the background.
+    This also works during imports, where a KeyboardInterrupt may be lost. A run installs its own handlers before it
+    has anything to save. SIGINT remains ignored if a shell has started the program in the background.
     final_code    the exit code once the command has ended; signals then exit with this code
     is_resumable  leave SIGUSR1 at its default action until the run installs its handlers: it ends the process with 138,
                   and the SLURM job script then requeues the job
@@ -298,7 +298,10 @@ def _print_error(text: str) -> None:
 
 
 def _flush_stdout(code: int) -> int:
-    """Flush standard output. Return `code`, or if it is 0 and writing fails, the exit code of the write error."""
+    """Flush standard output. Return `code`, or if it is 0 and writing fails, the exit code of the error.
+
+    A broken pipe is ignored.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

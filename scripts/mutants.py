@@ -625,7 +625,10 @@ class Known:
                         self.by_file[path].add(test)
 
     def tests_of(self, mutant: Mutant) -> set[str]:
-        """Return the tests that execute the changed statement; for code that runs at import, all tests of the file."""
+        """Return the tests that execute the changed statement.
+
+        For code that runs only at import, these are all tests that execute a function of the file.
+        """
         place = f"{mutant.path}\0{mutant.function}"
         if not mutant.function:
             return self.by_file[mutant.path]

@@ -180,7 +180,7 @@ def _parse(text: str, where: str) -> Any:
 def _check_size(events: Iterable[Event], where: str) -> None:
     """Raise if a file is too large or too deeply nested, or has tags. Only reads the events of the parser."""
     depth = nodes = documents = 0
-    sizes: dict[str, int] = {}  # anchor -> number of nodes below it
+    sizes: dict[str, int] = {}  # anchor -> number of nodes that an alias of it stands for
     ancestors: list[tuple[str | None, int]] = []  # enclosing collections: (anchor, number of nodes before it)
     for event in events:
         _refuse_tag(event, where)

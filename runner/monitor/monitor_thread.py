@@ -27,7 +27,9 @@ OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first in
 STALE_S = 5.0  # older readings (or than 3 intervals, if longer) are stale: a driver or a disk does not respond
 RECOVERY_S = 1.0  # stale readings are reported after this time, in which a process that was stopped (SIGSTOP) recovers
 MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
-MIN_SPAN_S = 0.1  # minimum time between two samples, because CPU utilization is the mean since the previous one
+# Minimum time before the last sample, and before the first one unless interval_s is shorter, because CPU utilization is
+# the mean since the previous reading.
+MIN_SPAN_S = 0.1
 
 
 class NoMonitor:

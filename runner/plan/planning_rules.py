@@ -102,7 +102,7 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
             workers, why = (
                 min(MAX_WORKERS, max(0, cores_per_rank - 1)),
                 f"auto: {available}, minus one for the main process, at most {MAX_WORKERS} workers"
-                + "; used only if collating cached samples is slow" * (cache == "memory"),
+                + "; used only if assembling batches of cached samples is slow" * (cache == "memory"),
             )
         else:
             workers, why = 0, "auto: on a CPU, workers compete with the model for cores"

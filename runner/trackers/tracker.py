@@ -38,7 +38,7 @@ LOG_S = 60.0  # timeout to accept one batch of rows
 FINISH_S = 2.0  # wait at the end of a run; after it, the tracker process sends the remaining rows alone
 OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
 HAND_OVER_EXTRA_S = 1.0  # the same if rows are handed over to the process; also the extra time on a busy machine
-HAND_OVER_S = 0.1  # timeout to send the last rows to a process that is handed over
+HAND_OVER_S = 0.1  # timeout to send the last rows when they are handed over to the process
 # Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed

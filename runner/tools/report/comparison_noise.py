@@ -27,8 +27,8 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
 
     The noise of a metric is its standard deviation over seeds, pooled over all groups of runs that differ in nothing
     else. A difference is within noise if Student's t-test at 95 % does not reject that it is 0; of 20 pairs without a
-    real difference, one is rejected by chance. Nothing is stated if a run is not finished, because its metrics are not
-    final.
+    real difference, one is rejected by chance on average. Nothing is stated if a run is not finished, because its
+    metrics are not final.
     """
     metrics = [_finite(run.metrics) for run in runs]
     names = [name for name in metrics[0] if all(name in of_run for of_run in metrics)]
