@@ -92,6 +92,7 @@ class Parallel:
     supports_groups   `set_groups` is implemented
     num_parts         number of ranks that write a checkpoint, each its shards (`checkpoint_tensors`); 1: rank 0 writes
                       everything
+    gathers_model     evaluations gather the parameters that are sharded over ranks
     places_model      `wrap` moves this rank's part to the device; the whole model may not fit
     init              full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes
                       from `deferred`; auto: meta, or full if the task does not allow it
@@ -102,6 +103,7 @@ class Parallel:
 
     is_lockstep = False
     splits_batch = True
+    gathers_model = False
     places_model = False
     num_parts = 1
     supports_groups = True

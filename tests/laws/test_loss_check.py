@@ -20,7 +20,7 @@ from runner import per_sample_noise
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
-from runner.base.errors import TaskFault
+from runner.base.errors import Exit, TaskFault
 from runner.base.task import Task
 from runner.config.configuration import Choice
 from runner.distributed.parallel import Parallel
@@ -541,6 +541,43 @@ def test_the_check_changes_no_bit_of_the_training(args: str, server: ForkServer,
     assert losses == other
     assert with_check.keys() == without.keys()
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
+
+
+MEAN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+SETTINGS = {"global_batch_size": 8, "optimizer.lr": 0.01}
+
+def build():
+    return Mean()
+
+class Mean(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def dataset(self, split):
+        if split != "train":
+            raise NotImplementedError
+        return TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return (model(x) - y).square().mean(), len(x)
+"""
+
+
+@pytest.mark.parametrize("args", ["ddp parallelism.batch_norm=sync", "fsdp parallelism.evaluation=sharded"])
+def test_ranks_that_gather_no_model_check_the_loss_without_validation_data(
+    args: str, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "mean_on_ranks.py").write_text(MEAN)
+    line = f"train --task mean_on_ranks.py run=mine device=cpu updates=2 parallelism.world_size=2 parallelism={args}"
+    result = server.run(line, tmp_path)
+    assert result.code == Exit.SOFTWARE
+    assert "reduction=" in result.err
 
 
 @pytest.mark.slow

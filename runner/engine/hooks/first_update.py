@@ -53,7 +53,6 @@ class FirstUpdate(Hook):
         was within the tolerance at the start must not stop a run after hours.
         """
         phase, parts = self.phase, self.phase.parts
-        is_sharded = parts.parallel.is_lockstep and parts.parallel.splits_batch
         if phase.position.update or phase.is_over:
             return
         if not isinstance(phase.work, GradientPhase) or not parts.task.loss_is_additive:
@@ -63,10 +62,11 @@ class FirstUpdate(Hook):
             check_coupled_loss(parts, phase.feed.peek(), read)
             phase.stopwatch.lap("starting")
             return
-        # Without validation data, a sharded model is never gathered, and may not fit on one device.
-        if is_sharded and phase.hook(Evaluation).held_out is None:
-            option = f"parallelism={phase.run.plan.choices['parallelism'].name}"
-            reason = f"{option} gathers the whole model only for evaluations, and there is no validation data"
+        if parts.parallel.gathers_model and phase.hook(Evaluation).held_out is None:
+            reason = (
+                "it would gather the whole model, which may not fit on a device; there is no validation data, for"
+                " which it is gathered anyway (parallelism.evaluation=sharded never gathers it)"
+            )
         else:
             results = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()

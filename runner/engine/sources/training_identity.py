@@ -208,29 +208,31 @@ class _LocalModules:
     """
 
     def __init__(self) -> None:
-        self._examined = ("", 0, frozenset[str]())  # the last module in sys.modules, their number, and the local files
+        self._last: tuple[str, Any] = ("", None)  # name and module of the last examined entry of sys.modules
+        self._num = 0  # of examined entries
+        self._files: frozenset[str] = frozenset()
 
     def files(self) -> frozenset[str]:
-        last, num_examined, files = self._examined
-        num = max(0, len(sys.modules) - num_examined)
-        new = list(itertools.islice(reversed(sys.modules), num + 1))  # newest first; no other thread runs during this
-        if new.pop() != last:  # the first call, or modules were removed: sys.modules is in the order of the imports
-            new, num_examined, files = list(reversed(list(sys.modules))), 0, frozenset()
+        """Return the files of local modules; sys.modules is in the order of the imports."""
+        added = len(sys.modules) - self._num
+        new = list(itertools.islice(reversed(sys.modules.items()), max(added, 0) + 1))  # no other thread runs meanwhile
+        if added < 0 or new.pop() != self._last:  # the first call, or modules were removed
+            new, self._num, self._files = list(reversed(list(sys.modules.items()))), 0, frozenset()
         if new:
-            files |= {file for file in map(_file_of, new) if file and _is_local(file)}
-            self._examined = (new[0], num_examined + len(new), files)
-        return files
+            self._last, self._num = new[0], self._num + len(new)
+            self._files |= {file for file in (_file_of(module) for _, module in new) if _is_local(file)}
+        return self._files
 
 
 _LOCAL_MODULES = _LocalModules()
 
 
-def _file_of(name: str) -> str:
+def _file_of(module: Any) -> str:
     """Return the file of a loaded module; "" if there is none.
 
     Reads `__dict__`, because a missing attribute starts a search in some of torch's modules.
     """
-    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    file = getattr(module, "__dict__", {}).get("__file__")
     return file if isinstance(file, str) else ""
 
 

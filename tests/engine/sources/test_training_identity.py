@@ -190,3 +190,16 @@ def _check_by_name(folder: Path) -> None:
     assert below == {"mine_by_name.py", "part_by_name.py", "deep_by_name.py"}
     (folder / "part_by_name.py").write_text("import deep_by_name  # edited")
     assert changed_files(before, fingerprint_code(folder / "mine_by_name.py")) == ["part_by_name.py"]
+
+
+def test_a_module_of_the_same_name_in_another_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part_twice.py").write_text("")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / name)
+            patch.delitem(sys.modules, "part_twice", raising=False)
+            importlib.import_module("part_twice")
+            assert f"{name}/part_twice.py" in fingerprint_code(tmp_path / "task.py")
+            del sys.modules["part_twice"]
+            assert f"{name}/part_twice.py" not in fingerprint_code(tmp_path / "task.py")
