@@ -23,7 +23,7 @@ LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 PACE = "it_per_s"
 MIN_BAR_COLUMNS, MAX_BAR_COLUMNS = 6, 24
-MAX_RANK_BEFORE_BAR = 3  # figures of this importance (0: highest) or higher take precedence over the bar
+MAX_RANK_BEFORE_BAR = 3  # figures of ranks 0 (most important) to 3 take precedence over the bar
 
 
 class ProgressDisplay:
@@ -67,7 +67,7 @@ def make_progress(stream: TextIO | None, item: str = "item") -> ProgressDisplay:
 
 
 class Pace:
-    """Updates per second over the last 30 s, without the first update of a process, which includes its start."""
+    """Updates per second over the last 30 s, without the first update of a process, which includes start-up work."""
 
     def __init__(self, update: int, now: float) -> None:
         self._first_update = update + 1
@@ -125,7 +125,7 @@ class Bar(ProgressDisplay):
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, item: str = "item") -> None:
-        # force_terminal: only `stream` decides, because the user may watch the bar while other output is redirected.
+        # force_terminal: `make_progress` has checked `stream`; rich would also consult the environment (FORCE_COLOR).
         self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._clock, self._item = clock, item
         self._live: Live | None = None
@@ -213,7 +213,7 @@ class Bar(ProgressDisplay):
 
 
 class TerminalConsole(Console):
-    """A console with the size of its terminal that never hides the cursor: a killed run could not restore it."""
+    """A console with the size of its terminal. It never hides the cursor, as a killed run could not show it again."""
 
     def fit(self) -> None:
         """Use the size of this terminal; rich would use the size of a standard stream."""

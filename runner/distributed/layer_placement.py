@@ -71,7 +71,7 @@ def place_layers(
 ) -> Placement:
     """Compute the placement, the same on all ranks, from the layer costs of rank 0 and all devices' memory and speed.
 
-    A stage has the smallest memory and the lowest speed of all its copies.
+    With several copies of the model, a stage has the smallest memory and the lowest speed of its devices.
 
     weights  context in which a layer has its weights on the CPU, if they are not allocated yet
 

@@ -175,7 +175,7 @@ class CheckpointWriter:
 
 
 class PartWriter(CheckpointWriter):
-    """Write the parts of a rank other than 0 in the background.
+    """Write the parts of checkpoints that a rank other than 0 saves, in the background.
 
     If that fails, the save of rank 0 fails too, and rank 0 handles the error.
     """

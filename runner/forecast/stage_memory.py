@@ -76,7 +76,7 @@ class StagePrediction:
         self._stack.close()
 
     def plan_placement(self, size: int) -> Placement:
-        """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
+        """Return the placement of the layers for micro-batches of this size. Raises ConfigError if none fits."""
         share = max(self.full_plan.batch.shares)
         costs = [
             dataclasses.replace(cost, activation_bytes=math.ceil(cost.activation_bytes * size / self.num_samples))
@@ -97,7 +97,7 @@ class StagePrediction:
         return plan_placement(costs, devices, request)
 
     def trace(self, phase: PhasePlan, size: int) -> list[Traced]:
-        """Return a trace per rank of this phase and micro-batch size. Raises ConfigError if there is no split."""
+        """Return a trace per stage for this phase and micro-batch size. Raises ConfigError if no placement fits."""
         split = self.plan_placement(size).split
         many = -(-max(phase.batch.shares) // size)
         few = min(many, self.count + 1)  # at most `count` micro-batches are in flight, and one more waits
@@ -108,7 +108,7 @@ class StagePrediction:
             return [self._trace_rank(traced_phase, split, shapes, rank, many) for rank in range(self.count)]
 
     def _measure_costs(self) -> tuple[list[LayerCost], int]:
-        """Return the costs of the layers for the task's example, measured as in a run, and its number of samples.
+        """Return the costs of the layers, measured on the task's example as in a run, and the example's sample count.
 
         `seconds` holds FLOPs, because a trace cannot be timed. Without an example, the costs are estimated.
         """
@@ -176,8 +176,8 @@ class StageTracer(PhaseTracer):
         return super().trace()
 
     def after_update(self) -> None:
-        # The first update has one micro-batch only. Discard its schedule with the receive buffers, which would add
-        # to the peak, because a run has no such update.
+        # The first traced update has only one micro-batch. Discard its schedule and receive buffers: a run has no such
+        # update, and they would add to the peak.
         self.parts.parallel.begin([])
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ class StageTracer(PhaseTracer):
 def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
     """Return the trace with `others` additional micro-batches of the traced size, which wait to be processed.
 
-    nbytes  bytes that each of them receives and, with gpipe, keeps until its backward pass
+    nbytes  bytes that the stage receives for each of them, and with gpipe also those saved for its backward pass
     """
     inputs = others * (traced.peak.inputs // traced.accumulation_steps)
     peak = dataclasses.replace(

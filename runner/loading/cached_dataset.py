@@ -1,4 +1,4 @@
-"""Datasets whose samples are kept as one tensor per field, or only their fixed part, which does not change."""
+"""Datasets that keep samples as one tensor per field: entire samples, or only the part that never changes."""
 
 from __future__ import annotations
 

@@ -28,12 +28,13 @@ class Fetcher:
     model  model of the task that `collate` belongs to; it is not sent to spawned processes
     split  split of the samples; each split draws separate random numbers
 
-    is_sequential  samples can only be read in order, so that one process must read all of them
+    is_sequential  samples can only be read in order, so one process must read all of them
     """
 
     is_sequential = False
     is_cached = False  # this process has read the samples, and keeps them
-    # The id of the fetcher that set an epoch last: training and evaluation may read the same dataset.
+    # The id of the fetcher that last called `set_epoch`. Training and evaluation may read the same dataset, so each
+    # must set its epoch again after the other.
     _set_last_by: ClassVar[int] = 0
 
     def __init__(
@@ -94,7 +95,7 @@ class Fetcher:
         return sorted({0, len(self) // 2, len(self) - 1})
 
     def dataset_indices(self, indices: list[int]) -> list[int]:
-        """Return indices in the dataset: `MicroBatchKey` adds `num_samples` for each repetition in the epoch."""
+        """Return the dataset indices for indices of a `MicroBatchKey`, where each repeated draw adds `num_samples`."""
         size = self.num_samples
         return indices if max(indices) < size else [index % size for index in indices]
 

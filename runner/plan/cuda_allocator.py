@@ -2,7 +2,7 @@
 
 It models rounding, segments, splits and merges. Source: c10/cuda/CUDACachingAllocator.cpp (round_size,
 get_allocation_size, get_free_block, should_split, free_block, find_expandable_block) of torch 2.13.
-`scripts/first_contact.sh hollow` compares it with torch 2.14. One stream and enough memory are assumed.
+`scripts/first_contact.sh hollow` compares the model with torch 2.14. One stream and enough memory are assumed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _TORCH_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 class Adapter:
     """Weights added to a model; the base class adds none.
 
-    saves_adapter_only  checkpoints leave out the model's own weights, which do not change
+    saves_adapter_only  checkpoints leave out the frozen weights of the model
     """
 
     saves_adapter_only: bool = False
@@ -68,7 +68,7 @@ def lora(
 ) -> Adapter:
     """Low-rank adaptation: train small matrices added to layers, whose own weights stay frozen; needs peft.
 
-    target      names of layers, or ends of names, such as [q_proj,v_proj]: linear, convolution or embedding;
+    target      names of linear, convolution or embedding layers, or ends of names, such as [q_proj,v_proj];
                 []: all linear layers without a shared weight
     rank        rank of the added weight, the product of two small matrices
     alpha       the added weight is multiplied by alpha / rank

@@ -102,7 +102,8 @@ class ForwardState(Hook):
         changed = self._find_changed_frozen()
         if changed:
             raise TaskFault(
-                f"an evaluation changes frozen parameters that training does not change: {abbreviate(changed)}",
+                "an evaluation changes frozen parameters, which are restored only if training changes them too:"
+                f" {abbreviate(changed)}",
                 where=str(self.phase.parts.source),
                 fix=_buffer_fix(self._frozen[changed[0]].key),
             )

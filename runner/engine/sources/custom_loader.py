@@ -65,7 +65,8 @@ class RequestReader:
         if (os.getpid(), threading.get_ident()) != self._owner and (os.getpid() == self._owner[0] or not is_main):
             raise TaskFault(
                 "read(request) was called in another thread, where it would change the random numbers of the training",
-                fix="call it in a process, or read samples with read.dataset, read.indices and read.fill",
+                fix="call it in the thread of your function or in the main thread of another process, or read samples"
+                " with read.dataset, read.indices and read.fill",
             )
         if os.getpid() == self._owner[0]:
             return LoadedBatch(request, self._fetcher[request])

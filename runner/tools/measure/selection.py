@@ -1,4 +1,4 @@
-"""Settings that advise and tune propose: judge their comparison, and choose the best of several, measured twice."""
+"""Judge the settings proposed by `advise` and `tune`, and choose the best of several, which is measured twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Measure = Callable[[Sequence[Variant], CompareLimits], ComparisonResult]
 class Confirmation:
     """How the best variant is measured a second time.
 
-    least_s  minimum time in seconds
+    least_s  minimum time budget in seconds
     rounds   minimum and maximum number of blocks; None: as in the first comparison
     extends  True: measure again even beyond the budget; False: use the result of the first comparison if time is too
              short for a second one, or if there is a single candidate
@@ -43,7 +43,8 @@ class Confirmation:
 class Selection:
     """Measured variants, and the best of them.
 
-    leader   fastest variant of the first comparison with the same numerical results; empty: none is clearly faster
+    leader   fastest variant of the first comparison, among those with the numerical results of the baseline; empty:
+             none of them is clearly faster
     outcome  outcome of the leader in the second comparison, because the first, which selected it, overestimates its
              gain; without a second comparison, the outcome in the first
     """
@@ -76,7 +77,8 @@ def select(
 ) -> Selection:
     """Measure all variants against the first, then measure the best of them against it again.
 
-    With many variants, some interval excludes 1 by chance, so only a gain in both comparisons counts.
+    With many variants, the confidence interval of some speed ratio excludes 1 by chance, so only a gain in both
+    comparisons counts.
     """
     clock = clock or time.monotonic
     deadline = clock() + limits.budget_s
@@ -164,7 +166,7 @@ def judge_candidate(
     return TriedCandidate(rule, candidate, outcome)
 
 
-# rule -> periodic work that short blocks may not contain, and the effect of its candidates for messages
+# rule -> periodic work, which short blocks may lack, and, for messages, the effect of the rule's candidates
 PERIODIC_WORK: Mapping[str, tuple[str, str]] = {
     "checkpoints too often": ("checkpoint", "less frequent checkpoints"),
     "logs too often": ("log", "less frequent rows of metrics"),

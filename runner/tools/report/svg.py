@@ -93,7 +93,7 @@ Arrays = dict[str, tuple[Any, Any]]  # name -> x and y, arrays (N,)
 
 
 def add_hover_bands(root: Tree.Element, drawing: Drawing) -> None:
-    """Append a group of bands to the <svg>; browsers show the title of the band under the pointer.
+    """Append invisible vertical bands to the <svg>; browsers show the title of the band under the pointer.
 
     Axes without a curve get no bands. Call it after drawing the figure, when its layout is final.
     """
@@ -112,7 +112,7 @@ def add_hover_bands(root: Tree.Element, drawing: Drawing) -> None:
 
 
 def _bands(axes: Any, curves: Arrays) -> Iterator[tuple[float, float, str]]:
-    """Yield left and right edge (in data coordinates) and text of each band of these axes."""
+    """Yield the left and right edge (in data coordinates) and the text of each band of these axes."""
     if not curves:
         return
     x = max((x for x, _ in curves.values()), key=len)
@@ -162,7 +162,7 @@ def _values_at(curves: Arrays, at: float, width: float) -> Iterator[tuple[str, f
 
 
 def _to_figure(axes: Any, x: float, share: float) -> tuple[float, float]:
-    """Return a point of the axes (x in data, height as a share of the axes) as shares of the figure."""
+    """Convert a point (x in data coordinates, y as a fraction of the axes' height) to fractions of the figure."""
     across = axes.figure.transFigure.inverted().transform(axes.transData.transform((x, axes.get_ylim()[0])))[0]
     box = axes.get_position()
     return float(across), float(box.y0 + share * box.height)
