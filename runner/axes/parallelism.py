@@ -137,7 +137,7 @@ def pipeline(
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:
     """Let the plan choose: single on one device; else ddp, fsdp or pipeline, by the memory of model and devices."""
-    raise AssertionError("the plan replaces this option")
+    raise AssertionError("the plan must replace parallelism=auto before it is used")
 
 
 PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {

@@ -58,9 +58,9 @@ class Precision:
 
     flags  context that sets torch's global flags during the run
 
-    On the CPU, values are checked before the update is applied, so that weights stay finite. On a GPU, they are copied
-    asynchronously and checked one update later, without synchronization; fused optimizer kernels skip an update that
-    is not finite.
+    On the CPU, the loss and the gradient norm are checked before the update is applied, so that weights stay finite. On
+    a GPU, they are copied asynchronously and checked one update later, without synchronization; fused optimizer kernels
+    skip an update that is not finite.
     """
 
     def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: Level = "highest") -> None:
@@ -74,8 +74,8 @@ class Precision:
         # On a GPU, values are checked in the next step, because an immediate check would synchronize.
         self.checks_immediately = self.device.type == "cpu"
         self._pending_values: PendingCopy | None = None
-        self._output_gradient: Tensor | None = None  # of the last backward pass; reused for a loss like the last one
-        self._output_like: tuple[object, ...] = ()
+        self._output_gradient: Tensor | None = None  # reused while `_output_like` is the same
+        self._output_like: tuple[object, ...] = ()  # factor, shape, dtype, device and type of the last loss
         self._one: Tensor | None = None  # the number 1, on the device of the checked values
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -101,8 +101,8 @@ class Precision:
 
     def _run_backward(self, loss: Tensor, factor: float) -> None:
         # The factor is passed as the gradient of the loss: multiplying the loss by it would take two more operations
-        # for the same bits. The engine is called directly, because torch.autograd.backward also checks its arguments in
-        # Python, which takes a noticeable part of a small update.
+        # with a bit-identical result. The engine is called directly, because torch.autograd.backward also checks its
+        # arguments in Python, which takes a noticeable fraction of a small update.
         like = factor, loss.shape, loss.dtype, loss.device, type(loss)
         if self._output_gradient is None or self._output_like != like:
             self._output_gradient, self._output_like = torch.full_like(loss, factor, requires_grad=False), like
@@ -193,7 +193,7 @@ class Precision:
 class ScaledHalf(Precision):
     """float16 with a loss scale that is reduced at each overflow, which skips the update.
 
-    Batch norm statistics of a skipped update are restored, too: they would otherwise stay infinite.
+    A skipped update also restores the earlier batch norm statistics, which would otherwise stay infinite.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ScaledHalf(Precision):
         self._scale: float | None = None  # None: not read since the scaler was created or restored
         self._statistics = _SavedStatistics(model)
         self._forks: list[Precision] = []
-        self._skipped_by_others = 0  # by forks of phases that an earlier process has finished
+        self._skipped_by_others = 0  # by forks in phases that ended before this process started
 
     def forward(self) -> AbstractContextManager[Any]:
         self._statistics.keep()
@@ -235,7 +235,7 @@ class ScaledHalf(Precision):
     def step(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
     ) -> None:
-        self.num_skipped()  # resolves the previous update
+        self.num_skipped()  # reads the results of the previous update
         overflow = sum(self.scaler._found_inf_per_device(optimizer).values())
         assert isinstance(overflow, Tensor)
         self.scaler.step(optimizer)
@@ -256,8 +256,8 @@ class ScaledHalf(Precision):
 
     def discard(self) -> None:
         self._statistics.discard()
-        # Private, checked on torch 2.13. These states record whether gradients were unscaled and overflowed; a second
-        # `unscale_` would raise an error for them. The public `update` clears them, but would also change the scale.
+        # Private, checked on torch 2.13. These states record whether gradients were unscaled and overflowed. The next
+        # `unscale_` raises an error unless they are cleared. The public `update` would also change the scale.
         self.scaler._per_optimizer_states.clear()
 
     def num_skipped(self) -> int:
@@ -304,7 +304,7 @@ class ScaledHalf(Precision):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, after the states of the forks of the current phase."""
+        """Restore what `state` returned; the forks of the current phase must have been restored before."""
         if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
             self._scale = None
@@ -322,7 +322,7 @@ class _SavedStatistics:
         self._saved: list[Tensor] = []
 
     def keep(self) -> None:
-        """Copy the statistics once per update; evaluations do not change them."""
+        """Copy the statistics once per update, but not in an evaluation, which does not change them."""
         if self._saved or not torch.is_grad_enabled():
             return
         if self._buffers is None:  # not in __init__, because strategies replace modules later
@@ -412,7 +412,7 @@ def fp16(
 
 
 def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-    """Make the named modules leave autocast and receive float32 inputs."""
+    """Make the named modules run outside autocast, with float32 inputs."""
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:

@@ -59,7 +59,7 @@ def reference_file(reference: str) -> Path:
 
 
 class UncachedLoader(SourceFileLoader):
-    """Compile a file at each start: if an edit keeps the file's size and second, Python would use stale bytecode."""
+    """Compile a file at each start, because cached bytecode misses edits that keep the size and mtime (in s)."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -78,7 +78,7 @@ def load_file(file: Path) -> ModuleType:
         raise TaskFault("is not a Python file", where=str(file), fix="use a file name that ends with .py")
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
         raise TaskFault(
-            f"has the name of a module in use, {file.stem}", where=str(file), fix=f"rename it to my_{file.stem}.py"
+            f"has the name of an imported module, {file.stem}", where=str(file), fix=f"rename it to my_{file.stem}.py"
         )
     folder = str(file.parent)
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]

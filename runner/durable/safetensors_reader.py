@@ -42,7 +42,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
             row_bytes = math.prod(shape[1:]) * dtype.itemsize
             tensor = StoredTensor(torch.Size(shape), dtype, partial(_fill, path, position + start, row_bytes))
             if start != end or stop - start != tensor.nbytes:
-                raise InvalidFormat(f"{name} has {tensor.nbytes} bytes, but is stored from {start} to {stop}")
+                raise InvalidFormat(f"{name} has {tensor.nbytes} bytes, but its offsets are {start} to {stop}")
             tensors[name], end = tensor, stop
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise invalid_header(error) from error
@@ -56,7 +56,10 @@ def _fill(path: Path, offset: int, row_bytes: int, start: int, rows: Tensor) -> 
 
 
 def join_parts(parts: Sequence[dict[str, StoredTensor]], where: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all parts, joined along the rows. Raises DataError if they are inconsistent."""
+    """Return the tensors of a checkpoint in several files, `parts`: each has some rows of each tensor.
+
+    A tensor may also be in one part only. Raises DataError if the parts are inconsistent.
+    """
     tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         pieces = [part[name] for part in parts if name in part]

@@ -38,7 +38,7 @@ class StackFrame:
 
 
 def dump() -> str:
-    """Return the stacks of all threads of this process, as faulthandler writes them; needs no file."""
+    """Return the stacks of all threads of this process in the format of faulthandler, without writing a file."""
     main = threading.main_thread().ident or 0
     parts = []
     for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
@@ -87,7 +87,7 @@ def request_stacks(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
 
 
 def parse_main_thread(text: str) -> list[StackFrame]:
-    """Parse the frames of the main thread, innermost first: the last thread that faulthandler writes."""
+    """Parse the frames of the main thread, which faulthandler writes last. Returns the innermost frame first."""
     last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
     return [StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
 
@@ -102,7 +102,7 @@ def current_frames(thread: int) -> list[StackFrame]:
 
 
 def waits_for_ranks(call: StackFrame) -> bool:
-    """Return whether the innermost call waits for other ranks, or for a device, which is where collectives block."""
+    """Return whether the innermost call waits for other ranks, or for a device, which may be running a collective."""
     return call.function == "synchronize" or call.file in _DEVICE_WAITS or is_collective(call)
 
 

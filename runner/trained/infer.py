@@ -97,7 +97,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
         console.info(f"\n{_format_summary(result, parts.task.item)}")
-        # Other commands compute the other shards.
+        # With one shard per command, other files may be shards of other commands, so they are not reported.
         is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1
         others = "" if is_part else _describe_others(folder, names)
         console.info(f"written to {directory.shown / folder.name}{others}")
@@ -258,8 +258,8 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
 def printed_text(prediction: Prediction, number: int) -> str:
     """Return what to print of the prediction with this number, counted from 1; empty for nothing.
 
-    Many predictions would scroll the summary of a training run off the screen. A prediction without items, such as a
-    table of all others, is always printed.
+    Only the first predictions are printed, because many would scroll the summary of a training run off the screen. A
+    prediction without items, such as a table of all others, is always printed.
     """
     if not prediction.text or (prediction.items and number > MAX_PRINTED + 1):
         return ""
@@ -325,7 +325,8 @@ def iterate_predictions(
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
     first, step = options.get("shard"), options.get("num_shards")
-    # Each prediction has the number that it has in a single process, so that no two ranks draw the same numbers.
+    # Each prediction has the same index as in a single process. The index seeds the generators, so that no two ranks
+    # draw the same random numbers.
     numbers = itertools.count(first, step) if isinstance(first, int) and isinstance(step, int) else itertools.count()
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():

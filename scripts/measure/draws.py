@@ -8,10 +8,10 @@ together   the same samples, read by `__getitems__` with one selection per batch
 transform  as rows, with a few operations, like a light augmentation without random numbers
 draws      as rows, with one random number from each of torch, NumPy and Python
 
-The script first prints the times of single calls.
+The script first prints the time of each function that reads or seeds the state of a generator.
 
-The column `share` has the overhead relative to a complete update: reading, forward and backward pass, and a fused AdamW
-step of an MLP 64-64-10.
+The columns `a batch` and `a sample` show the overhead per micro-batch and per sample. The column `share` shows it
+relative to a complete update: reading, forward and backward pass, and a fused AdamW step of an MLP 64-64-10.
 Run: python scripts/measure/draws.py
 """
 

@@ -81,7 +81,7 @@ class Tracking:
 
         overlap and overreach are the numbers of voxels of generated lines inside and outside of the held-out lines of
         the bundle, relative to the number of voxels of the held-out lines. valid_connections is the share of the seeds
-        whose lines end within two voxels of both ends of a held-out line of the bundle.
+        whose lines have both ends within two voxels of the two ends of one held-out line of the bundle.
         Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013, which draws end regions by hand.
         """
         reach = 2 * float(self.tracts.fields.voxel_size[seeds.subject])

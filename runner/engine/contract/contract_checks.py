@@ -303,7 +303,7 @@ def check_count(
     value = float(count)
     if not (math.isfinite(value) and value >= 0 and (value or allows_zero)):
         raise TaskFault(
-            f"{what} must return a number of items {'of at least' if allows_zero else 'above'} 0,"
+            f"{what} must return a finite number of items {'of at least' if allows_zero else 'above'} 0,"
             f" but returned {value:g}",
             where=locate_definition(method, source),
             fix="return the sum and the number of items, such as len(y) or mask.sum()",

@@ -1,4 +1,4 @@
-"""`accel-run advise`: rules propose settings, comparisons decide. Only measured gains are recommended."""
+"""`accel-run advise`: rules propose settings, and those with a measured gain are recommended."""
 
 from __future__ import annotations
 

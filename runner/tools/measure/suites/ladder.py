@@ -209,7 +209,7 @@ class Ladder:
                 continue
             starts_s = (row.start_s + row.compile_s) * len(members)
             if starts_s > MAX_STARTS_SHARE * left_s and len(members) > 1:
-                what = f"{row.verdict} alone, and its starts in the stack would take {starts_s:.0f} s"
+                what = f"{row.verdict} alone, and its start-ups in the stack would take {starts_s:.0f} s"
                 self.skipped[f"up to {technique.name}"] = f"{what}; use a larger budget_s="
                 members = tuple(member for member in members if member != technique)
         return tuple(members)

@@ -156,11 +156,11 @@ def _make_report(
     result, best = selection.result, selection.best
     rows = sorted((each for each in result.variants if each.blocks), key=lambda each: each.median_ms)
     now = data_wait_percent(result.baseline)
-    waited = "" if now is None else f"; {now:.0f} % of an update waits for data"
+    waited = "" if now is None else f"; waits for data: {now:.0f} % of an update"
     headline = f"{selection.describe_no_gain('the current loader')}{waited}"
     if best is not None:
         after = data_wait_percent(best)
-        waits = "" if after is None or now is None else f"; {after:.0f} % of it waits for data instead of {now:.0f} %"
+        waits = "" if after is None or now is None else f"; waits for data: {after:.0f} % of it instead of {now:.0f} %"
         headline = f"{' '.join(best.variant.overrides)} makes an update faster: {selection.outcome.ratio}{waits}"
     data = {"recommended": list(best.variant.overrides) if best else [], "is_clear": best is not None}
     table = make_table("loaders, the fastest first", _columns(result, loaders), rows)
