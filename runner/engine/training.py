@@ -176,7 +176,7 @@ def _placeholder(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return a parameter with one element for which options are refused as for the given one."""
     placeholder = nn.Parameter(torch.ones((1,) * weight.dim(), device=device))
     if hasattr(weight, "device_mesh"):
-        placeholder.device_mesh = weight.device_mesh  # optimizers take it for sharded
+        placeholder.device_mesh = weight.device_mesh  # type: ignore[attr-defined]  # optimizers take it for sharded
     return placeholder
 
 
