@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps.job_pool import JobPlacement, uses_jobs
 from runner.sweeps.pool import ALONE, LocalPool, Slot, TrialPool
-from runner.sweeps.sweep_syntax import SearchSpace, compose_all, expand_sweep
+from runner.sweeps.sweep_syntax import SearchSpace, compose_all, expand_sweep, plain_number
 from runner.sweeps.trials import (
     STOPPED,
     Result,
@@ -289,6 +289,9 @@ class _Grid:
 
 def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     """Create a trial for each new choice; existing trials are kept."""
+    # Earlier versions passed 0.001 to a text setting for 1e-3: such a trial keeps its text.
+    recorded = {word for trial in sweep.trials for word in trial.words}
+    choices = [tuple(_as_recorded(override, recorded) for override in overrides) for overrides in choices]
     earlier = {frozenset((*(sweep.earlier.fixed or ()), *trial.words)): trial for trial in sweep.trials}
     requested = {frozenset((*(sweep.record.fixed or ()), *overrides)): overrides for overrides in choices}
     missing = [trial.label for settings, trial in earlier.items() if settings not in requested]
@@ -307,6 +310,12 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
         number = len(trials) + 1
         trials.setdefault(settings, Trial(number, f"{name}-{number}", overrides))
     sweep.trials = list(trials.values())
+
+
+def _as_recorded(override: str, recorded: Collection[str]) -> str:
+    key, _, text = override.partition("=")
+    plain = f"{key}={plain_number(text)}"
+    return plain if override not in recorded and plain in recorded else override
 
 
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:

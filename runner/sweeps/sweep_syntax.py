@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from runner.config.configuration import Configuration, compose
 from runner.config.options import GROUPS, list_options
 from runner.config.overrides import parse_overrides
 from runner.config.request import Request, merge_overrides
+from runner.config.settings import MAIN_KEYS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override  # noqa: TID251 - a name for what `parse` returns
@@ -72,6 +74,7 @@ def expand_sweep(request: Request) -> list[Request]:
         problems.append(Problem(f"make {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", overrides, fix))
     if problems:
         raise ConfigError(problems)
+    choices = _keep_texts(parsed, choices, replace(request, overrides=()))
     return [replace(request, overrides=overrides) for overrides in product(*choices)]
 
 
@@ -86,18 +89,22 @@ def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ..
     fixed = replace(
         request, overrides=tuple(_text(override) for override in parsed if not override.is_sweep_override())
     )
-    axes = []
+    axes: list[SearchSpace] = []
+    sources: list[Override] = []
     for override in parsed:
-        if override.is_sweep_override():
-            axis = _parse_axis(override, fixed, problems)
-            axes += [axis] if axis else []
+        if override.is_sweep_override() and (axis := _parse_axis(override, fixed, problems)):
+            axes.append(axis)
+            sources.append(override)
     if not axes and not problems:
         fix = "for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
         problems.append(Problem("no key has a range or several values, so there is nothing to search", "search", fix))
     if problems:
         raise ConfigError(problems)
     _check_ends(fixed, axes)
-    return fixed, tuple(axes)
+    texts = _keep_texts(sources, [list(axis.ends) for axis in axes], fixed)
+    return fixed, tuple(
+        replace(axis, values=tuple(values)) if axis.values else axis for axis, values in zip(axes, texts, strict=True)
+    )
 
 
 def compose_all(requests: Sequence[Request]) -> list[Configuration]:
@@ -158,6 +165,44 @@ def _expand(override: Override, request: Request, problems: list[Problem]) -> li
         problems.append(Problem(problem[0], text, problem[1]))
         return []
     return [f"{key}={text}" for text in override.sweep_string_iterator()]
+
+
+def plain_number(text: str) -> str:
+    """Return a number in Python's notation, 0.001 for 1e-3; other texts are returned unchanged."""
+    for number_type in (int, float):
+        with suppress(ValueError):
+            return str(number_type(text))
+    return text
+
+
+def _keep_texts(parsed: Sequence[Override], choices: Sequence[list[str]], fixed: Request) -> list[list[str]]:
+    """Return the choices, with numbers as typed where the setting is a text, as in a run without a sweep.
+
+    choices  the values of each override; numbers are in Python's notation
+    fixed    the other settings
+    """
+    kept = [*choices]
+    for index, override in enumerate(parsed):
+        typed = _as_typed(override, choices[index])
+        changed = next((text for text in typed if text not in choices[index]), None)
+        if changed is None:
+            continue
+        others = [values[0] for number, values in enumerate(choices) if number != index]
+        with suppress(ConfigError):  # reported when all combinations are composed
+            values = compose(_add_overrides(fixed, [*others, changed])).flat()
+            is_text = isinstance(values.get(MAIN_KEYS.get(override.key_or_group, override.key_or_group)), str)
+            kept[index] = typed if is_text else kept[index]
+    return kept
+
+
+def _as_typed(override: Override, values: list[str]) -> list[str]:
+    """Return the values of a list with its numbers as typed: Hydra parses them, and writes 0.001 for 1e-3."""
+    if "CHOICE_SWEEP" not in _kind(override):
+        return values
+    parts = map(str.strip, re.split(r"[,()]", _text(override).partition("=")[2]))
+    typed = {number: part for part in parts if (number := plain_number(part)) != part}
+    pairs = (value.partition("=") for value in values)
+    return [f"{key}={typed.get(text, text)}" for key, _, text in pairs]
 
 
 def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> SearchSpace | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,32 @@ def told(lines: list[str], *, search: bool = False) -> str:
 def test_an_override_expands_to_its_values_in_order(word: str, values: str) -> None:
     result = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word,)))]
     assert result == values.split()
+
+
+TASK = Path(__file__).parent / "task_of_trials.py"
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("task.act=1e-3,2.50", "1e-3 2.50"),
+        ("task.act=choice(x, 1e-3, 007)", "x 1e-3 007"),
+        ("task.act=sort(2.50,1e-3)", "1e-3 2.50"),
+        ("optimizer.lr=1e-3,2.50", "0.001 2.5"),
+        ("optimizer.lr=1e-3,-1", "0.001 -1"),
+    ],
+)
+def test_numbers_of_a_text_setting_stay_as_typed(word: str, values: str) -> None:
+    """As in a run without a sweep; numbers of other settings keep their notation, by which trials are recognized."""
+    texts = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word, "seed=1,2"), TASK))]
+    assert texts[::2] == texts[1::2] == values.split()
+
+
+def test_numbers_of_a_text_setting_stay_as_typed_in_a_search() -> None:
+    space = ("task.act=1e-3,2.50", "optimizer.lr=1e-3,2.50", "updates=range(1,9)")
+    _, (text, number, _) = parse_search_space(Request(space, TASK))
+    assert text.values == ("task.act=1e-3", "task.act=2.50")
+    assert number.values == ("optimizer.lr=0.001", "optimizer.lr=2.5")
 
 
 SWEEPS = [

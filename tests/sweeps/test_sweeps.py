@@ -341,6 +341,14 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
     assert Sweep.read(tmp_path).trials == []
 
 
+def test_trials_of_an_earlier_version_keep_their_texts(tmp_path: Path) -> None:
+    """It passed 0.001 to a text setting for 1e-3."""
+    old = [Trial(1, "mine-1", ("task.act=0.001",)), Trial(2, "mine-2", ("task.act=2.5",))]
+    result = Sweep(tmp_path, SweepRecord(fixed=()), [*old], earlier=SweepRecord(fixed=()))
+    sweep.add_trials(result, [("task.act=1e-3",), ("task.act=2.50",), ("task.act=3e-3",)], "mine")
+    assert result.trials == [*old, Trial(3, "mine-3", ("task.act=3e-3",))]
+
+
 STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {"a": {"b": None}}, {"a": 3})
 
 
