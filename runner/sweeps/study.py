@@ -44,7 +44,7 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
     configurations = compose_all(ends)
     require("optuna", "search")
-    placement = place_trials(configurations, options.together)
+    placement = place_trials(configurations, options.together, num_trials)
     with open_sweep("search", fixed, configurations[0], options, axes) as (directory, sweep):
         study = Study(sweep, axes, directory.name, seed=configurations[0].settings.seed)
         sweep.trials = study.load_trials(sweep.trials)

@@ -94,7 +94,7 @@ def sweep(request: Request, options: SweepOptions) -> int:
         what = "nothing to sweep over, so one run is trained"
         Console().warning(f"{what}; to sweep, list the values of a setting: optimizer.lr=0.001,0.003")
     configurations = compose_all(requests)
-    placement = place_trials(configurations, options.together)
+    placement = place_trials(configurations, options.together, len(configurations))
     columns = zip(*[combination.overrides for combination in requests], strict=True)
     varied = {override_key(column[0]) for column in columns if len(set(column)) > 1}
     fixed = tuple(override for override in requests[0].overrides if override_key(override) not in varied)
@@ -107,12 +107,17 @@ def sweep(request: Request, options: SweepOptions) -> int:
         return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), placement, configurations[0])
 
 
-def place_trials(configurations: Sequence[Configuration], together: int | None) -> Packing | JobPlacement:
-    """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned later, where they run."""
+def place_trials(
+    configurations: Sequence[Configuration], together: int | None, num_trials: int
+) -> Packing | JobPlacement:
+    """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned later, where they run.
+
+    configurations  of all trials of a sweep; of a search, whose trials are not known yet, those of both ends
+    """
     if uses_jobs(configurations):
         return JobPlacement(together)
     check_plannable(configurations)
-    return assign_slots(configurations, together or 1)
+    return assign_slots(configurations, min(together or 1, num_trials))
 
 
 @contextmanager
@@ -408,7 +413,7 @@ def assign_slots(configurations: Sequence[Configuration], together: int) -> Pack
     if isinstance(devices, str):
         what = f"must be 1 because a trial uses several devices with parallelism={devices}"
         raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
-    return divide_resources(devices, len(affinity()), min(together, len(configurations)))
+    return divide_resources(devices, len(affinity()), together)
 
 
 def divide_resources(devices: Sequence[str], cores: int, count: int) -> Packing:

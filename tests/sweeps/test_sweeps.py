@@ -223,6 +223,17 @@ def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("requested", "expected"), [(3, "3"), (9, "5")])
+def test_a_search_runs_as_many_trials_at_once_as_requested(
+    requested: int, expected: str, server: ForkServer, tmp_path: Path
+) -> None:
+    needs_optuna()
+    code, out, err = run(server, [*SEARCH, f"together={requested}"], tmp_path)
+    assert code == 0, err
+    assert Sweep.read(tmp_path / "outputs" / "mine").record.together.split()[0] == expected, out
+
+
+@pytest.mark.slow
 def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
