@@ -111,7 +111,7 @@ def find_start(requested: str, root: Path, created: RunDirectory | None = None) 
 
 
 def resolve_run_names(overrides: Iterable[str], root: Path) -> tuple[str, ...]:
-    """Replace the run name in `weights=NAME` by its path, for a run with another output_root.
+    """Replace the run name in `weights=NAME` and `resume=NAME` by its path, for a run with another output_root.
 
     root  folder in which the run is found by name
     """
@@ -122,13 +122,16 @@ def _resolve_run_name(override: str, root: Path) -> str:
     key, _, value = override.partition("=")
     value = value.strip("'\"")
     path = Path(value).expanduser()
-    is_name = value == LAST or is_run_name(value)
-    if key not in ("weights", "weights.source") or not is_name or path.is_file() or path.is_dir():
+    is_name = (value == LAST or is_run_name(value)) and not (key == "resume" and value in ("auto", "fresh"))
+    if key not in RUN_KEYS or not is_name or path.is_file() or path.is_dir():
         return override
     try:
         return format_override(key, str(RunDirectory.find(root, value).path.absolute()))
     except InputMissing:  # reported by the run that uses it
         return override
+
+
+RUN_KEYS = ("weights", "weights.source", "resume")  # settings that may name another run
 
 
 def _not_found_error(where: str, runs: str) -> InputMissing:

@@ -56,6 +56,8 @@ class SweepRecord:
     fixed     overrides that all trials share; None: unknown
     together  how many trials run concurrently, and why
     space     key -> search range
+    runs      override that names another run, such as weights=last -> the override with the folder of that run, as
+              found when the sweep started
     process   the process that wrote the file
     wrong     dotted names of values of a wrong type
     """
@@ -65,12 +67,12 @@ class SweepRecord:
     task: str = ""
     task_file: str | None = None
     config_dir: str | None = None
-    launcher: str = "local"
     command: str = ""
     fixed: tuple[str, ...] | None = None
     goal: Goal = field(default_factory=Goal)
     together: str = ""
     space: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str] = field(default_factory=dict)
     process: ProcessRecord = field(default_factory=ProcessRecord, metadata=INLINE)
     trials: tuple[TrialRecord, ...] | None = None
     wrong: tuple[str, ...] = field(default=(), compare=False, metadata=NOT_STORED)

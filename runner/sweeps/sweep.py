@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from runner.base.text import abbreviate, terminal_width
 from runner.config.configuration import Configuration
 from runner.config.request import Request, format_override, merge_overrides, override_key
 from runner.durable import files
-from runner.durable.directory import SWEEP, RunDirectory, check_run_name, generate_run_name
+from runner.durable.directory import LAST, SWEEP, RunDirectory, check_run_name, generate_run_name
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import resolve_run_names
@@ -102,7 +102,9 @@ def sweep(request: Request, options: SweepOptions) -> int:
         tuple(override for override in combination.overrides if override_key(override) in varied)
         for combination in requests
     ]
-    with open_sweep("sweep", replace(request, overrides=fixed), configurations[0], options) as (directory, sweep):
+    common = replace(request, overrides=fixed)
+    words = dict.fromkeys(word for choice in choices for word in choice)
+    with open_sweep("sweep", common, configurations[0], options, varied=words) as (directory, sweep):
         add_trials(sweep, choices, directory.name)
         return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), placement, configurations[0])
 
@@ -127,11 +129,13 @@ def open_sweep(
     configuration: Configuration,
     options: SweepOptions,
     axes: Sequence[SearchSpace] = (),
+    varied: Iterable[str] = (),
 ) -> Iterator[tuple[RunDirectory, Sweep]]:
     """Create or open the folder of a sweep, lock it, and check that its earlier trials have the requested settings.
 
     fixed          settings that all trials have in common
     configuration  configuration of one trial
+    varied         overrides that differ between trials, as far as `axes` does not contain them
     Raises IncompatibleResume if the folder has a sweep with other settings, DataError if its file is damaged.
     """
     settings, task = configuration.settings, configuration.choices["task"].name
@@ -140,16 +144,17 @@ def open_sweep(
     with RunDirectory.create_or_open(settings.root, name, for_sweep=True) as directory:
         early = settings.early_stopping
         earlier = Sweep.read(directory.path)
+        overrides = (*fixed.overrides, *varied, *(value for axis in axes for value in axis.values))
         record = SweepRecord(
             kind=kind,
             task=task,
             task_file=str(fixed.task_file) if fixed.task_file else None,
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
-            launcher=configuration.choices["launcher"].name,
             command=fixed.command_line,
             fixed=tuple(override for override in fixed.overrides if not _is_location(override)),
             goal=Goal(options.metric or early.metric, options.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes},
+            runs=_find_named_runs(overrides, settings.root, earlier.record.runs),
             process=ProcessRecord(started=earlier.record.process.started),
         )
         if files.exists(directory.path / SWEEP):
@@ -174,8 +179,8 @@ def run_trials(
     if placement.why:
         info(placement.why)
     sweep.save(directory, "running")
-    root = configuration.settings.root
-    fixed = resolve_run_names(sweep.record.fixed or (), root)  # only once, because trials change which run is `last`
+    runs = sweep.record.runs
+    fixed = [runs.get(override, override) for override in sweep.record.fixed or ()]
     deadlines: dict[int, float] = {}  # number of a trial that another process has locked -> time to give up
 
     launcher = [override for override in configuration.request.overrides if is_launcher_override(override)]
@@ -184,7 +189,7 @@ def run_trials(
         keys = {override_key(word) for word in trial.words}
         common = (*fixed, *(override for override in launcher if override_key(override) not in keys))
         overrides = merge_overrides(
-            (*common, *resolve_run_names(trial.words, root)),
+            (*common, *(runs.get(word, word) for word in trial.words)),
             [format_override("output_root", str(directory.shown)), f"run={trial.name}"],
         )
         pool.start(trial, replace(configuration.request, overrides=overrides))
@@ -315,6 +320,19 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
         number = len(trials) + 1
         trials.setdefault(settings, Trial(number, f"{name}-{number}", overrides))
     sweep.trials = list(trials.values())
+
+
+def _find_named_runs(overrides: Sequence[str], root: Path, earlier: Mapping[str, str]) -> dict[str, str]:
+    """Return override -> the override with the folder of the run that it names; unchanged ones are left out.
+
+    earlier  result when the sweep started; it applies while the folder exists, because trials change which run is last
+    """
+    found = dict(zip(overrides, resolve_run_names(overrides, root), strict=True))
+    for override in found:
+        path = earlier.get(override, "").partition("=")[2].strip('"')
+        if path and (override.endswith(f"={LAST}") or Path(path).exists()):
+            found[override] = earlier[override]
+    return {override: path for override, path in found.items() if path != override}
 
 
 def _as_recorded(override: str, recorded: Collection[str]) -> str:

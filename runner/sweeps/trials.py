@@ -24,6 +24,7 @@ from runner.durable.directory import SWEEP, RunDirectory, is_run_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
+from runner.durable.weight_source import RUN_KEYS
 from runner.host.process_tree import process_identity
 from runner.launch.job_queue import read_exit_code
 from runner.records.run_record import ProcessRecord, RunRecord
@@ -152,8 +153,9 @@ class Sweep:
         folder = self.folder / trial.name
         record, code = read_record(folder), self.codes.get(trial.number)
         # The run of a SLURM job records launcher=local, not the trial's launcher; a damaged record has no overrides.
-        words = {word for word in trial.words if not is_launcher_override(word)}
-        if not words <= set(record.origin.overrides or words):
+        words = [word for word in trial.words if not is_launcher_override(word)]
+        words = [_without_folder(self.record.runs.get(word, word)) for word in words]
+        if not set(words) <= set(map(_without_folder, record.origin.overrides or words)):
             record = RunRecord()
         state = _derive_state(
             process_state_name(record.process) if record.is_known else "", code, self.jobs.get(trial.number)
@@ -295,6 +297,12 @@ def is_launcher_override(override: str) -> bool:
     return override_key(override).partition(".")[0] == "launcher"
 
 
+def _without_folder(override: str) -> str:
+    """Return the override with only the name of another run or file, whose folder may have been moved."""
+    key, _, value = override.partition("=")
+    return f"{key}={Path(value.strip(_QUOTES)).name}" if key in RUN_KEYS else override
+
+
 def _derive_state(run_state: str, code: int | None, job: str | None) -> State:
     """Derive the state of a trial from that of its run (empty without a run), its last exit code and its SLURM job."""
     if run_state == "finished":
@@ -328,3 +336,4 @@ def _shorten(text: str) -> str:
 
 _ORDER: tuple[State, ...] = ("finished", "running", "submitted", "stopped", "failed", "waiting")
 _MAX_CELL_WIDTH = 32
+_QUOTES = "'\""

@@ -292,6 +292,8 @@ def test_a_start_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
         ("weights=here", False),
         ("task=mine", False),
         ("weights.allow=mine", False),
+        ("resume=mine", True),
+        ("resume=fresh", False),
     ],
 )
 def test_the_name_of_a_run_becomes_its_path(

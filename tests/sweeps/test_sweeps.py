@@ -157,6 +157,43 @@ def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, t
     assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "at its start and its end"
 
 
+def base_run(folder: Path, name: str) -> str:
+    """Create a run from whose weights trials start; return its path."""
+    path = folder / "outputs" / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({"name": name, "state": "done"}))
+    (path / "metrics.jsonl").write_text('{"update": 1, "phase": "train", "train/loss": 1.0}\n')
+    return str(path)
+
+
+def test_trials_that_start_from_different_runs_are_recognized(server: ForkServer, tmp_path: Path) -> None:
+    """`last` is the newest run when the sweep starts, not one of its trials."""
+    paths = [base_run(tmp_path, name) for name in ("old", "new")]
+    os.utime(Path(paths[0]) / "metrics.jsonl", (1.7e9, 1.7e9))
+    os.utime(Path(paths[0]) / "run.json", (1.7e9, 1.7e9))
+    code, _, err = run(server, ["train", "-m", "weights=old,last", "task.hidden=8,16", *TASK], tmp_path)
+    assert code == 0, err
+    assert [row["state"] for row in rows(tmp_path)] == ["finished"] * 4
+    overrides = [record(tmp_path, number)["overrides"] for number in (1, 2, 3, 4)]
+    assert [next(word for word in given if word.startswith("weights=")) for given in overrides] == [
+        f"weights={path}" for path in paths for _ in range(2)
+    ]
+
+
+def test_a_resumed_sweep_starts_its_trials_from_the_same_run(server: ForkServer, tmp_path: Path) -> None:
+    args = ["train", "-m", "weights=last", "resume=other", "task.hidden=8,16", *TASK]
+    other, base = base_run(tmp_path, "other"), base_run(tmp_path, "base")
+    for name in ("metrics.jsonl", "run.json"):
+        os.utime(Path(other) / name, (1.7e9, 1.7e9))
+    assert run(server, args, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
+    code, out, err = run(server, args, tmp_path)
+    assert code == 0, err
+    assert "[1/2]" not in out
+    for number in (1, 2):
+        assert {f"weights={base}", f"resume={other}"} <= set(record(tmp_path, number)["overrides"])
+
+
 @pytest.mark.slow
 def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
     args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
