@@ -151,7 +151,7 @@ def _expand(override: Override, request: Request, problems: list[Problem]) -> li
     value: Any = override.value()
     kind, group = _kind(override), override.key_or_group
     if kind == "GLOB_CHOICE_SWEEP" and group in GROUPS:
-        options = list_options(group, request.config_dir)
+        options = list_options(group, request.config_dir, request.task_file)
         names = value.filter(options)
         if not names:
             problems.append(Problem(f"must match an option of {group}: {', '.join(options)}", text))

@@ -97,6 +97,13 @@ def test_an_invalid_sweep_has_one_problem_with_its_key(args: str) -> None:
     assert result.where.partition("=")[0] in {word.partition("=")[0] for word in args.split()}
 
 
+def test_a_glob_matches_options_of_the_task_file(tmp_path: Path) -> None:
+    task = tmp_path / "own.py"
+    task.write_text("def slow(parameters, *, lr: float = 0.1): ...\n\n\nOPTIMIZERS = {'adam_of_mine': slow}\n")
+    overrides = [request.overrides for request in expand_sweep(Request(("optimizer=glob(adam*)",), task))]
+    assert ("optimizer=adam_of_mine",) in overrides
+
+
 def test_the_maximum_number_of_trials_is_accepted() -> None:
     assert len(expand_sweep(Request((f"seed=range({MAX_TRIALS})",)))) == MAX_TRIALS
 
