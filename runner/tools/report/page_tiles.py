@@ -73,11 +73,12 @@ def _time_tile(run: RunData) -> Iterable[Tile]:
 
 
 def _updates_tile(run: RunData) -> Iterable[Tile]:
-    reached = [run.record.num_updates(phase, {"update": end}) for phase, (_, end) in run.curves.phases.items()]
+    phases = run.curves.phases.items()
+    reached = [run.record.num_updates(phase, {"update": end - begin}) for phase, (begin, end) in phases]
     if reached:
         planned = run.plan.updates if len(run.curves.phases) == 1 else None
         several = f"in {len(run.curves.phases)} phases" if len(run.curves.phases) > 1 else ""
-        yield Tile("updates", f"{max(reached):,}", f"of {planned:,}" if isinstance(planned, int) else several)
+        yield Tile("updates", f"{sum(reached):,}", f"of {planned:,}" if isinstance(planned, int) else several)
 
 
 def _checkpoints_tile(run: RunData) -> Iterable[Tile]:

@@ -42,7 +42,7 @@ def make_sweep_page(sweep: Sweep) -> Page:
     lines += [f"{make_printable(key)}: {make_printable(value)}" for key, value in sweep.record.space.items()]
     if best is not None:
         lines.append(make_printable(f"{goal.best_is} of {goal.metric}: {best.value:.5g}, {best.trial.label}"))
-    if len(shown) < len(results):
+    if shown and len(shown) < len(results):
         what = f"the {len(shown)} best are compared" if len(shown) > 1 else "is the best"
         lines.append(f"below the table {what}")
     failed = [

@@ -29,6 +29,7 @@ from runner.tools.report.chart_parts import Drawing, bin_curve, smooth
 from runner.tools.report.charts import gradient_norm, loss
 from runner.tools.report.page import Page as PageContent
 from runner.tools.report.page import render_html
+from runner.tools.report.page_tiles import make_tiles
 from runner.tools.report.run_data import MACHINE_METRICS, Curve, flatten, read_run_data
 from runner.tools.report.watch import Content, watch
 from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
@@ -233,6 +234,16 @@ def test_earlier_measurements_are_shown_if_the_last_process_ran_no_update(
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
     (path / "error.json").write_text(json.dumps({"cause": "killed", "reached": reached}))
     assert ("of 99.0 s)" in report(tmp_path, "mine").words) == is_shown
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_the_updates_of_all_phases_are_added(is_finished: bool, tmp_path: Path) -> None:
+    content = [{"update": at, "phase": phase, "train/loss": 1.0} for phase in ("base", "tune") for at in (10, 20)]
+    phases = {name: {"kind": "train", "updates": 23, "total": 23} for name in ("base", "tune")}
+    made = record("mine", phases=phases if is_finished else {})
+    make_run(tmp_path, "mine", metrics__jsonl=content, run__json=made)
+    tiles = {tile.label: tile.value for tile in make_tiles(read_run_data(RunDirectory.find(tmp_path, "mine")))}
+    assert tiles["updates"] == ("46" if is_finished else "40")
 
 
 @pytest.mark.parametrize("every", [1, 10])
