@@ -101,7 +101,6 @@ def read_run_row(path: Path) -> RunRow:
     reached = [*record.result.phases.values()][-1:]  # fallback if the run stopped before its first row of metrics
     phase = last.get("phase") if last or not reached else reached[0].name
     update = record.num_updates(str(phase), last)
-    loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
     totals = {phase_plan.name: phase_plan.updates for phase_plan in plan.phases}
     return RunRow(
         path.name,
@@ -112,11 +111,24 @@ def read_run_row(path: Path) -> RunRow:
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         totals.get(str(phase)),
-        record.result.metrics or loss,
+        record.result.metrics or _read_metrics(path / "metrics.jsonl"),
         last_modified(path),
         _folder_size(path),
         read_throughput(path, record),
     )
+
+
+def _read_metrics(path: Path) -> dict[str, float | None]:
+    """Return the metrics of the last evaluation in metrics.jsonl; before the first one, the training loss."""
+    from runner.durable.files import read_last_row
+
+    for lead in ("val/", "train/loss"):
+        row = read_last_row(path, lead=lead)
+        if metrics := {
+            name: value for name, value in row.items() if name.startswith(lead) and (value is None or is_number(value))
+        }:
+            return metrics
+    return {}
 
 
 def read_sweep_row(path: Path) -> RunRow:

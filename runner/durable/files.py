@@ -327,16 +327,16 @@ def read_lines(path: Path, text: bytes = b"") -> Iterator[dict[str, Any] | None]
                 yield row
 
 
-def read_last_row(path: Path, key: str | None = None, start: int = 0) -> dict[str, Any]:
+def read_last_row(path: Path, key: str | None = None, start: int = 0, *, lead: str = "") -> dict[str, Any]:
     """Return the last JSON object in the lines of the file `path`, reading only its end; empty if there is none.
 
-    key    required key with a value other than null
+    key    required key with a value other than null; `lead`: required beginning of a key
     start  offset in bytes before which lines are ignored
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
         objects = (parse_object(line) for line in reversed(file.read(_MAX_LINE_BYTES).splitlines()))
-        rows = (row for row in objects if row is not None)
+        rows = (row for row in objects if row is not None and any(name.startswith(lead) for name in row))
         return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
 

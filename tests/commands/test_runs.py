@@ -76,6 +76,28 @@ def test_the_json_list_has_the_same_content(folder: Path, capsys: pytest.Capture
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [
+        ({"val/loss": 1.5, "val/accuracy": 0.5}, "val/loss 1.5"),
+        ({"val/loss": None, "val/accuracy": 0.5}, "val/accuracy 0.5"),
+        ({"balance/shares": [1, 2]}, "train/loss 2.5"),
+    ],
+)
+@pytest.mark.parametrize("num_later", [0, 1])
+def test_an_unfinished_run_shows_its_last_evaluation(
+    last: dict[str, object], shown: str, num_later: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run.json has the metrics only after a process has ended without error."""
+    path = folder / "outputs" / "killed" / "metrics.jsonl"
+    train = {"update": 20, "phase": "train", "train/loss": 2.5}
+    rows = [train, {"update": 20, "phase": "train", **last}, *[train] * num_later]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["runs"]) == 0
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[4] for line in lines if line[0] == "killed"] == [shown]
+
+
 def test_the_suggested_resume_command_names_the_run() -> None:
     """The name may have been generated, so the typed arguments alone would start another run."""
     known = {"state": "preempted", "name": "gpt-1"}
