@@ -126,11 +126,11 @@ def _override_for(key: str, request: Request) -> str:
     """Return the override that set the key; a key of a phase may be set for the whole run, or by choosing an option."""
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
-    for keys in ((key,), (name,), LENGTHS if name in LENGTHS else (), (key[: len(key) - len(name)] + group, group)):
-        matching = [arg for arg in request.overrides if override_key(arg) in keys]
-        if matching:
-            return matching[-1]
-    return "an option of it"
+    given = {override_key(arg): arg for arg in request.overrides}
+    entries = [known for known in given if known.startswith((f"{key}.", f"{name}."))]  # of a mapping
+    lengths = LENGTHS if name in LENGTHS else ()
+    candidates = (key, name, *lengths, *entries, key[: len(key) - len(name)] + group, group)
+    return next((given[known] for known in candidates if known in given), "an option of it")
 
 
 def _config_file(name: str, request: Request) -> str:

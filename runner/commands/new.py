@@ -79,6 +79,8 @@ def run(argv: list[str]) -> int:
             Problem("has the name of an existing Python module and would shadow it or be shadowed", str(path), fix)
         )
     task = "".join(arg.capitalize() for arg in path.stem.split("_"))
+    if task in _TAKEN_CLASSES or not task.isidentifier() or keyword.iskeyword(task):
+        task = f"My{task}"
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(name=path.name, task=task))
@@ -92,6 +94,9 @@ def run(argv: list[str]) -> int:
     shown = shlex.quote(str(path) if path.is_absolute() else f"./{path}")
     print(f"wrote {path}; try it: accel-run train --task {shown}")
     return 0
+
+
+_TAKEN_CLASSES = ("F", "Prediction", "Task")  # names that the template imports
 
 
 def _is_taken(path: Path) -> bool:

@@ -50,6 +50,11 @@ optimizer.lr = 0.01
   without optimizer.lr=0.01 and optimizer=sgd: 0.004, set by the task gpt (tasks/gpt/task.py)
   meaning: learning rate at the peak of the schedule
 """,
+    "optimizer.lr_scales optimizer=adamw optimizer.lr_scales.head=0.1": """\
+optimizer.lr_scales = {head:0.1}
+  set by the command line (optimizer.lr_scales.head=0.1)
+  meaning: module or parameter name -> factor on its learning rate; the longest matching name applies
+""",
     "optimizer.lr --task my_task.py": """\
 optimizer.lr = 0.02
   set by the task (FOLDER/my_task.py)

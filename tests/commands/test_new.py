@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -157,6 +158,17 @@ def test_it_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["new", "my_task.py"]) == 73
     assert (folder / "my_task.py").read_text() == "mine"
     assert capsys.readouterr().err.split()[1] == "my_task.py:"
+
+
+@pytest.mark.parametrize("name", ["task", "prediction", "f", "none", "__"])
+def test_its_class_hides_no_other_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", f"{name}.py"]) == 0
+    nodes = [*ast.walk(ast.parse((tmp_path / f"{name}.py").read_text()))]
+    imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    imported = {alias.asname or alias.name for alias in imports}
+    (defined,) = (node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert defined not in imported
 
 
 BAD_NAMES = [
