@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -121,8 +122,7 @@ def learning_rate(run: RunData) -> Drawing | str:
 def gradient_norm(run: RunData) -> Drawing | str:
     """Draw the norm of the gradients before clipping, and the clipping threshold."""
     drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], include_zero=True)
-    given = run.settings.get("max_grad_norm")
-    limit = float(given) if given is not None and is_number(given) else None
+    limit = _clipping_norm(run)
     if isinstance(drawing, Drawing) and limit is not None:
         axes = drawing.figure.axes[0]
         above = sum(value > limit for value in run.curves["train/grad_norm"].y)
@@ -136,6 +136,13 @@ def gradient_norm(run: RunData) -> Drawing | str:
             note = f"no gradient norm is close to max_grad_norm={limit:g}: nothing was clipped"
         return Drawing(drawing.figure, f"{drawing.description}; {note}", note)
     return drawing
+
+
+def _clipping_norm(run: RunData) -> float | None:
+    """Return the clipping threshold of all phases; None if there is none, or if they have different ones."""
+    of_phases = [value for key, value in run.settings.items() if _PHASE_CLIPPING.fullmatch(key)]
+    first, *others = of_phases or [run.settings.get("max_grad_norm")]
+    return float(first) if is_number(first) and all(value == first for value in others) else None
 
 
 def throughput(run: RunData) -> Drawing | str:
@@ -178,6 +185,7 @@ def step_time(run: RunData) -> Drawing | str:
     return Drawing(figure, f"time of updates by part: {shares_text}", note, curves)
 
 
+_PHASE_CLIPPING = re.compile(r"phase\.[^.]+\.max_grad_norm")
 _MAX_LIMIT_RATIO = 2.0  # the clipping threshold is drawn if it is below this multiple of the upper limit of the y axis
 _STACK_POINTS = 160
 _MAX_METRICS = 6

@@ -159,6 +159,20 @@ def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: flo
         assert limit < axes.get_ylim()[1]
 
 
+@pytest.mark.parametrize(("norms", "is_drawn"), [((0.8, 0.8), True), ((0.8, 0.9), False), ((0.8, None), False)])
+def test_the_clipping_norm_is_that_of_the_phases(
+    norms: tuple[float, float | None], is_drawn: bool, tmp_path: Path
+) -> None:
+    messages = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
+    phases = {name: {"max_grad_norm": norm} for name, norm in zip(("base", "tune"), norms, strict=True)}
+    config = json.dumps({"max_grad_norm": 0.7, "phase": phases})
+    make_run(tmp_path, "mine", metrics__jsonl=messages, config__yaml=config)
+    drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
+    assert isinstance(drawn, Drawing)
+    assert ("max_grad_norm=0.8" in drawn.note) == is_drawn
+    assert "max_grad_norm=0.7" not in drawn.note
+
+
 def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..., None]) -> None:
     page = full
     messages = labelled(page)
