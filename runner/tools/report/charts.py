@@ -80,7 +80,7 @@ def loss(run: RunData) -> Drawing | str:
     format_axes(axes, run, "loss")
     axes.legend(loc="upper right", fontsize=9)
     bad = sum(not math.isfinite(value) for value in raw.y)
-    notes = [f"{bad:,} rows without a finite loss are gaps"] if bad else []
+    notes = [f"gaps: rows without a finite loss ({bad:,})"] if bad else []
     if any(count > 1 for count in updates_per_row(raw.x)):  # the training loss may then be above the validation loss
         notes.append("training: each point is the mean of the updates since the previous one")
     return Drawing(figure, "; ".join(descriptions), "; ".join(notes))
@@ -125,8 +125,8 @@ def gradient_norm(run: RunData) -> Drawing | str:
     limit = _clipping_norm(run)
     if isinstance(drawing, Drawing) and limit is not None:
         axes = drawing.figure.axes[0]
-        above = sum(value > limit for value in run.curves["train/grad_norm"].y)
-        share = above / max(1, len(run.curves["train/grad_norm"]))
+        norms = [norm for norm in run.curves["train/grad_norm"].y if not math.isnan(norm)]
+        share = sum(norm > limit for norm in norms) / max(1, len(norms))
         low, high = axes.get_ylim()
         if limit < _MAX_LIMIT_RATIO * high:
             axes.axhline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.1)

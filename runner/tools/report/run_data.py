@@ -34,7 +34,10 @@ from runner.records.run_record import ErrorRecord, RunRecord
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric from metrics.jsonl over all updates of the run: x (N,) updates, y (N,) values."""
+    """A metric from metrics.jsonl over all updates of the run: x (N,) updates, y (N,) values.
+
+    A null, which stands for a value that is not finite or not known, is NaN.
+    """
 
     x: Sequence[float]
     y: Sequence[float]
@@ -130,8 +133,9 @@ class RunData:
     @property
     def metrics(self) -> dict[str, float | None]:
         """The metrics of the last evaluation, from run.json or else metrics.jsonl. None: no items, or not finite."""
-        last = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
-        return {name: value for name, value in last.items() if value is not None} | dict(self.record.result.metrics)
+        last = {name: curve.y[-1] for name, curve in self.curves.of.items() if name.startswith("val/")}
+        evaluated = {name: value if math.isfinite(value) else None for name, value in last.items()}
+        return evaluated | dict(self.record.result.metrics)
 
     @property
     def item(self) -> str:
@@ -259,17 +263,18 @@ def _read_curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
         if isinstance(row.get("balance/shares"), list):
             shares.append((at, tuple(value for value in row["balance/shares"] if type(value) is int)))
         for key, value in row.items():
-            if key not in ("update", "phase") and (key in columns or len(columns) < _MAX_KEYS) and is_number(value):
+            number = math.nan if value is None else value
+            if key not in ("update", "phase") and (key in columns or len(columns) < _MAX_KEYS) and is_number(number):
                 x, y = columns.setdefault(key, (array("d"), array("d")))
                 x.append(at)
-                y.append(math.copysign(math.inf, value) if abs(value) > _MAX_VALUE else value)
+                y.append(math.copysign(math.inf, number) if abs(number) > _MAX_VALUE else number)
     if not num_rows:
         state = "has no rows yet" if directory.metrics.is_file() else "is missing"
         missing["metrics"] = f"{directory.metrics.name} {state}"
     if damaged:
         lines, verb = ("1 line", "is") if damaged == 1 else (f"{damaged:,} lines", "are")
         missing["some metrics"] = f"{lines} of {directory.metrics.name} cannot be read, and {verb} left out"
-    of = {make_printable(key): Curve(x, y) for key, (x, y) in columns.items()}
+    of = {make_printable(key): Curve(x, y) for key, (x, y) in columns.items() if not all(map(math.isnan, y))}
     return Curves(of, phases, shares, num_rows, damaged)
 
 

@@ -260,6 +260,26 @@ def test_the_updates_of_all_phases_are_added(is_finished: bool, tmp_path: Path) 
     assert tiles["updates"] == ("46" if is_finished else "40")
 
 
+def test_values_that_are_not_finite_at_the_end_are_reported(tmp_path: Path) -> None:
+    """In metrics.jsonl, they are null."""
+    content = [
+        {"update": at, "phase": "train", "train/loss": loss, "val/loss": loss, "val/f1": None, "train/grad_norm": norm}
+        for at, loss, norm in ((1, 2.0, 9.0), (2, 1.5, 1.0), (3, None, None))
+    ]
+    made = record("mine", state="running", metrics={})
+    make_run(tmp_path, "mine", metrics__jsonl=content, run__json=made, config__yaml="max_grad_norm: 5.0\n")
+    run = read_run_data(RunDirectory.find(tmp_path, "mine"))
+    tiles = {tile.label: tile for tile in make_tiles(run)}
+    assert tiles["training loss"].value == "1.5"
+    assert "nan" in tiles["training loss"].note
+    assert tiles["val/loss"].value == NOT_MEASURED
+    assert "val/f1" not in run.curves.of
+    for draw, figure in ((loss, "(1)"), (gradient_norm, "50%")):
+        drawing = draw(run)
+        assert isinstance(drawing, Drawing)
+        assert figure in drawing.note
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_the_page_says_that_a_row_is_a_mean_of_updates(every: int, tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine")
