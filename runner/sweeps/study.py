@@ -44,6 +44,10 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
     configurations = compose_all(ends)
     require("optuna", "search")
+    size = math.prod(axis.size for axis in axes)
+    if num_trials > size:
+        what = f"trials={num_trials}, but there are only {size:.0f} combinations, so some are trained several times"
+        Console().warning(f"{what}; accel-run train -m trains each of them once")
     placement = place_trials(configurations, options.together, num_trials)
     with open_sweep("search", fixed, configurations[0], options, axes) as (directory, sweep):
         study = Study(sweep, axes, directory.name, seed=configurations[0].settings.seed)

@@ -47,6 +47,12 @@ class SearchSpace:
         """Return the overrides with which the space is validated: each value, or both ends."""
         return self.values or tuple(self.format_override(number) for number in (self.low, self.high))
 
+    @property
+    def size(self) -> float:
+        """Number of different values; infinite for continuous numbers."""
+        step = self.step or float(self.is_integer)
+        return len(self.values) or (1 + round((self.high - self.low) / step) if step else math.inf)
+
     def format_override(self, value: float | str) -> str:
         """Return the override with this value; continuous numbers are rounded for readability."""
         text = value if isinstance(value, str) else f"{value:.0f}" if self.is_integer else f"{value:.6g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,22 @@ def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: 
     fixed, result = parse_search_space(Request(("seed=3", word)))
     assert fixed.overrides == ("seed=3",)
     assert result == (axis,)
+
+
+@pytest.mark.parametrize(
+    ("word", "size"),
+    [
+        ("optimizer=adamw,sgd", 2),
+        ("updates=range(10,101,20)", 5),
+        ("updates=range(1,4)", 3),
+        ("optimizer.lr=range(0.1,0.5,0.1)", 4),
+        ("updates=int(interval(3,7))", 5),
+        ("optimizer.lr=log(1e-4,1)", math.inf),
+    ],
+)
+def test_the_size_of_a_search_space_is_its_number_of_values(word: str, size: float) -> None:
+    _, (axis,) = parse_search_space(Request((word,)))
+    assert axis.size == size
 
 
 SEARCHES = [

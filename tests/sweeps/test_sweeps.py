@@ -301,6 +301,7 @@ def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, t
     states = [trial.state.name for trial in study.trials]
     acts = [row["task.act"] for row in rows(tmp_path)]
     assert {"fail", "bad", "good"} == set(acts), "another seed, for one of each"
+    assert "trials=8" in err, "more trials than combinations"
     assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
 
 
