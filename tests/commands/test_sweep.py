@@ -176,7 +176,7 @@ def test_all_problems_are_reported_before_any_trial_starts(
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize("args", ["train -m seed=1,2,3", "search trials=3 seed=1,2", "train -m seed=1"])
+@pytest.mark.parametrize("args", ["train -m seed=1,2,3", "search trials=3 seed=1,2,3", "train -m seed=1"])
 def test_the_first_line_is_printed_before_torch_is_loaded(
     args: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
