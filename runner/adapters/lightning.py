@@ -226,7 +226,7 @@ class LightningSteps(nn.Module):
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             what = f"self.log({name!r}) is reduced by {options['reduce_fx']}, but accel-run reports the mean"
-            raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
+            raise TaskFault(what, fix="define the methods metrics and evaluate in a subclass of LightningTask")
         index = self.recorder.find(value)
         if index is not None and self._step != "training_step":
             self.recorder.logged[name] = index
@@ -238,7 +238,7 @@ class LightningSteps(nn.Module):
                 raise TaskFault(what, fix="call the metric, self.metric(predictions, labels), to log its batch value")
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) received {type(value).__name__}, but only numbers can be summed over batches"
-            raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
+            raise TaskFault(what, fix="define the methods metrics and evaluate in a subclass of LightningTask")
         self._logged[name] = torch.as_tensor(value).detach(), batch_size
 
     def _log_dict(self, values: Mapping[str, Any], *args: Any, **options: Any) -> None:

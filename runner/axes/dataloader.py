@@ -37,7 +37,8 @@ def default(
     num_workers       worker processes; 0 reads in this process; auto: by device and cores
     workers_above_ms  start workers only if reading a batch takes more than this many ms, as measured at the start;
                       0: always start them; auto: 1 with num_workers=auto, else 0
-    pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
+    pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap with computation; auto:
+                      if there is a GPU
     prefetch_factor   batches each worker reads ahead
     start_method      how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
                       and copies the dataset; for libraries that do not support fork
@@ -73,7 +74,7 @@ def thread(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Prefetch cached samples in one thread; without a cache, or with load_fixed, in one worker process.
+    """Prefetch samples in one thread if they are cached; otherwise, or with load_fixed, in one worker process.
 
     depth        batches read ahead
     pin_memory   copy batches to page-locked memory; auto: if there is a GPU
@@ -93,7 +94,7 @@ def thread(
 def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     """Read all samples once and return a fetcher that keeps them as one tensor per field.
 
-    For a dataset with `load_fixed`, only the part that it returns is kept.
+    For a dataset with `load_fixed`, only the parts that `load_fixed` returns are kept.
     """
     if where == "none":
         return fetcher

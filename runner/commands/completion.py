@@ -11,7 +11,8 @@ Prints a shell completion script for commands, options, keys, values and run nam
   fish   accel-run completion fish > ~/.config/fish/completions/accel-run.fish
 """
 
-# readline splits words at = and :. The script joins them again; readline replaces only the last piece.
+# readline splits words at = and :, and replaces only the last piece. So the script joins the pieces to complete the
+# whole word, and removes the pieces before the last one from each result.
 BASH = """\
 _accel_run() {
     local -a words=()
@@ -71,7 +72,7 @@ def run(argv: list[str]) -> int:
     from runner.config.schema import did_you_mean
 
     if len(argv) != 1:
-        raise ConfigError(Problem("needs a shell", "completion", "use accel-run completion bash, zsh or fish"))
+        raise ConfigError(Problem("needs one shell name", "completion", "use accel-run completion bash, zsh or fish"))
     if argv[0] not in SCRIPTS:
         fix = did_you_mean(argv[0], SCRIPTS) or "use accel-run completion bash, zsh or fish"
         raise ConfigError(Problem("unknown shell", argv[0], fix))

@@ -117,7 +117,7 @@ def hook_name(class_name: str) -> str:
 
 @cache
 def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
-    """Return (group, name) -> the options and hooks of a file, and what is wrong with its tables."""
+    """Return the options and hooks of a file by (group, name), and what is wrong with its tables."""
     where = f"package {package}" if package else str(file)
     try:
         tree, functions, classes = read_module(file), read_functions(file), read_classes(file)
@@ -151,7 +151,7 @@ def table_group(table: str) -> str:
 
 
 def omit_consequences(problems: Sequence[Problem]) -> list[Problem]:
-    """Leave out problems of unknown options that an invalid entry in the table of their group may define."""
+    """Leave out problems of unknown options if their group's table has an invalid entry, which may define them."""
     groups = [of.group for table, of in OPTION_TABLES.items() if any(f": {table}[" in each.where for each in problems)]
     unknown = tuple(f"unknown {group};" for group in groups)
     return [problem for problem in problems if not problem.what.startswith(unknown)]
@@ -161,7 +161,8 @@ def find_name_error(group: str, name: object) -> tuple[str, str] | None:
     """Return what is wrong with the name of an option, and what to do about it; None if it is valid."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED_NAMES:
         what = (
-            f"the name must be a string of lowercase letters, digits, _ and -, other than {', '.join(_RESERVED_NAMES)}"
+            "the name must be a string of lowercase letters, digits, _ and - that starts with a letter, other than"
+            f" {', '.join(_RESERVED_NAMES)}"
         )
         return what, f'use a name such as "my_{group}"'
     folder = shipped_path("conf") / ("benchmark/technique" if group == TECHNIQUE else group)
@@ -363,9 +364,10 @@ class _HookFamily(NamedTuple):
     used: Collection[str]
 
     def is_complete(self, kind: ast.ClassDef) -> bool:
-        """Return whether no other file can call methods of the class: its bases are here, and `self` is not passed on.
+        """Return whether no other file can call methods of the class.
 
-        A base class of another file may call methods that its subclasses define.
+        Its bases must be runner.Hook or classes of this file, because a base class of another file may call methods
+        that its subclasses define. And no method may pass `self` on.
         """
         nodes = [*ast.walk(kind)]
         attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}

@@ -205,7 +205,7 @@ def _check_size(events: Iterable[Event], where: str) -> None:
         if nodes > MAX_NODES:
             raise ConfigError(Problem(f"must have at most {MAX_NODES} values, with aliases expanded", where))
         if documents > 1:
-            raise ConfigError(Problem("must contain one document, without another after ---", where))
+            raise ConfigError(Problem("must contain only one YAML document, but another follows after ---", where))
 
 
 def _refuse_tag(event: Event, where: str) -> None:

@@ -198,7 +198,7 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         raise TaskFault(
             f"layers() must contain exactly the parameters of the model, but {what}",
             where=WHERE,
-            fix="return modules that share the model's parameters, and use all of them",
+            fix="build the layers from the model's own modules and parameters, not from copies; leave no parameter out",
         )
     if getattr(model, "_compiled_call_impl", None) is not None:
         what = "the whole model cannot be compiled in a pipeline, because each rank calls only some layers"

@@ -97,7 +97,8 @@ class RunDirectory:
                 raise SecurityRefusal(
                     f"the run directory must be in {root}, but is a link to {link_target}",
                     where=f"run={name}",
-                    fix="remove the link, or set output_root to the folder that it points to",
+                    fix="remove the link, or set output_root to the parent folder of its target, and run to the name of"
+                    " its target",
                 )
             is_new = not files.exists(path)
             files.make_directory(path)

@@ -61,7 +61,7 @@ def _require_space_for_torch() -> None:
             check=False, timeout=IMPORT_TIMEOUT_S,
         )  # fmt: skip
     except (subprocess.TimeoutExpired, OSError):
-        return  # inconclusive: the disk is slow, since imports fail at once at the limit; or no process can be started
+        return  # inconclusive: the disk is slow (at the limit, imports fail at once), or no process can be started
     was_killed = result.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # not for lack of address space
     if result.returncode and not was_killed:
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
@@ -77,7 +77,7 @@ try:
     import torch
 except MemoryError:
     sys.exit(1)
-except Exception as error:  # others than for lack of memory are reported by the import itself
+except Exception as error:  # errors other than lack of memory: the actual import reports them
     text = str(error).lower()
     is_memory = any(cause in text for cause in ("failed to map", "cannot allocate", "cannot create"))
     sys.exit(is_memory and "static tls" not in text)

@@ -26,7 +26,7 @@ PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
 RUNNING_SUM_BYTES = 1024  # bytes; losses and counts of earlier micro-batches
 MAX_TRACED_MICRO_BATCHES = 64  # more micro-batches need no more memory with 1f1b, and proportionally more with gpipe
-ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
+ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modeled
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.update_time import LOADING, DeviceRates, format_seconds, predict_phase_time
 from runner.workload.division import Batch
 
-MAX_COLUMNS = 5  # maximum number of kinds of ranks side by side
+MAX_COLUMNS = 5  # maximum number of groups of equal ranks side by side
 MAX_SAMPLES = 1_000_000  # upper limit of the search for the largest micro-batch
 
 
@@ -73,7 +73,7 @@ def format_prediction(
 
 
 def summarize_memory(memories: Sequence[RankMemory]) -> list[str]:
-    """Return a line per kind of rank for its most demanding phase: for the report at the start of a run."""
+    """Return a line per group of equal ranks about its most demanding phase, for the report at the start of a run."""
     worst: dict[int, RankMemory] = {}
     for memory in memories:
         if memory.rank not in worst or memory.prediction.total > worst[memory.rank].prediction.total:
@@ -106,7 +106,7 @@ def _format_parts(plan: Plan, memories: Sequence[RankMemory]) -> list[str]:
     rows.append(("", *(_format_fit(kind[0]) for kind in shown)))
     if len(shown) < len(kinds):
         rows.append(
-            (f"{'':<{_NAME_WIDTH}}  only the groups of ranks with the least free memory, of {len(kinds)} groups",)
+            (f"{'':<{_NAME_WIDTH}}  the {len(shown)} of {len(kinds)} groups of ranks with the least free memory",)
         )
     return format_table(rows, "<>")
 
@@ -136,7 +136,7 @@ def _format_micro_batches(plan: Plan, phase: PhasePlan, demand: Demand, memories
 
 
 def is_settable(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
-    """Return whether the user may set this size: on one rank, only auto selects sizes that do not divide the batch."""
+    """Return whether the user may set this size: on one rank, only auto may use one that does not divide the batch."""
     is_alone = plan.choices["parallelism"].uses("single")
     return not is_alone or batch.global_batch_size % micro_batch_size == 0
 
@@ -148,7 +148,7 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
         f"{layer.name or 'the model itself'} {layer.activations / demand.activation_bytes:.0%}"
         for layer in demand.layers
     ]
-    return [_format_row("saved by", ", ".join(shares) + " of the activations")]
+    return [_format_row("by layer", ", ".join(shares) + " of the activations")]
 
 
 def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
@@ -178,7 +178,7 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
     if any(rank.is_gpu for rank in plan.ranks):
         kernel = plan.choices["attention"].name
         scores = "stores its scores, as attention=math does" if kernel == "math" else "stores no scores"
-        assumptions.append(f"{how}; the CUDA caching allocator is modelled, library memory is estimated;")
+        assumptions.append(f"{how}; the CUDA caching allocator is modeled, library memory is estimated;")
         assumptions[-1] += f" attention {scores}."
     else:
         assumptions.append(f"{how}, with CPU allocation sizes; library memory is estimated.")
@@ -194,7 +194,7 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
         )
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
     if not AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")).is_modelled:
-        why.append("PyTorch's native allocator is modelled, without some settings of memory.allocator")
+        why.append("the prediction models PyTorch's native allocator, and ignores some settings of memory.allocator")
     is_pipeline = plan.choices["parallelism"].uses("pipeline") and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
         why.append("each rank of this pipeline is assumed to hold an equal part of the model, without send buffers")

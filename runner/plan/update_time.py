@@ -5,7 +5,7 @@ products, convolutions and attention take the time of their operations or that o
 longer; all others take the time of their memory accesses. Bytes are counted per operator, without caches. Compiled code
 fuses operators of the second class, so it accesses fewer bytes.
 
-**Communication** is modelled as a ring over the slowest link between the ranks. What overlaps with computation is not
+**Communication** is modeled as a ring over the slowest link between the ranks. What overlaps with computation is not
 added: `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
 **Data loading** adds the time in which the device waits for samples; the time to read one is measured on this machine.

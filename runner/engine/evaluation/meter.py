@@ -183,7 +183,7 @@ class Meter:
         self.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return the updates not yet in a row, so that a resumed run writes the same row."""
+        """Return the updates not yet in a row, so that a resumed run writes the same row as without the stop."""
         self.flush()
         losses = [float(loss) for loss in self._losses]
         last = self._last
@@ -250,7 +250,7 @@ class Meter:
                 self._finish(self._pending.pop(0))
 
     def _copy_to_host(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], PendingCopy]:
-        """Copy the device values in one transfer; return the host values, with None for device values, and the copy."""
+        """Start one copy of all device values; return all values, with None in place of device values, and the copy."""
         numbers = [None if isinstance(value, Tensor) else float(value) for value in values]
         on_device = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
         return numbers, self.send(torch.stack(on_device) if on_device else torch.empty(0))
@@ -303,7 +303,7 @@ class Meter:
         return row
 
     def _check_items(self, items: list[float], update: int) -> None:
-        """Raise TaskFault if an update has no items or a negative count; `update` is the number of the last one."""
+        """Raise TaskFault if an update has no items or a negative count; `update` is the number of the last update."""
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
                 raise TaskFault(

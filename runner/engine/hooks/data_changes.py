@@ -56,8 +56,9 @@ class DataChanges(Hook):
         if varying:
             self.phase.run.observers.screen.warn(
                 f"samples of split {' and '.join(varying)} differ between two reads with equally seeded generators, so"
-                " they depend on the number of workers and are not repeated after a resume. Draw from the global"
-                " generators of torch, NumPy or Python, or from runner.sample_rng(seed, epoch, index)"
+                " they depend on something else, such as a generator of the dataset: they can change with the number of"
+                " workers, and are not repeated after a resume. Draw from the global generators of torch, NumPy or"
+                " Python, or from runner.sample_rng(seed, epoch, index)"
             )
         edited, provenance.edited = provenance.edited, []
         self._report(edited, changed)

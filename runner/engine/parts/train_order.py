@@ -97,7 +97,8 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
         what = f"an epoch of phase {phase.name} needs the length of the stream, but it has none"
         where = "" if phase.kind == "fit" else f"epochs={phase.epochs:g}"
         fix = (
-            "use updates=N or data.train_samples=N, or return an object from stream() whose len() is that of the shard"
+            "use updates=N or data.train_samples=N, or return an object from stream() whose len() is the length of the"
+            " shard"
         )
         problems.append(Problem(what, where, fix))
     if problems:

@@ -17,7 +17,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     folder             working directory of the command; paths in settings are relative to it
     python             interpreter of the run; if it no longer exists, accel-run is looked up in PATH
     started_elsewhere  torchrun or srun started the ranks, so the user must start the script in the same way
-    The script passes -P so that a runner.py in that folder does not shadow this package.
+    The script passes -P so that a runner.py in `folder` does not shadow this package.
     `resume=fresh` is omitted: a new run has nothing to archive, and with the old name the script resumes.
     Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a secret in
     the name of a folder is removed.
@@ -26,7 +26,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     argv = replace(request, overrides=kept).train_arguments()
     lines = [
         "#!/bin/sh",
-        f"# Trains with the settings of the run {name} again, as a new run. Further arguments are settings:",
+        f"# Repeats the run {name} with the same settings, as a new run. Further arguments are settings:",
         "#   sh command.sh run=second seed=1",
         f"# To resume {name} itself: sh command.sh run={name}",
         *(

@@ -156,8 +156,8 @@ class ShardReader:
             raise DataError(
                 f"{self._name()} ended after {count:,} samples, but training uses {self._length:,} of its samples",
                 where=f"data.train_samples={self._source.limit}",
-                fix="use fewer samples, or fewer shards with data.shards, or return an object from stream() whose len()"
-                " is that of the shard",
+                fix="use fewer samples, use fewer shards (data.shards), or return an object from stream() whose len()"
+                " is the length of the shard",
             )
         if self._length is not None:
             raise DataError(

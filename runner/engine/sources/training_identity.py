@@ -66,8 +66,9 @@ def _hash_samples(
 ) -> Mapping[str, _ProbedSamples]:
     """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
-    If training uses workers, a worker reads the samples. A dataset may open a file at its first sample: workers forked
-    afterwards would share its file position, and an open file cannot be sent to spawned workers.
+    If training uses workers, a worker reads the samples. If this process read them, a dataset that opens a file at its
+    first sample would open it here: workers forked afterwards would share the file position, and an open file cannot
+    be sent to spawned workers.
     """
     reader = loader.new_like(_HashingFetcher(fetchers, indices))
     try:
@@ -108,7 +109,8 @@ class _HashingFetcher(Fetcher):
 def hash_sample(fetcher: Fetcher, index: int) -> str | None:
     """Return the hash of a sample, read with seeded global generators; None for one that cannot be read.
 
-    A cache is not read: it returns tensors in a list, even for samples that are tuples of numbers.
+    Reads the dataset even if its samples are cached: a cache returns tensors in a list, even for samples that are
+    tuples of numbers, so the hash would depend on `dataloader.cache`.
     """
     with seeded_generators(0, "content", index):
         try:
@@ -202,7 +204,7 @@ def fingerprint_code(source: Path) -> Hashes:
 
 
 class _LocalModules:
-    """The loaded modules that are local. Each call examines only modules that were imported since the last one.
+    """The loaded modules that are local. Each call examines only modules that were imported since the previous call.
 
     Thousands of modules are loaded, and in a forked process, examining one copies its memory pages.
     """
@@ -213,7 +215,7 @@ class _LocalModules:
         self._files: frozenset[str] = frozenset()
 
     def files(self) -> frozenset[str]:
-        """Return the files of local modules; sys.modules is in the order of the imports."""
+        """Return the files of local modules. sys.modules is in import order, so new modules are at its end."""
         added = len(sys.modules) - self._num
         new = list(itertools.islice(reversed(sys.modules.items()), max(added, 0) + 1))  # no other thread runs meanwhile
         if added < 0 or new.pop() != self._last:  # the first call, or modules were removed
@@ -230,7 +232,7 @@ _LOCAL_MODULES = _LocalModules()
 def _file_of(module: Any) -> str:
     """Return the file of a loaded module; "" if there is none.
 
-    Reads `__dict__`, because a missing attribute starts a search in some of torch's modules.
+    Reads `__dict__`, because `getattr` calls the `__getattr__` of some of torch's modules if the attribute is missing.
     """
     file = getattr(module, "__dict__", {}).get("__file__")
     return file if isinstance(file, str) else ""

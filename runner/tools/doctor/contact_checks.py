@@ -35,12 +35,12 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-MAX_PRODUCT_S = 0.04  # maximum seconds of a product whose rate is compared
+MAX_PRODUCT_S = 0.04  # maximum seconds of a matrix product whose rate is compared
 NATIVE_SPEEDUP = 1.5  # minimum speedup over float32; matrix units are at least twice as fast, emulation is slower
 
 
 def formats(context: CheckContext) -> Iterator[CheckResult]:
-    """Formats: exactly those that the rules call native are faster than float32."""
+    """Number formats: those that the rules call native are faster than float32, and no others are."""
     numbers = [
         number_format
         for device in context.cuda_gpus
@@ -86,7 +86,7 @@ def compare_format(number_format: arithmetic.FormatUnderTest, speedup: float) ->
 
 
 def attention(context: CheckContext) -> Iterator[CheckResult]:
-    """Attention kernels: each runs or refuses as the rules predict, by kernel and format."""
+    """Attention kernels: torch runs or refuses each one as the rules predict, by kernel and format."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     wanted = [
         (f"{device.torch_name} {kernel} {dtype_name(dtype)}", device, kernel, dtype)
@@ -169,7 +169,7 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
         )
         difference = ""
         if measured > predicted:
-            difference = "runs predicted to fit may be out of memory; raise the value in runner/plan/overhead.yaml"
+            difference = "a run that should fit may run out of memory; raise the value in runner/plan/overhead.yaml"
         elif measured < predicted / 2:
             difference = "larger runs would fit than predicted; lower the value in runner/plan/overhead.yaml"
         seen = f"predicted at most {format_bytes(predicted)}, measured {format_bytes(int(measured))}"

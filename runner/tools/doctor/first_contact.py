@@ -153,7 +153,7 @@ def compare_memory(subject: str, predicted: float, measured: float) -> CheckResu
     """Compare the peak memory with the predicted one, both in bytes."""
     difference = ""
     if measured > (1 + MEMORY_TOLERANCE) * predicted + SEGMENT_BYTES:
-        difference = "kernels allocate memory that the trace does not see; runs near the limit may be out of memory"
+        difference = "kernels allocate memory that the trace does not see; runs near the limit may run out of memory"
     elif measured < (1 - 2 * MEMORY_TOLERANCE) * predicted - SEGMENT_BYTES:
         difference = "the trace counts memory that is not used here; micro_batch_size=auto is smaller than necessary"
     seen = f"predicted {format_bytes(int(predicted))}, measured {format_bytes(int(measured))}"
