@@ -460,7 +460,7 @@ class TrackerProcess:
         with contextlib.suppress(OSError):  # rows that do not fit into the socket buffer are in metrics.jsonl
             self._socket.settimeout(HAND_OVER_S)
             for request in requests:
-                self._socket.sendall(json.dumps(request, default=str, skipkeys=True).encode() + b"\n")
+                self._socket.sendall(_encode(request))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # a process forked by the run may keep this end open
         self._socket.close()
@@ -474,7 +474,7 @@ class TrackerProcess:
         limit = time.monotonic() + limit_s
         try:
             self._socket.settimeout(max(0.01, min(limit_s, deadline() - time.monotonic(), LOG_S)))
-            self._socket.sendall(redact(json.dumps(request, default=str, skipkeys=True)).encode() + b"\n")
+            self._socket.sendall(_encode(request))
             while b"\n" not in self._received:
                 left_s = min(limit, deadline()) - time.monotonic()
                 if left_s <= 0:
@@ -496,6 +496,11 @@ class TrackerProcess:
         if "failed" in answer:
             raise TrackerFailed(answer["failed"])
         return answer
+
+
+def _encode(request: Row) -> bytes:
+    """Return a request to the process as a line, without secrets."""
+    return redact(json.dumps(request, default=str, skipkeys=True)).encode() + b"\n"
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -486,10 +486,13 @@ def test_a_detached_process_keeps_every_row_and_ends(
     fake(offline=does)
     tracker = make(tmp_path, mode="offline")
     tracker.start()
+    monkeypatch.setenv("DATABASE_PASSWORD", "c0rrect-h0rse-battery")
     log_all(tracker, rows(0, 100))
+    tracker.log({"update": 100, "text": os.environ["DATABASE_PASSWORD"]})
     tracker.finish(KILL_S, hand_over=True)
     until_all_ended()
-    assert fake_rows(tmp_path, "offline") == list(range(100))
+    assert os.environ["DATABASE_PASSWORD"] not in (tmp_path / "run" / "offline.jsonl").read_text()
+    assert fake_rows(tmp_path, "offline") == list(range(101))
     assert tracker.num_dropped == 0
     assert "wandb sync" in tracker.note
 
