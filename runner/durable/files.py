@@ -335,8 +335,8 @@ def read_last_row(path: Path, key: str | None = None, start: int = 0, *, lead: s
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
-        objects = (parse_object(line) for line in reversed(file.read(_MAX_LINE_BYTES).splitlines()))
-        rows = (row for row in objects if row is not None and any(name.startswith(lead) for name in row))
+        lines = (line for line in reversed(file.read(_MAX_LINE_BYTES).splitlines()) if f'"{lead}'.encode() in line)
+        rows = (row for line in lines if (row := parse_object(line)) and any(name.startswith(lead) for name in row))
         return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
 
