@@ -103,7 +103,9 @@ def _read_sweep(folder: Path) -> Content:
     from runner.tools.report.watch import Content
 
     sweep = Sweep.read(folder)
-    return Content(make_sweep_page(sweep), (), is_live=any(result.state == "running" for result in sweep.results()))
+    return Content(
+        make_sweep_page(sweep), (), is_live=any(result.state in ("running", "submitted") for result in sweep.results())
+    )
 
 
 def _write_page(out: Path, owner: RunDirectory | None, content: Content, refresh_s: float | None = None) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from runner.cli import main
+from runner.tools.report.watch import watch
 from tests.tools.report.runs import make_run, record, rows
 from tests.tools.report.test_report import Page, is_sound, labelled
 
@@ -72,6 +74,27 @@ def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("job", "num_waits"), [("7_12", 1), (None, 0)])
+def test_a_page_is_rewritten_while_jobs_are_in_the_queue(
+    job: str | None, num_waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+
+    def interrupt(seconds: float) -> None:
+        waits.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "lr").mkdir(parents=True)
+    folder = sweep_of(tmp_path, 1)
+    messages = json.loads((folder / "sweep.json").read_text())
+    messages["trials"][0]["job"] = job
+    (folder / "sweep.json").write_text(json.dumps(messages))
+    monkeypatch.setattr("runner.tools.report.watch.watch", partial(watch, wait=interrupt))
+    assert main(["report", "lr", "--watch"]) == 0
+    assert len(waits) == num_waits
+
+
 def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     (folder / "lr-3" / "run.json").write_text(
         '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'
