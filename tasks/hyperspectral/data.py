@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +35,9 @@ class Cubes(Protocol):
 
     def title(self, index: int) -> str:
         """Return the title of a cube in plots."""
+
+    def labeled(self) -> Cubes:
+        """Return only the cubes with a mask."""
 
 
 class Files:
@@ -72,7 +76,10 @@ class Files:
         return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}
 
     def title(self, index: int) -> str:
-        return self.files[index].stem
+        return os.fsencode(self.files[index].stem).decode(errors="replace")  # a file name need not be valid text
+
+    def labeled(self) -> Files:
+        return Files([file for file in self.files if mask_path(file).is_file()], self.shape)
 
 
 def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
@@ -111,7 +118,7 @@ def _cubes_in(folder: Path) -> list[Path]:
 
 def _split_by_name(files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the files by split, ordered by the hashes of their names, so that a new file moves few others."""
-    ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    ordered = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
     held_out = max(1, len(files) // 5)
     return {
         "val": ordered[:held_out],

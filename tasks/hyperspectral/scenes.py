@@ -77,6 +77,10 @@ class Scenes:
         """Return the title of a cube in plots."""
         raise NotImplementedError
 
+    def labeled(self) -> Scenes:
+        """Return only the cubes with a mask, which are all."""
+        return self
+
 
 class PhotographScenes(Scenes):
     """Crops of photographs that come with scikit-image; each photograph belongs to one split only."""

@@ -76,13 +76,17 @@ class PixelStatistics(Fit):
     def finish(self, model: Any, state: State) -> Mapping[str, float]:
         """Set normalization, components, whitening, selector and threshold of the model; return the figures.
 
-        Raises DataError if there are no more pixels than channels, or values are not finite.
+        Raises DataError if there are no more pixels than channels, or values or their squares are not finite.
         """
         pixels = int(state["count"])
         if pixels <= self.channels:
             raise DataError(f"the training data must hold more than {self.channels} pixels, but holds {pixels}")
         if not bool(torch.isfinite(state["comoment"]).all()):
-            raise DataError("the cubes of the training data must hold finite numbers, but some are infinite or NaN")
+            largest = float(torch.maximum(state["high"].abs(), state["low"].abs()).max())
+            if not math.isfinite(largest):
+                raise DataError("the cubes of the training data must hold finite numbers, but some are infinite or NaN")
+            what = f"the training data has values of up to {largest:.3g}, whose squares are too large for {self.dtype}"
+            raise DataError(what, fix="use task.statistics=float64, or scale the data")
         figures: Mapping[str, float] = model.set_statistics(state)
         return figures
 

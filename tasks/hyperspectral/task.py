@@ -199,8 +199,8 @@ class AnomalyTask(Task):
     def _verdict(self, logits: Tensor, rx: Tensor, mask: Tensor) -> str:
         if not bool((mask == 1).any()):
             return f"{float((logits > 0).float().mean()):.1%} of the pixels are above 0"
-        mine, alone = (
-            {name: float(s) / float(n) for name, (s, n) in detection(of, mask).items()} for of in (logits, rx)
+        mine, alone = (  # without known background there is no AUROC
+            {name: float(s) / float(n) for name, (s, n) in detection(of, mask).items() if n} for of in (logits, rx)
         )
         return ", ".join(f"{name} {value:.3f} (RX {alone[name]:.3f})" for name, value in mine.items())
 
@@ -214,6 +214,11 @@ class Detection(AnomalyTask):
 
     weights: tuple[float, float, float]
     unit = "log-odds of a target"
+
+    def dataset(self, split: str) -> Cubes:
+        """Return the cubes of a split; in phase `train` without training cubes that have no mask, and so no loss."""
+        cubes = self.cubes[split]
+        return cubes.labeled() if (split, self.phase) == ("train", "train") and cubes.has_masks else cubes
 
     def begin_phase(self, phase: str) -> None:
         """Raise InputMissing if the training data has no masks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -168,6 +169,12 @@ def test_subfolders_are_splits_and_a_cube_without_a_mask_is_unknown(tmp_path: Pa
     assert (splits["train"][1]["mask"] == UNKNOWN).all()
 
 
+def test_a_file_name_need_not_be_text(tmp_path: Path) -> None:
+    files = write_cubes(tmp_path, 5)
+    files[0].rename(tmp_path / os.fsdecode(b"cube-\xe9.npy"))
+    assert sum(map(len, open_folder(tmp_path, None).values())) == 5
+
+
 @pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
 @pytest.mark.parametrize(("code", "kind"), [(4, "<f4"), (12, ">u2"), (2, "<i2")])
 def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: int, kind: str) -> None:
@@ -284,6 +291,35 @@ def test_cubes_without_masks_can_be_scored_but_not_trained_on(tmp_path: Path) ->
     assert "above 0" in prediction.text
     other = build(Context(0, tmp_path, tmp_path / "cache"), head="svdd")
     other.begin_phase("train")
+
+
+@pytest.mark.parametrize("head", ["rx", "svdd"])
+def test_a_cube_without_a_mask_has_statistics_and_only_svdd_trains_on_it(tmp_path: Path, head: Any) -> None:
+    for split in ("train", "val", "test"):
+        write_cubes(tmp_path / split, 3)
+        (tmp_path / split / "cube-1_mask.npy").unlink()
+    task = build(Context(0, tmp_path, tmp_path / "cache"), head=head)
+    task.begin_phase("fit")
+    assert len(task.dataset("train")) == 3
+    task.begin_phase("train")
+    cubes = task.dataset("train")
+    assert [cubes.title(index) for index in range(len(cubes))] == [  # type: ignore[attr-defined]
+        f"cube-{number}" for number in range(3) if number != 1 or head == "svdd"
+    ]
+    assert len(task.dataset("val")) == len(task.dataset("test")) == 3
+
+
+@pytest.mark.slow
+def test_targets_without_known_background_have_no_auroc(tmp_path: Path) -> None:
+    write_cubes(tmp_path)
+    for mask in tmp_path.glob("*_mask.npy"):
+        np.save(mask, np.where(np.load(mask), 1, UNKNOWN))
+    task = build(Context(0, tmp_path, tmp_path / "cache"))
+    assert isinstance(task, AnomalyTask)
+    with torch.no_grad():
+        (prediction,) = fitted(task).predict(task.model, torch.Generator())
+    assert "iou" in prediction.text
+    assert "auroc" not in prediction.text
 
 
 def test_settings_of_simulated_cubes_are_refused_with_a_path(tmp_path: Path) -> None:

@@ -242,3 +242,8 @@ def test_too_few_pixels_and_infinite_values_are_refused() -> None:
     batch["cube"][3, 2, 1, 0] = float("nan")
     with pytest.raises(DataError, match="finite"):
         fit.finish(TrainableRX(CHANNELS, 3), gathered(fit, batch))
+    batch["cube"][3, 2, 1, 0] = 1e30
+    with pytest.raises(DataError, match=r"up to 1e\+30, .*\n.*task.statistics=float64"):
+        fit.finish(TrainableRX(CHANNELS, 3), gathered(fit, batch))
+    wide = PixelStatistics(CHANNELS, torch.float64)
+    assert wide.finish(TrainableRX(CHANNELS, 3), gathered(wide, batch))
