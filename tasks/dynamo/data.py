@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,7 @@ FORMAT = (
     "a folder with <task>/{train,validation,test}.json for the tasks " + ", ".join(TASKS) + "; see docs/tasks/dynamo.md"
 )
 VERSION = 6  # of the prepared files; increase it when their content changes
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain one, such as in a text cut inside an emoji
 IGNORED = -100  # target without a loss
 MASKED_SHARE = 0.3
 
@@ -138,6 +140,8 @@ def read_records(file: Path, task: str) -> list[Record]:
                 raise DataError(f"must be an object with {expected}; {name} is missing or another type", where=where)
             if kind is str and not record[name].strip():
                 raise DataError(f"{name} must not be empty", where=where)
+            if kind is str and LONE_SURROGATE.search(record[name]):
+                raise DataError(f"{name} has half of a character (a lone surrogate)", where=where, fix="remove it")
         if task == "qa" and (
             record["start"] < 0 or not record["context"].startswith(record["answer"], record["start"])
         ):

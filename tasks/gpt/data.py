@@ -109,7 +109,7 @@ class Document:
     @property
     def hash(self) -> int:
         """A 64-bit hash of the name."""
-        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
+        return int.from_bytes(hashlib.sha256(os.fsencode(self.name)).digest()[:8], "big")
 
     @property
     def split(self) -> str:
@@ -173,10 +173,13 @@ def standard_library() -> list[Document]:
 
 
 def user_documents(path: Path) -> list[Document]:
-    """Return the text file `path`, or all files below the folder `path` except hidden and empty ones."""
+    """Return the text file `path`, or all files below the folder `path` except hidden and empty ones.
+
+    Raises InputMissing for a link to a missing file: text would be missing silently.
+    """
     if not path.exists():
         raise InputMissing(f"{path} does not exist", where="data.path", fix=FORMATS)
-    documents = [Document(path.name, path)] if path.is_file() else _walk(path, frozenset())
+    documents = [Document(path.name, path)] if path.is_file() else _walk(path, frozenset(), follow_links=True)
     if not documents:
         raise DataError(f"{path} holds no text", where="data.path", fix=FORMATS)
     return documents
@@ -242,14 +245,28 @@ def _token_shards(folder: Path, vocab_size: int) -> Corpus:
     return Corpus(files, np.uint16, Numbers(vocab_size), None, folder)
 
 
-def _walk(root: Path, excluded: frozenset[str]) -> list[Document]:
-    """Return the files below `root` that are neither hidden nor empty, in order of their names."""
-    documents = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
+def _walk(root: Path, excluded: frozenset[str], *, follow_links: bool = False) -> list[Document]:
+    """Return the files below `root` that are neither hidden nor empty, in order of their names.
+
+    follow_links  also read folders that are links, each folder once
+    """
+    documents, seen = [], {root.resolve()}
+    for folder, subfolders, files in os.walk(root, followlinks=follow_links):
+        kept = sorted(name for name in subfolders if name not in excluded and not name.startswith("."))
+        targets = {name: (Path(folder) / name).resolve() for name in kept}
+        subfolders[:] = [name for name in kept if targets[name] not in seen]
+        seen.update(targets.values())
         paths = [Path(folder) / name for name in files if not name.startswith(".")]
-        documents += [Document(path.relative_to(root).as_posix(), path) for path in paths if path.stat().st_size]
+        documents += [Document(path.relative_to(root).as_posix(), path) for path in paths if _has_content(path)]
     return sorted(documents, key=lambda document: document.name)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError as error:
+        what = f"{path} is a link to a file that does not exist"
+        raise InputMissing(what, where="data.path", fix="restore the file, or remove the link") from error
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:

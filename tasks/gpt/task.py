@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.base.errors import ConfigError, Problem
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Factor, NonNegative, PositiveInt
 
@@ -149,7 +150,8 @@ class GPT(Task):
     ) -> Iterator[Prediction]:
         """Yield continuations of a prompt.
 
-        prompt          text to continue; empty: the beginning of a document
+        prompt          text to continue; empty: the beginning of a document. With token shards, whose encoding is not
+                        known: token numbers
         samples         number of continuations
         max_new_tokens  maximum number of new tokens per continuation; the end of a document ends it earlier
         temperature     divides the logits: below 1 favors likely tokens, 0 is greedy decoding
@@ -158,6 +160,9 @@ class GPT(Task):
         """
         tokenizer = self.corpus.tokenizer
         prompt_tokens = tokenizer.encode(prompt)
+        if not prompt_tokens and tokenizer.end is None:
+            what = "must not be empty: it is not known which token ends a document, so none begins one"
+            raise ConfigError(Problem(what, "inference.prompt", "start with the number of a token"))
         start = torch.tensor(prompt_tokens or [tokenizer.end], device=generator.device)
         # All random numbers at once, so that a sample does not depend on the batch size.
         draws = torch.rand(samples, max_new_tokens, generator=generator, device=generator.device)

@@ -13,18 +13,22 @@ from runner.base.packages import require
 
 SEPARATOR = b"\0"  # ends every document, because text contains no NUL; every tokenizer counts it as one byte
 END_OF_TEXT = "<|endoftext|>"  # the byte-pair token for SEPARATOR
+GPT2_END = 50256  # the token for END_OF_TEXT in the encoding of GPT-2, which nanoGPT's prepare.py uses by default
 ByteCounts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Tokenizer(Protocol):
-    """num_tokens tokens, 0 to num_tokens - 1, of which `end` separates documents.
+    """num_tokens tokens, 0 to num_tokens - 1.
 
+    end        token that separates documents; None if it is unknown
     num_bytes  bytes of text of each token (num_tokens,); None if the text is unknown
     """
 
     num_tokens: int
-    end: int
     num_bytes: ByteCounts | None
+
+    @property
+    def end(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -81,7 +85,7 @@ class Numbers:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.end = num_tokens - 1  # as in GPT-2
+        self.end = GPT2_END if num_tokens > GPT2_END else None
 
     def encode(self, text: str) -> list[int]:
         tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]

@@ -236,8 +236,9 @@ def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_lengt
     """Return pairs of random tokens, to measure speed.
 
     Lengths are uniform between half the maximum and the maximum, so a quarter of a padded batch is padding.
+    Raises ConfigError if the vocabulary is too small.
     """
-    rng = np.random.Generator(np.random.Philox(seed))
+    vocabulary, rng = Numbers(vocab_size), np.random.Generator(np.random.Philox(seed))
     sides: list[dict[str, Sequences]] = []
     for longest in (source_length, target_length - 1):  # a target is followed by an end token
         side = {}
@@ -246,7 +247,7 @@ def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_lengt
             tokens = rng.integers(FIRST_ORDINARY, vocab_size, int(lengths.sum()))
             side[split] = Sequences(tokens, np.cumsum(np.insert(lengths, 0, 0)))
         sides.append(side)
-    return Corpus(sides[0], sides[1], Numbers(vocab_size))
+    return Corpus(sides[0], sides[1], vocabulary)
 
 
 def standard_library() -> list[Path]:

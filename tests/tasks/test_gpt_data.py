@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import pickle
 import sys
 from collections import Counter
@@ -27,6 +28,7 @@ from runner.tasks.gpt.data import (
     read_tokens,
     remove_known_blocks,
     standard_library,
+    user_documents,
 )
 from runner.tasks.gpt.task import build
 
@@ -264,6 +266,24 @@ def test_binary_files_are_refused(folder: Path, tmp_path: Path, content: bytes, 
         open_bytes(folder, tmp_path / "cache")
 
 
+def test_a_file_name_need_not_be_text(folder: Path, tmp_path: Path) -> None:
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    assert open_bytes(folder, tmp_path / "cache").windows("train", 16)
+
+
+def test_linked_folders_are_read_once_and_a_broken_link_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "text.txt").write_text("more")
+    (folder / "more").symlink_to(tmp_path / "more")
+    (folder / "odd" / "parent").symlink_to(folder)
+    names = [document.name for document in user_documents(folder)]
+    assert len(names) == 81
+    assert "more/text.txt" in names
+    (folder / "gone.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputMissing, match=r"gone\.txt is a link"):
+        user_documents(folder)
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "empty.txt").touch()
@@ -310,6 +330,29 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
         assert all(0 <= int(word) < 50257 for word in prediction.text.split())
         with pytest.raises(ConfigError, match="token numbers"):
             list(task.predict(task.model, torch.Generator(), prompt="def"))
+
+
+@pytest.mark.parametrize(("vocab_size", "end"), [(None, 50256), (50304, 50256), (50256, None)])
+def test_the_end_of_a_document_is_that_of_gpt2_or_unknown(
+    vocab_size: int | None, end: int | None, shards: Path, tmp_path: Path
+) -> None:
+    """A vocabulary may be padded, as nanoGPT's, or that of another encoding, in which the last token is ordinary."""
+    assert open_bytes(shards, tmp_path, vocab_size=vocab_size).tokenizer.end == end
+
+
+def test_without_a_known_end_a_sample_has_all_tokens_and_needs_a_prompt(shards: Path, tmp_path: Path) -> None:
+    task = build(Context(0, shards, tmp_path / "cache"), block_size=16, vocab_size=65)
+
+    class AlwaysLast(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+            cache.length += tokens.shape[1]
+            return torch.nn.functional.one_hot(torch.tensor([[64]]), 65).float()
+
+    options: dict[str, Any] = {"samples": 1, "max_new_tokens": 3, "temperature": 0.0}
+    (prediction,) = task.predict(AlwaysLast(), torch.Generator(), prompt="7", **options)
+    assert (prediction.text, prediction.items) == ("7 64 64 64", 3)
+    with pytest.raises(ConfigError, match=r"inference\.prompt"):
+        list(task.predict(AlwaysLast(), torch.Generator(), prompt="", **options))
 
 
 def test_token_shards_need_both_splits_and_complete_tokens(shards: Path, tmp_path: Path) -> None:

@@ -87,7 +87,14 @@ def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
     assert SubwordVocabulary.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
 
 
-@pytest.mark.parametrize("make", [lambda: SubwordVocabulary.learn(["a"], LEAST_SIZE), lambda: Numbers(3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SubwordVocabulary.learn(["a"], LEAST_SIZE),
+        lambda: Numbers(3),
+        lambda: random_pairs(0, vocab_size=3, source_length=5, target_length=5),
+    ],
+)
 def test_a_too_small_vocabulary_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
