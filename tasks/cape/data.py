@@ -164,12 +164,21 @@ def _find_annotations(folder: Path, split: str, fold: int) -> Path:
     if not folder.is_dir():
         what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
         raise InputMissing(what, where="data.path", fix=FORMAT)
-    names = [f"{split}.json", f"mp100_split{fold}_{split}.json"]
-    found = [path for name in names if (path := folder / "annotations" / name).is_file()]
+    paths = _annotation_paths(folder, split, fold)
+    found = [path for path in paths if path.is_file()]
     if not found:
-        what = f"{folder / 'annotations'} has neither {names[0]} nor {names[1]}"
+        what = f"{folder / 'annotations'} has neither {paths[0].name} nor {paths[1].name}"
         raise InputMissing(what, where="data.path", fix=FORMAT)
     return found[0]
+
+
+def has_split(folder: Path, split: str, fold: int) -> bool:
+    """Return whether the folder has annotations for a split."""
+    return any(path.is_file() for path in _annotation_paths(folder, split, fold))
+
+
+def _annotation_paths(folder: Path, split: str, fold: int) -> list[Path]:
+    return [folder / "annotations" / name for name in (f"{split}.json", f"mp100_split{fold}_{split}.json")]
 
 
 def check_disjoint(sets: Sequence[PoseSet]) -> None:
@@ -180,12 +189,16 @@ def check_disjoint(sets: Sequence[PoseSet]) -> None:
             raise _fault(other.path, what)
 
 
-def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
-    """Return the set restricted to these categories. Raises ConfigError for an unknown name."""
+def select_categories(poses: PoseSet, names: Sequence[str], where: str = "task.categories") -> PoseSet:
+    """Return the set restricted to these categories. Raises ConfigError, naming the setting, for an unknown or no name.
+
+    where  the setting that names them
+    """
     known = {category.name for category in poses.categories}
-    if unknown := [name for name in names if name not in known]:
-        what = f"{unknown[0]!r} is not a category of {poses.path}"
-        raise ConfigError(Problem(what, "task.categories", f"known are {', '.join(sorted(known)[:20])}"))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = f"{unknown[0]!r} is not a category of {poses.path}" if unknown else "must name at least one category"
+        raise ConfigError(Problem(what, where, f"known are {', '.join(sorted(known)[:20])}"))
     kept = tuple(category for category in poses.categories if category.name in names)
     annotations = tuple(annotation for annotation in poses.annotations if annotation.category.name in names)
     return replace(poses, categories=kept, annotations=annotations)
@@ -515,7 +528,8 @@ def _why_unusable(row: Mapping[str, Any]) -> str:
     """Return why an object of a valid file is not used, or an empty string."""
     if row.get("iscrowd") in (1, True):
         return "marked as a crowd"
-    if row.get("keypoints", []) is None or ("keypoints" not in row and not row.get("num_keypoints")):
+    keypoints = row.get("keypoints", [])
+    if keypoints is None or (keypoints == [] and not row.get("num_keypoints")):
         return "without keypoints"
     if _is_number_list(row.get("bbox"), 4) and min(row["bbox"][2:]) <= 0:
         return "with an empty box"

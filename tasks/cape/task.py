@@ -16,12 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Count, Factor, Fraction, PositiveInt
 
-from .data import Augmentation, Batch, Episodes, PoseSet, check_disjoint, copy_support, read_pose_set, select_categories
+from .data import (
+    Augmentation,
+    Batch,
+    Episodes,
+    PoseSet,
+    check_disjoint,
+    copy_support,
+    has_split,
+    read_pose_set,
+    select_categories,
+)
 from .glyphs import prepare_glyphs
 from .layers import split_layers
 from .metrics import THRESHOLD, copy_baseline, score_keypoints, score_predictions, target_types
@@ -94,9 +104,8 @@ def build(
     if side % 32:
         raise ConfigError(Problem(f"must be a multiple of 32, but is {side}", "task.image_size"))
     folder = context.data_path or prepare_glyphs(context.cache / "cape", image_size=side)
-    has_test = any((folder / "annotations").glob("*test.json"))
     crop = crop or ("box" if context.data_path else "image")
-    splits = ("train", "val", *["test"] * has_test)
+    splits = ("train", "val", *["test"] * has_split(folder, "test", fold))
     sets = {split: read_pose_set(folder, split, fold=fold, crop=crop) for split in splits}
     check_disjoint(list(sets.values()))
     if categories is not None:
@@ -220,10 +229,12 @@ class CategoryAgnosticPose(Task):
         batch_size  episodes decoded at once
         pictures    number of episodes to plot
         """
+        if split not in self.sets:
+            raise InputMissing(f"there are no {split} annotations", where="data.path", fix="use inference.split=val")
         episodes = self.dataset(split)
         annotations = episodes.poses.annotations
         if category is not None:
-            select_categories(episodes.poses, [category])
+            select_categories(episodes.poses, [category], "inference.category")
         order = torch.randperm(len(episodes), generator=generator, device=generator.device).tolist()
         chosen = [index for index in order if category in (None, annotations[index].category.name)][:samples]
         results: list[dict[str, Any]] = []

@@ -186,7 +186,7 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
     else:
         if not data_path.is_dir():
             raise InputMissing(f"{data_path} is not a folder", where="data.path", fix=FORMATS)
-        files = sorted(path for path in data_path.rglob("*") if path.is_file())
+        files = sorted(path for path in data_path.glob("*/*") if path.is_file())  # rglob would not follow links
         content = [
             str(data_path.resolve()),
             *(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files),

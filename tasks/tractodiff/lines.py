@@ -49,12 +49,18 @@ def length(line: Array) -> float:
     return float(_along(line)[-1])
 
 
-def connects(line: Array, others: Sequence[Array], reach: float) -> bool:
-    """Return whether both ends of a line (n, 3) are within `reach` of those of one other line, in either direction."""
-    ends = line[[0, -1]]
-    known = np.stack([other[[0, -1]] for other in others])
-    senses = np.stack([known, known[:, ::-1]])  # (2, lines, ends, 3)
-    return bool((np.linalg.norm(senses - ends, axis=-1).max(axis=-1) <= reach).any())
+def ends_of(lines: Sequence[Array]) -> Array:
+    """Return the first and last points (N, 2, 3) of lines (n, 3)."""
+    return np.stack([line[[0, -1]] for line in lines])
+
+
+def connects(line: Array, ends: Array, reach: float) -> bool:
+    """Return whether both ends of a line (n, 3) are within `reach` of those of another line, in either direction.
+
+    ends  (N, 2, 3) of the other lines
+    """
+    senses = np.stack([ends, ends[:, ::-1]])  # (2, lines, ends, 3)
+    return bool((np.linalg.norm(senses - line[[0, -1]], axis=-1).max(axis=-1) <= reach).any())
 
 
 def trk(lines: Sequence[Array], affine: Array, shape: Sequence[int]) -> bytes:

@@ -193,6 +193,7 @@ class TractoDiff(Task):
         if not self.tracts.subjects(split):
             split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint\n"
         fields = self.tracts.fields.to(generator.device)
+        mask = fields.mask
         tracking = Tracking(self.tracts, split, advance=advance, max_points=max_points)
         batches = [
             batch
@@ -205,7 +206,7 @@ class TractoDiff(Task):
 
             def inside(points: Tensor, subject: int = batch.subject) -> Tensor:
                 of = torch.full((len(points),), subject, device=points.device)
-                return fields.mask.sample(points, of)[:, 0] >= 0.5
+                return mask.sample(points, of)[:, 0] >= 0.5
 
             own = torch.Generator(generator.device).manual_seed(seed)
             draw = SegmentSampler(model, self.model, fields, batch.subject, own, steps)

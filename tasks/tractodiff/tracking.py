@@ -14,7 +14,7 @@ from runner.base.task import Content, Prediction
 
 from .data import Tracts
 from .generation import SegmentSampler, generate_streamlines
-from .lines import Array, connects, length, mdf, resample_by_count, tck, trk, voxels
+from .lines import Array, connects, ends_of, length, mdf, resample_by_count, tck, trk, voxels
 from .pictures import draw_side_by_side
 
 NUM_COMPARED_POINTS = 12  # points for the comparison of complete streamlines, as in QuickBundles
@@ -95,16 +95,14 @@ class Tracking:
                 if labels[partner] == bundle
             ]
             held_out = [line for line, label in zip(real, labels, strict=True) if label == bundle]
-            truth = voxels(held_out, affine)
+            truth, ends = voxels(held_out, affine), ends_of(held_out)
             seen = voxels([line for line, _ in pairs], affine)
             found[bundle] = {
                 "seeds": len(pairs),
                 "mdf_to_real_through_seed_mm": _mean(_distances(pairs)),
                 "overlap": len(seen & truth) / len(truth),
                 "overreach": len(seen - truth) / len(truth),
-                "valid_connections": _mean(
-                    [float(len(line) > 1 and connects(line, held_out, reach)) for line, _ in pairs]
-                ),
+                "valid_connections": _mean([float(len(line) > 1 and connects(line, ends, reach)) for line, _ in pairs]),
             }
         return found
 

@@ -397,12 +397,13 @@ def test_a_category_needs_two_objects(folder: Path) -> None:
 def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path) -> None:
     def hide(content: Content) -> None:
         content["annotations"][0]["keypoints"] = [-5.0, 900.0, 0.0] * (len(keypoints_of(content)) // 3)
+        content["annotations"][1].update(keypoints=[], num_keypoints=0)
 
     whole = read_pose_set(folder, "train")
-    with pytest.warns(UserWarning, match="1 without a visible keypoint"):
+    with pytest.warns(UserWarning, match="1 without keypoints, 1 without a visible keypoint"):
         poses = read_pose_set(changed(folder, hide), "train")
-    assert poses.left_out == 1
-    assert len(poses.annotations) == len(whole.annotations) - 1
+    assert poses.left_out == 2
+    assert len(poses.annotations) == len(whole.annotations) - 2
 
 
 @pytest.mark.slow
@@ -534,6 +535,10 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
     assert read_pose_set(folder, "val", fold=3).path.name == "mp100_split3_val.json"
     with pytest.raises(InputMissing, match="mp100_split1_val"):
         read_pose_set(folder, "val")
+    for split in ("train", "val"):  # the test split of another fold is not that of this one
+        path = folder / "annotations" / f"mp100_split3_{split}.json"
+        shutil.copy(path, path.with_name(f"mp100_split1_{split}.json"))
+    assert "test" not in build(Context(0, folder, tmp_path), image_size=SIDE).sets  # type: ignore[attr-defined]
     assert len(build(Context(0, folder, tmp_path), image_size=SIDE, fold=3).dataset("test"))
 
 
@@ -543,8 +548,10 @@ def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
     name = poses.categories[1].name
     few = select_categories(poses, [name])
     assert {annotation.category.name for annotation in few.annotations} == {name}
-    with pytest.raises(ConfigError, match=r"'\?' is not a category"):
+    with pytest.raises(ConfigError, match=r"task\.categories: '\?' is not a category"):
         select_categories(poses, ["?"])
+    with pytest.raises(ConfigError, match="at least one category"):
+        select_categories(poses, [])
 
 
 @pytest.mark.slow

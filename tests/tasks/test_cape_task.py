@@ -15,7 +15,7 @@ from runner.tasks.cape.metrics import copy_baseline
 from runner.tasks.cape.pictures import category_table, coco_results
 from runner.tasks.cape.task import CategoryAgnosticPose, build
 
-from runner.base.errors import ConfigError
+from runner.base.errors import ConfigError, InputMissing
 from runner.base.task import Context, Prediction
 
 SIDE = 32
@@ -134,8 +134,15 @@ def test_inference_of_one_category(folder: Path) -> None:
     *single, _ = predictions(task, split="test", category=name, samples=None, pictures=0)
     assert len(single) == sum(annotation.category.name == name for annotation in task.sets["test"].annotations)
     assert all(prediction.text.startswith(f"{name}:") for prediction in single)
-    with pytest.raises(ConfigError, match="is not a category"):
+    with pytest.raises(ConfigError, match=r"inference\.category: 'no such' is not a category"):
         predictions(task, category="no such")
+
+
+def test_inference_of_a_split_without_annotations_is_refused(folder: Path) -> None:
+    task = make_task(folder)
+    task.sets = {split: poses for split, poses in task.sets.items() if split != "test"}  # test.json may be missing
+    with pytest.raises(InputMissing, match=r"inference\.split=val"):
+        predictions(task, split="test")
 
 
 def test_results_are_in_pixels_of_the_full_image(folder: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from runner.tasks.tractodiff import task as module
 from runner.tasks.tractodiff.diffusion import Schedule
-from runner.tasks.tractodiff.fields import CONDITION_SIZE
+from runner.tasks.tractodiff.fields import CONDITION_SIZE, Fields
 from runner.tasks.tractodiff.generation import generate_streamlines
-from runner.tasks.tractodiff.lines import connects, mdf, trk, unit_steps
+from runner.tasks.tractodiff.lines import connects, ends_of, mdf, trk, unit_steps
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
 from runner.tasks.tractodiff.tracking import Seeds, Tracking
@@ -405,6 +405,16 @@ def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
         return prediction
 
 
+def test_the_mask_of_all_subjects_is_converted_once(task: TractoDiff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have millions of voxels, and each step of a streamline looks up points in it."""
+    calls: list[Fields] = []
+    convert = Fields.mask.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Fields, "mask", property(lambda fields: calls.append(fields) or convert(fields)))
+    for advance in (8, 2):
+        predict(task, seeds=2, advance=advance)
+    assert len(calls) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
 def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
@@ -494,12 +504,12 @@ def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> Non
 def test_a_line_connects_if_both_ends_are_near_those_of_one_line() -> None:
     one, other = (np.array([[0.0, y, 0], [5, 9, 9], [10, y, 0]]) for y in (0, 20))
     line = np.array([[1.0, 0, 0], [4, 4, 4], [10, 1, 0]])
-    assert connects(line, [one], 1.0)
-    assert connects(line[::-1], [other, one], 1.0)
-    assert not connects(line, [one], 0.99)
-    assert not connects(line[:2], [one], 1.0)  # the second end is elsewhere
+    assert connects(line, ends_of([one]), 1.0)
+    assert connects(line[::-1], ends_of([other, one]), 1.0)
+    assert not connects(line, ends_of([one]), 0.99)
+    assert not connects(line[:2], ends_of([one]), 1.0)  # the second end is elsewhere
     crossing = np.array([[0.0, 0, 0], [10, 20, 0]])  # the end of one, and the end of another
-    assert not connects(crossing, [one, other], 1.0)
+    assert not connects(crossing, ends_of([one, other]), 1.0)
 
 
 @pytest.mark.slow
