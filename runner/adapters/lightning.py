@@ -17,6 +17,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
@@ -64,7 +72,8 @@ class LightningTask(Task):
         self._collects = False  # whether the runner requested the metrics that steps log
         self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
         self._not_logged: set[int] = set()  # indices of metrics that a step of this evaluation has not logged
-        self._has_begun = False
+        self._num_begun = 0  # calls of `begin_update`
+        self._uses_weights = False
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
         _modules.add(module)
@@ -79,6 +88,16 @@ class LightningTask(Task):
         self._use_collate(loader)
         dataset: Dataset = loader.dataset
         return dataset
+
+    def sample_weights(self, dataset: Any) -> Sequence[float]:
+        """Return the weights of the WeightedRandomSampler of `train_dataloader`."""
+        sampler = getattr(self._loaders.get("train"), "sampler", None)
+        if not isinstance(sampler, WeightedRandomSampler):
+            what = f"sampler=weighted: {type(self.module).__name__}.train_dataloader has no WeightedRandomSampler"
+            raise TaskFault(what, fix="pass one to the DataLoader, or define sample_weights(self, dataset)")
+        self._uses_weights = True
+        weights: Sequence[float] = sampler.weights.tolist()
+        return weights
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         mean, logged = model("training_step", batch)
@@ -130,23 +149,37 @@ class LightningTask(Task):
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
+        _set_device(self.module)
         self._call("on_fit_start")
         self._call("on_train_start")
 
     def begin_update(self, progress: Progress) -> None:
-        unused = "" if self.module in _configured else "optimizer"
-        if not self._has_begun and (unused or _configured[self.module]):
-            warnings.warn(
-                f"the {unused or 'schedule'} of {type(self.module).__name__}.configure_optimizers is not used, because"
-                " the settings name another one; to use it, define OPTIMIZERS and SCHEDULERS as"
-                " docs/examples/own_lightning.py does",
-                stacklevel=2,
-            )
-        self._has_begun = True
+        self._num_begun += 1
+        if self._num_begun == 2:  # not at the first call: inference calls it, too, and has no optimizer
+            self._warn_unused()
         trainer, epoch = self.trainer, int(progress.epoch)
         is_new, trainer.current_epoch, trainer.global_step = epoch != trainer.current_epoch, epoch, progress.update
         if is_new or not progress.update:
             self._call("on_train_epoch_start")
+
+    def _warn_unused(self) -> None:
+        """Warn if training does not use the optimizer, the schedule or the sampler of the module."""
+        name, unused = type(self.module).__name__, "" if self.module in _configured else "optimizer"
+        if unused or _configured[self.module]:
+            warnings.warn(
+                f"the {unused or 'schedule'} of {name}.configure_optimizers is not used, because the settings name"
+                " another one; to use it, define OPTIMIZERS and SCHEDULERS as docs/examples/own_lightning.py does",
+                stacklevel=2,
+            )
+        sampler = _find_sampler(self._loaders.get("train"))
+        if sampler and not self._uses_weights:
+            is_weighted = sampler == WeightedRandomSampler.__name__
+            use = "use sampler=weighted, which draws with its weights" if is_weighted else "see docs/data.md#samplers"
+            warnings.warn(
+                f"the {sampler} of {name}.train_dataloader is not used, because the setting sampler determines the"
+                f" order of the samples; {use}",
+                stacklevel=2,
+            )
 
     @property
     def split(self) -> str:
@@ -523,10 +556,40 @@ def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[s
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in the batch."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    return count_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
+    """Return the length of the first tensor in the batch. Raises TaskFault if there is none."""
+    count = _first_length(batch)
+    if count is None:
+        what = f"the number of samples of a batch is not known: its type is {type(batch).__name__}"
+        raise TaskFault(what, fix="pass items=function to LightningTask, which returns the number")
+    return count
+
+
+def _first_length(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else None
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((count for count in map(_first_length, parts) if count is not None), None)
+
+
+def _find_sampler(loader: Any) -> str:
+    """Return the name of the class of a sampler that does more than shuffle; "" if there is none."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return ""
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if type(batches) not in (BatchSampler, type(None)):
+        return type(batches).__name__
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        return RandomSampler.__name__
+    is_plain = type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler, type(None))
+    return "" if is_plain else type(sampler).__name__
+
+
+def _set_device(module: nn.Module) -> None:
+    """Set `device` and `dtype` of LightningModules: their own `to` does, but not that of the module around them."""
+    weight = next((weight for weight in module.parameters() if not weight.is_meta), None)
+    for part in module.modules():
+        if weight is not None and any(kind.__name__ == "LightningModule" for kind in type(part).__mro__):
+            part._device, part._dtype = weight.device, weight.dtype  # type: ignore[assignment]  # lightning 2.0 to 2.6
 
 
 def _has(module: nn.Module, name: str) -> bool:

@@ -82,7 +82,8 @@ class TransformersTask(Task):
         if name is None:
             raise NotImplementedError(f"the data has no split for {split}; it has {', '.join(self.data)}")
         dataset = self.data[name]
-        unused = [column for column in getattr(dataset, "column_names", ()) if column not in self._inputs]
+        columns = () if _has_transform(dataset) else getattr(dataset, "column_names", ())
+        unused = [column for column in columns if column not in self._inputs]
         kept: Dataset = dataset.remove_columns(unused) if unused else dataset
         return kept
 
@@ -135,11 +136,18 @@ def _head_type(model: nn.Module) -> str:
     return str(getattr(model, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else name))
 
 
-def _problem_type(model: nn.Module) -> str:
+def _problem_type(model: nn.Module) -> str | None:
+    """Return the kind of labels of a sequence classifier; None: it depends on their dtype, as in transformers."""
     config: Any = model.config
     if config.problem_type:
         return str(config.problem_type)
-    return "regression" if config.num_labels == 1 else "single_label_classification"
+    return "regression" if config.num_labels == 1 else None
+
+
+def _has_transform(dataset: Any) -> bool:
+    """Return whether a dataset of the library `datasets` computes its samples with a function (`with_transform`)."""
+    form = getattr(dataset, "format", None)
+    return isinstance(form, Mapping) and form.get("type") == "custom"
 
 
 def _load_data(folder: Path) -> Mapping[str, Any]:
@@ -180,6 +188,10 @@ def _multi_label_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     return F.binary_cross_entropy_with_logits(outputs.logits.float(), labels, reduction="sum"), labels.numel()
 
 
+def _classification_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    return (_multi_label_loss if batch["labels"].is_floating_point() else _token_loss)(outputs, batch)
+
+
 _TOKEN_HEADS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
 _LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
     "ForCausalLM": _next_token_loss,
@@ -188,7 +200,8 @@ _LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
     "ForConditionalGeneration": _token_loss,
     "ForQuestionAnswering": _span_loss,
 }
-_SEQUENCE_LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
+_SEQUENCE_LOSSES: Mapping[str | None, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
+    None: _classification_loss,
     "single_label_classification": _token_loss,
     "multi_label_classification": _multi_label_loss,
     "regression": _regression_loss,

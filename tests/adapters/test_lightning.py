@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from runner.adapters import lightning as adapter
-from runner.adapters.lightning import LightningTask, configure, configured_optimizer, configured_schedule
+from runner.adapters.lightning import (
+    LightningTask,
+    configure,
+    configured_optimizer,
+    configured_schedule,
+    count_samples,
+)
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
 from runner.distributed.world import World
@@ -95,9 +101,10 @@ def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
     from runner.base.task import Progress
 
     task = LightningTask(Module())
+    task.begin_update(Progress("train", 0, 2, 0.0))  # inference calls it once; a warning fails the test
     with pytest.warns(UserWarning, match="Module.configure_optimizers"):
-        task.begin_update(Progress("train", 0, 2, 0.0))
-    task.begin_update(Progress("train", 1, 2, 0.5))  # a warning fails the test
+        task.begin_update(Progress("train", 1, 2, 0.5))
+    task.begin_update(Progress("train", 2, 2, 1.0))
 
 
 @pytest.mark.parametrize("uses_schedule", [True, False])
@@ -118,7 +125,71 @@ def test_a_schedule_of_the_module_that_is_not_used_is_reported(uses_schedule: bo
             configured_schedule(2)  # afterwards, a warning fails the test
         else:
             stack.enter_context(pytest.warns(UserWarning, match="schedule of Lit.configure_optimizers"))
-        task.begin_update(Progress("train", 0, 2, 0.0))
+        for update in range(2):
+            task.begin_update(Progress("train", update, 2, update / 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sampler": WeightedRandomSampler([1.0, 2.0], 8)}, "WeightedRandomSampler.*use sampler=weighted"),
+        ({"batch_sampler": type("Buckets", (BatchSampler,), {})(range(8), 2, False)}, "the Buckets of"),
+        ({"sampler": RandomSampler(range(8), num_samples=4)}, "RandomSampler"),
+        ({"shuffle": True}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_sampler_of_the_module_that_is_not_used_is_reported(options: dict[str, Any], named: str) -> None:
+    from runner.base.task import Progress
+
+    data = list(torch.ones(8, 2))
+    task = LightningTask(with_methods(train_dataloader=lambda self: DataLoader(data, **options)))
+    configured_optimizer(list(task.model.named_parameters()))
+    with pytest.warns(UserWarning, match=named) if named else contextlib.nullcontext():
+        for update in range(2):
+            task.begin_update(Progress("train", update, 2, update / 2))
+
+
+def test_weights_of_a_sampler_of_the_module_are_used() -> None:
+    from runner.base.task import Progress
+
+    def train_dataloader(self: Any) -> Any:
+        return DataLoader(list(torch.ones(2, 2)), sampler=WeightedRandomSampler([1.0, 3.0], 8))
+
+    task = LightningTask(with_methods(train_dataloader=train_dataloader))
+    configured_optimizer(list(task.model.named_parameters()))
+    assert task.sample_weights(task.dataset("train")) == [1.0, 3.0]
+    for update in range(2):  # a warning fails the test
+        task.begin_update(Progress("train", update, 2, update / 2))
+    with pytest.raises(TaskFault, match="no WeightedRandomSampler"):
+        LightningTask(Module()).sample_weights([])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.ones(3, 2),
+        {"names": ["a", "b", "c"], "number": torch.tensor(7), "picture": torch.ones(3, 2)},
+        (["a", "b", "c"], 5, None, [torch.ones(3), torch.ones(3)]),
+    ],
+)
+def test_the_samples_of_a_batch_are_those_of_its_first_tensor(batch: Any) -> None:
+    assert count_samples(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [["a", "b"], {}, object()])
+def test_a_batch_without_a_tensor_needs_its_number_of_items(batch: Any) -> None:
+    with pytest.raises(TaskFault, match="items=function"):
+        count_samples(batch)
+
+
+def test_a_module_knows_the_device_and_the_dtype_of_its_weights() -> None:
+    """In Lightning, the module's own `to` sets them, but the runner moves the module around it."""
+    lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
+    task = LightningTask(type("Lit", (Module, lightning.LightningModule), {})())
+    task.model.to(torch.float64)
+    task.begin_phase("train")
+    assert (task.module.device, task.module.dtype) == (torch.device("cpu"), torch.float64)
 
 
 def test_an_attribute_that_the_trainer_lacks_is_named_with_those_that_it_has() -> None:
