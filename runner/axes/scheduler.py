@@ -44,6 +44,9 @@ class Schedule:
     def observe(self, metric: float, update: int) -> None:
         """Record a validation metric after `update` updates; every rank must pass the same value."""
 
+    def compare_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Forget observed values if the settings name another metric than those of the checkpoint; after `load`."""
+
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state, JSON-serializable."""
         return {}
@@ -87,6 +90,11 @@ class Plateau(Schedule):
         if self.num_bad > self.patience:
             self.level = max(self.level * self.gamma, self.floor)
             self.rest, self.num_bad = self.cooldown, 0
+
+    def compare_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = [key for key, value in now.items() if before.get(key, value) != value]
+        if any(key.endswith(("scheduler.metric", "scheduler.mode")) for key in changed):
+            self.best, self.num_bad = None, 0
 
     def state(self) -> dict[str, Any]:
         return {"level": self.level, "best": self.best, "num_bad": self.num_bad, "rest": self.rest}

@@ -48,10 +48,13 @@ class EarlyStopping(Hook):
             self.num_bad += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "num_bad": self.num_bad}
+        ranking = {"metric": self.settings.metric, "best_is": self.settings.best_is}
+        return {"best": self.best, "num_bad": self.num_bad, **ranking}
 
     def load_state_dict(self, state: Any) -> None:
-        self.best, self.num_bad = state["best"], int(state["num_bad"])
+        ranking = [state.get(key, getattr(self.settings, key)) for key in ("metric", "best_is")]
+        if ranking == [self.settings.metric, self.settings.best_is]:  # else `resume_allow` has permitted another metric
+            self.best, self.num_bad = state["best"], int(state["num_bad"])
 
     def end(self) -> None:
         if self.ends_phase and not self._was_over:

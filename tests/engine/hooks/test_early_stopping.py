@@ -13,13 +13,16 @@ from runner.engine.evaluation.evaluate import EvaluationResult
 from runner.engine.hooks.early_stopping import EarlyStopping
 
 
+def make_hook(**settings: Any) -> EarlyStopping:
+    phase: Any = SimpleNamespace(planned=SimpleNamespace(early_stopping=EarlyStoppingSettings(**settings)))
+    return EarlyStopping(phase)
+
+
 def stops_at(values: list[float], **settings: Any) -> int | None:
     """Return the number (from 1) of the evaluation that stops the phase, restoring the hook after each evaluation."""
-    planned = EarlyStoppingSettings(**settings)
 
     def hook() -> EarlyStopping:
-        phase: Any = SimpleNamespace(planned=SimpleNamespace(early_stopping=planned))
-        return EarlyStopping(phase)
+        return make_hook(**settings)
 
     stopping = hook()
     for number, value in enumerate(values, 1):
@@ -49,3 +52,22 @@ def stops_at(values: list[float], **settings: Any) -> int | None:
 )
 def test_when_a_phase_stops(values: list[float], settings: dict[str, Any], expected: int | None) -> None:
     assert stops_at(values, **settings) == expected
+
+
+@pytest.mark.parametrize("now", [{"metric": "val/accuracy", "best_is": "max"}, {"best_is": "max"}])
+def test_another_metric_starts_without_the_best_of_the_old_one(now: dict[str, Any]) -> None:
+    """A loss of 2.5 would be better than any accuracy."""
+    before, after = make_hook(patience=2), make_hook(patience=2, **now)
+    for value in (2.5, 3.0):
+        before.after_evaluation(EvaluationResult({"val/loss": value}, ()))
+    after.load_state_dict(before.state_dict())
+    for value in (0.5, 0.6, 0.7):
+        after.after_evaluation(EvaluationResult({"val/loss": value, "val/accuracy": value}, ()))
+        assert not after.ends_phase
+
+
+def test_a_state_of_an_earlier_version_has_the_metric_of_the_settings() -> None:
+    stopping = make_hook(patience=2)
+    stopping.load_state_dict({"best": 1.0, "num_bad": 1})
+    stopping.after_evaluation(EvaluationResult({"val/loss": 2.0}, ()))
+    assert stopping.ends_phase
