@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage, Problem
 from runner.base.packages import require
 from runner.base.task import Task
-from runner.base.text import format_bytes
+from runner.base.text import error_message, first_line, format_bytes
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from runner.distributed.deferred_init import DeferredInit
@@ -141,7 +141,7 @@ def _write_formats(
         except Exception as error:  # any exception type is possible
             if exists(file):
                 remove(file)
-            what = f"cannot be exported: {str(error).splitlines()[0]}"
+            what = f"cannot be exported: {first_line(error_message(error)) or type(error).__name__}"
             fix = "use format=safetensors, which contains only the weights"
             failures.append(Problem(what, f"format={name}", fix))
     return parities, failures

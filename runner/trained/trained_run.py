@@ -168,7 +168,10 @@ def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Consol
     else:
         directory = RunDirectory.join(path)
     phase = plan.selected[-1]
-    _begin(parts, Progress(phase.name, 0, phase.updates or 1, 0.0))  # the length in updates may depend on the data
+    # As after the phase: a value such as a temperature has its last value in trained weights. The length of the phase
+    # in the unit that is not set would depend on the data.
+    total = phase.updates or 1
+    _begin(parts, Progress(phase.name, total, total, float(phase.epochs or 0)))
     console.info(f"{source.name}: {message}")
     return TrainedModel(directory, plan, parts, phase.name, 0)
 

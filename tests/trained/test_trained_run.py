@@ -75,12 +75,20 @@ def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(fo
     assert calls_of(request_of(folder, "run=mine")) == ["two", Progress("two", 3, 3, 3 * 8 / 64)]
 
 
-def test_given_weights_are_opened_in_the_last_phase(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "progress"),
+    [
+        ((), Progress("two", 3, 3, 0.0)),
+        (("phase.two.epochs=2",), Progress("two", 1, 1, 2.0)),
+    ],
+)
+def test_given_weights_are_opened_at_the_end_of_the_last_phase(
+    length: tuple[str, ...], progress: Progress, folder: Path
+) -> None:
+    """A task that follows its progress, such as with a temperature, evaluates them as training did at its end."""
     weights = f"weights={folder / 'w.safetensors'}"
-    assert calls_of(request_of(folder, weights, "run=given", "device=cpu", "monitor=off")) == [
-        "two",
-        Progress("two", 0, 3, 0.0),
-    ]
+    request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", *length)
+    assert calls_of(request) == ["two", progress]
 
 
 def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
