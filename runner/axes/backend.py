@@ -2,7 +2,8 @@
 
 Keys of several options:
 
-threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
+threads  CPU threads per rank; auto: PyTorch's default, at most the CPU quota of the container, divided by the number of
+         ranks that share these cores
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from typing import Literal
 import torch
 
 from runner.base.values import Threads
+from runner.host.resources import granted_cores
 
 
-def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
+def default(num_sharing: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Use torch's defaults: no kernel search, nondeterministic kernels allowed."""
-    return _set_flags(num_local_ranks, threads)
+    return _set_flags(num_sharing, threads)
 
 
-def auto(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
+def auto(num_sharing: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Use `fast` with a GPU and a model with convolutions whose shapes repeat, else `default`; the plan chooses."""
-    return default(num_local_ranks, threads=threads)
+    return default(num_sharing, threads=threads)
 
 
-def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
+def fast(num_sharing: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest.
 
     Worthwhile if shapes repeat; every new shape costs a search. Results may differ between runs in the last bits.
 
     Source: torch.backends.cudnn.benchmark.
     """
-    return _set_flags(num_local_ranks, threads, benchmark=True)
+    return _set_flags(num_sharing, threads, benchmark=True)
 
 
 def deterministic(
-    num_local_ranks: int,
+    num_sharing: int,
     *,
     warn_only: bool = False,
     threads: Literal["auto"] | Threads = "auto",
@@ -46,18 +48,19 @@ def deterministic(
     """Use deterministic kernels only, so that repeated runs on one machine are bitwise equal.
 
     warn_only  warn about an operation without a deterministic kernel instead of stopping
-    threads    CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine.
+    threads    CPU threads per rank; auto: PyTorch's default, at most the CPU quota of the container, divided by the
+               number of ranks that share these cores.
                The order of additions depends on it, so all compared runs must use the same number
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized, so the context must be entered before the
     first matrix product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    return _set_flags(num_local_ranks, threads, deterministic=True, warn_only=warn_only)
+    return _set_flags(num_sharing, threads, deterministic=True, warn_only=warn_only)
 
 
 @contextmanager
 def _set_flags(
-    num_local_ranks: int,
+    num_sharing: int,
     threads: Literal["auto"] | int,
     *,
     benchmark: bool = False,
@@ -82,14 +85,15 @@ def _set_flags(
             restore.callback(_set_environment, _CUBLAS, os.environ.get(_CUBLAS))
             os.environ[_CUBLAS] = _REPRODUCIBLE_WORKSPACES[0]
         restore.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(_threads_per_rank(num_local_ranks) if threads == "auto" else threads)
+        torch.set_num_threads(_threads_per_rank(num_sharing) if threads == "auto" else threads)
         yield
 
 
-def _threads_per_rank(num_local_ranks: int) -> int:
+def _threads_per_rank(num_sharing: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:  # already chosen by the user
         return torch.get_num_threads()
-    return max(1, torch.get_num_threads() // num_local_ranks)
+    # PyTorch counts the cores in the affinity mask. A quota grants less, and throttles all threads once it is used up.
+    return max(1, min(torch.get_num_threads(), granted_cores() or torch.get_num_threads()) // num_sharing)
 
 
 def _set_environment(name: str, value: str | None) -> None:

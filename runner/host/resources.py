@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.host.cgroup import cgroup_memory_limit
+from runner.host.cgroup import cgroup_cpu_limit, cgroup_memory_limit
 
 ROOT = Path("/")  # holds /proc and /sys
 
@@ -19,6 +19,12 @@ def affinity(pid: int = 0) -> Set[int]:
         return os.sched_getaffinity(pid)
     except (OSError, AttributeError):  # the process has ended, or the system lacks the call
         return frozenset(range(psutil.cpu_count() or 1))
+
+
+def granted_cores() -> int | None:
+    """Return the number of cores that the CPU quota of the cgroup grants, at least 1; None without a quota."""
+    limit = cgroup_cpu_limit(ROOT)
+    return None if limit is None else max(1, int(limit.amount))
 
 
 def memory_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 
 from runner.axes.backend import BACKENDS, default, deterministic, fast
 from runner.base.errors import TaskFault
+from runner.host import resources
+from runner.host.cgroup import CgroupLimit
 from runner.tensors.tf32 import float32_matmul
 
 
@@ -72,8 +75,22 @@ def test_a_reproducible_workspace_set_by_the_user_is_kept(monkeypatch: pytest.Mo
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.parametrize(
+    ("quota", "num_ranks", "threads"), [(None, 1, 6), (4.5, 1, 4), (4.5, 2, 2), (0.5, 1, 1), (8, 2, 3)]
+)
+def test_threads_are_limited_by_the_cpu_quota_of_the_container(
+    quota: float | None, num_ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    limit = None if quota is None else CgroupLimit(quota, Path("/"))
+    monkeypatch.setattr(resources, "cgroup_cpu_limit", lambda root: limit)
+    with default(1, threads=6), default(num_ranks):
+        assert torch.get_num_threads() == threads
+
+
 def test_ranks_on_one_machine_divide_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(resources, "cgroup_cpu_limit", lambda root: None)
     with default(1, threads=6):
         with default(2):
             assert torch.get_num_threads() == 3
