@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.base.accelerator import get_accelerator
-from runner.base.errors import SystemLimit
+from runner.base.errors import DeviceMissing, SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.distributed.timeouts import call_with_timeout
 from runner.distributed.world import World
@@ -32,12 +32,16 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
-def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+def join_process_group(
+    rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S, rendezvous_s: float | None = None
+) -> Iterator[World]:
     """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
+
+    rendezvous_s  timeout of the rendezvous, at most `timeout_s`; None: RENDEZVOUS_S plus 0.5 s per rank
 
     CPU tensors use gloo, and CUDA tensors use NCCL. After an error, and if destroying the group takes longer than
     `timeout_s`, the group is abandoned.
-    Raises SystemLimit if the ranks cannot connect.
+    Raises SystemLimit if the ranks cannot connect, DeviceMissing if ranks share a GPU, which NCCL does not support.
     """
     has_own_launcher = rank_info.store.startswith("file:")  # other launchers end all ranks when one exits
     folder = Path(rank_info.store.removeprefix("file://")).parent if has_own_launcher else None
@@ -47,14 +51,21 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
         yield world
         return
     choose_interface(rank_info)
+    if rendezvous_s is None:  # grows with the number of ranks, because NCCL connects them pairwise
+        rendezvous_s = RENDEZVOUS_S + 0.5 * rank_info.world_size
+    rendezvous_s = min(timeout_s, rendezvous_s)
     try:
         if has_own_launcher:
-            _init_group(rank_info, device, timeout_s)
+            _init_group(rank_info, device, timeout_s, rendezvous_s)
         else:  # with a timeout, because the port may belong to another program
-            call_with_timeout(
-                _rendezvous_s(rank_info, timeout_s) + 5.0, lambda: _init_group(rank_info, device, timeout_s)
-            )
+            call_with_timeout(rendezvous_s + 5.0, partial(_init_group, rank_info, device, timeout_s, rendezvous_s))
     except (RuntimeError, OSError) as error:
+        if "Duplicate GPU" in str(error):
+            raise DeviceMissing(
+                f"rank {rank_info.rank} of {rank_info.world_size} has no GPU for itself: {device} is also used by"
+                " another rank",
+                fix="start one rank per GPU, or use device=cpu",
+            ) from error
         reason = str(error).splitlines()[0]
         raise SystemLimit(
             f"rank {rank_info.rank} of {rank_info.world_size} cannot connect to the others: {reason}",
@@ -141,10 +152,10 @@ class _SimulatedWorld(World):
         return flag
 
 
-def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> None:
+def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float, rendezvous_s: float) -> None:
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
-    store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
+    store = _open_store(rank_info, timedelta(seconds=rendezvous_s))
     # The store of torchrun's agent outlives the ranks, so the prefix contains the number of the attempt. If rank 0
     # hosts a new store for each attempt, the prefix must not contain this number: each agent counts its own restarts,
     # and a node that rejoins starts at 0, so ranks would use different prefixes.
@@ -162,11 +173,6 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     # Barrier: otherwise a rank that is still connecting would report a connection error if another rank fails first.
     # The tensor is on the CPU, so gloo is used.
     dist.all_reduce(torch.zeros(()))
-
-
-def _rendezvous_s(rank_info: RankInfo, timeout_s: float) -> float:
-    """Return the timeout of the rendezvous, which grows with the number of ranks: NCCL connects them pairwise."""
-    return min(timeout_s, RENDEZVOUS_S + 0.5 * rank_info.world_size)
 
 
 def _open_store(rank_info: RankInfo, timeout: timedelta) -> Store:

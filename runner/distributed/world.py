@@ -22,6 +22,7 @@ class World:
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
     group             process group, if this world consists of only some of the processes; None: all processes
     global_ranks      number of each rank among all processes, if this world has only some of them
+    num_sharing      ranks, including this one, that share the CPU cores of this rank; None: all ranks of this machine
 
     All ranks must call the collectives, in the same order. In a world of size 1 they communicate nothing. Ranks in
     arguments are ranks of this world.
@@ -35,6 +36,7 @@ class World:
     heartbeat_folder: Path | None = None
     group: Any = None
     global_ranks: Sequence[int] = ()
+    num_sharing: int | None = None
 
     @property
     def is_supervised(self) -> bool:

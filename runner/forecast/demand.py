@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
@@ -23,15 +24,18 @@ from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
+from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
 
 PhaseSize = tuple[str, int]  # name of a phase, and a micro-batch size
+PlanWith = Callable[..., Plan]  # make_plan with the devices of the run
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
 
 def trace_memory_needs(
     configuration: Configuration,
     inventory: Inventory,
+    ranks: Sequence[RankDevice] | None = None,
     *,
     alternatives: bool = False,
     on_wait: Callable[[], object] | None = None,
@@ -42,12 +46,17 @@ def trace_memory_needs(
     Raises the exceptions of the task.
     """
     try:
-        return run_in_subprocess(predict_needs, configuration, inventory, alternatives, on_wait=on_wait)
+        return run_in_subprocess(predict_needs, configuration, inventory, alternatives, ranks, on_wait=on_wait)
     except BrokenProcessPool:
         return MemoryNeeds({}, why_not="the tracing process crashed")
 
 
-def predict_needs(configuration: Configuration, inventory: Inventory, alternatives: bool = False) -> MemoryNeeds:
+def predict_needs(
+    configuration: Configuration,
+    inventory: Inventory,
+    alternatives: bool = False,
+    ranks: Sequence[RankDevice] | None = None,
+) -> MemoryNeeds:
     """Return the memory demand of every phase on the devices of the inventory.
 
     The full share of a rank is traced first. If it does not fit, a micro-batch of one sample is traced too, so that
@@ -55,19 +64,21 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
 
     alternatives  always trace a second size, so that larger ones can be suggested; if the run does not fit, also trace
                   sizes that do, because the memory that a GPU's allocator reserves is not linear in the size
+    ranks         as in `make_plan`
     Raises the exceptions of the task.
     """
-    plan = make_plan(configuration, inventory, needs=MemoryNeeds({}))
+    plan_with = partial(make_plan, inventory=inventory, ranks=ranks)
+    plan = plan_with(configuration, needs=MemoryNeeds({}))
     file = plan.task_file
     try:
         with (
             task_errors(
                 task_source(plan.choices["task"].name, Path(file) if file else None), "tracing the memory of the model"
             ),
-            Forecast(_with_auto_sizes(configuration), inventory) as forecast,
+            Forecast(_with_auto_sizes(configuration), inventory, ranks) as forecast,
         ):
             if _is_pipeline(plan) and not forecast.limit:
-                staged = _trace_pipeline(configuration, inventory, plan, MemoryNeeds({}), alternatives=alternatives)
+                staged = _trace_pipeline(configuration, plan_with, plan, MemoryNeeds({}), alternatives=alternatives)
                 if staged.demands:
                     return staged
             tracer = _Tracer(forecast, AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
@@ -75,8 +86,8 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
 
             def next_sizes() -> set[PhaseSize]:
                 needs = MemoryNeeds(tracer.demands())
-                planned = make_plan(configuration, inventory, needs=needs)
-                return sizes_to_trace(planned, configuration, inventory, needs, alternatives=alternatives)
+                planned = plan_with(configuration, needs=needs)
+                return sizes_to_trace(planned, configuration, plan_with, needs, alternatives=alternatives)
 
             if alternatives or not next_sizes() <= tracer.traced:
                 tracer.trace({(phase.name, forecast.least) for phase in forecast.phases})
@@ -84,9 +95,9 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
                 if not tracer.trace(next_sizes()):
                     break
             single = MemoryNeeds(tracer.demands())
-            plan = make_plan(configuration, inventory, needs=single)
+            plan = plan_with(configuration, needs=single)
             return (
-                _trace_pipeline(configuration, inventory, plan, single, alternatives=alternatives)
+                _trace_pipeline(configuration, plan_with, plan, single, alternatives=alternatives)
                 if _is_pipeline(plan)
                 else single
             )
@@ -106,7 +117,7 @@ def _is_pipeline(plan: Plan) -> bool:
 
 
 def _trace_pipeline(
-    configuration: Configuration, inventory: Inventory, plan: Plan, single: MemoryNeeds, *, alternatives: bool
+    configuration: Configuration, plan_with: PlanWith, plan: Plan, single: MemoryNeeds, *, alternatives: bool
 ) -> MemoryNeeds:
     """Return `single` with the demand of each pipeline stage and the assignment of layers.
 
@@ -152,13 +163,13 @@ def _trace_pipeline(
                 size //= 2
         try:
             trace((name, size) for name in phases)
-            if (is_free or alternatives) and not _fits(make_plan(configuration, inventory, needs=make_needs(layout))):
+            if (is_free or alternatives) and not _fits(plan_with(configuration, needs=make_needs(layout))):
                 trace((name, min_batch_size(staged.parts.bare)) for name in phases)
             for _ in range(MAX_ROUNDS):
                 needs = make_needs(layout)
-                planned = make_plan(configuration, inventory, needs=needs)
+                planned = plan_with(configuration, needs=needs)
                 size = _largest(planned)
-                if not trace(sizes_to_trace(planned, configuration, inventory, needs, alternatives=alternatives)):
+                if not trace(sizes_to_trace(planned, configuration, plan_with, needs, alternatives=alternatives)):
                     break
         except ConfigError:
             raise
@@ -198,12 +209,15 @@ class _Tracer:
 
 
 def sizes_to_trace(
-    plan: Plan, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds, *, alternatives: bool
+    plan: Plan, configuration: Configuration, plan_with: PlanWith, needs: MemoryNeeds, *, alternatives: bool
 ) -> set[PhaseSize]:
-    """Return the planned sizes of each phase; with `alternatives`, also sizes that fit if the planned ones do not."""
+    """Return the planned sizes of each phase; with `alternatives`, also sizes that fit if the planned ones do not.
+
+    plan_with  makes the plan of a configuration with the memory needs
+    """
     if not alternatives or _fits(plan):
         return _deciding_sizes(plan)
-    return _deciding_sizes(plan) | _deciding_sizes(make_plan(_with_auto_sizes(configuration), inventory, needs=needs))
+    return _deciding_sizes(plan) | _deciding_sizes(plan_with(_with_auto_sizes(configuration), needs=needs))
 
 
 def is_traced(plan: Plan, needs: MemoryNeeds) -> bool:

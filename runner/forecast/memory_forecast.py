@@ -28,6 +28,7 @@ from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
 from runner.plan.memory_trace import Blocks, Bytes, ComputeCost, Layer, ModelSizes, Traced, choose_recomputed_blocks
 from runner.plan.planner import make_plan
+from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.workload.division import Batch
 
@@ -54,11 +55,17 @@ class Forecast:
     measured with few samples, which the result states. Otherwise, `trace` raises NotTraceable.
     """
 
-    def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
-        full_plan = make_plan(configuration, inventory)
+    def __init__(
+        self, configuration: Configuration, inventory: Inventory, ranks: Sequence[RankDevice] | None = None
+    ) -> None:
+        full_plan = make_plan(configuration, inventory, ranks)
         self.shares = {phase.name: max(phase.batch.shares) for phase in full_plan.phases}
-        choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
-        plan = make_plan(dataclasses.replace(configuration, choices=choices, sources={}), inventory)
+        # One process of the run, with the number format of all ranks.
+        single = {"parallelism": Choice("single", "single", {}), "precision": full_plan.choices["precision"]}
+        choices = {**configuration.choices, **single}
+        sources = {key: source for key, source in configuration.sources.items() if not key.startswith("parallelism")}
+        of_one = dataclasses.replace(configuration, choices=choices, sources=sources)
+        plan = make_plan(of_one, inventory, ranks and ranks[:1])
         self.prefetches = plan.choices["prefetch"].uses("stream")
         self.is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if self.is_gpu else nullcontext

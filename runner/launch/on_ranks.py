@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from runner.base.errors import ConfigError, Exit, Problem, SharedConfigError
+from runner.base.errors import AccelRunError, Exit, Problem, SharedConfigError, rebuild_error
 from runner.base.json_converter import decode_valid, encode
 from runner.base.rank_env import RankInfo, detect_rank
 from runner.config.configuration import Configuration, to_yaml
@@ -22,11 +22,11 @@ from runner.config.options import task_source
 from runner.distributed.join import join_process_group
 from runner.distributed.world import World
 from runner.forecast.demand import trace_memory_needs
+from runner.host.resources import affinity
 from runner.host.scratch import private_folder
 from runner.launch.local import run_ranks, to_error
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.memory_fit import MemoryNeeds
-from runner.plan.planner import apply_allocator_settings, make_plan, should_trace_memory
+from runner.plan.planner import apply_allocator_settings, make_plan, may_use_gpu, should_trace_memory
 from runner.plan.rank_devices import RankDevice, number_machines
 from runner.plan.run_plan import Plan
 from runner.version import __version__
@@ -81,16 +81,29 @@ def join_as_member(
     Raises SharedConfigError if the ranks differ in anything that affects results.
     """
     inventory = prepare_inventory(configuration)
-    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
-    wants_gpu = gpus and configuration.settings.device != "cpu"
-    rank_device = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
-    should_trace = member.rank == 0 and should_trace_memory(configuration, inventory)
-    needs = trace_memory_needs(configuration, inventory) if should_trace else None
+    devices = _devices_here(configuration, inventory, member)
+    local_ranks = [rank % member.num_local_ranks for rank in range(member.world_size)]
+    # The other machines are not known yet, so they are assumed to be like this one.
+    assumed = number_machines([devices[number] for number in local_ranks], local_ranks)
+    needs, error, should_trace = None, None, False
+    try:
+        should_trace = should_trace_memory(configuration, inventory, assumed)
+        if should_trace and member.rank == 0:
+            # Before the ranks join, because a process that has initialized CUDA cannot be forked.
+            needs = trace_memory_needs(configuration, inventory, assumed)
+    except AccelRunError as raised:  # rank 0 shares it with the ranks that wait for it
+        error = raised
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
-    with private_folder(), join_process_group(member, torch.device(rank_device.device), timeout_s=timeout_s) as world:
+    device, rendezvous_s = devices[member.local_rank], timeout_s if should_trace else None
+    with (
+        private_folder(),
+        join_process_group(
+            member, torch.device(device.device), timeout_s=timeout_s, rendezvous_s=rendezvous_s
+        ) as joined,
+    ):
         source = task_source(configuration.choices["task"].name, task_file).read_bytes()
         check_agreement(
-            world.gather(
+            joined.gather(
                 {
                     "accel-run": __version__,
                     "torch": torch.__version__,
@@ -100,14 +113,61 @@ def join_as_member(
                 }
             )
         )
-        gathered = world.gather([dataclasses.asdict(rank_device), member.local_rank])
-        ranks = number_machines([RankDevice(**fields) for fields, _ in gathered], [local for _, local in gathered])
-        traced = world.broadcast(encode(needs) if needs else None)
+        gathered = joined.gather([encode(device), member.local_rank, sorted(affinity())])
+        ranks = number_machines(
+            [decode_valid(RankDevice, fields) for fields, _, _ in gathered], [local for _, local, _ in gathered]
+        )
+        machines, cores = [rank.machine for rank in ranks], [set(row[-1]) for row in gathered]
+        world = dataclasses.replace(joined, num_sharing=count_sharing(machines, cores, joined.rank))
+        plan_here = partial(make_plan, configuration, inventory, ranks, needs, num_sharing=world.num_sharing)
+        yield world, _plan_on_first(world, plan_here, error), inventory
+
+
+def _devices_here(configuration: Configuration, inventory: Inventory, member: RankInfo) -> list[RankDevice]:
+    """Return the device of each rank of this machine."""
+    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
+    uses_gpus = gpus and may_use_gpu(configuration)
+    return [
+        RankDevice.of(gpus[number % len(gpus)] if uses_gpus else None, inventory)
+        for number in range(member.num_local_ranks)
+    ]
+
+
+def count_sharing(machines: Sequence[int], cores: Sequence[Set[int]], rank: int) -> int:
+    """Return how many ranks of this rank's machine, including itself, may run on some of its cores.
+
+    torchrun lets all ranks of a machine use all cores, whereas srun usually binds each rank to its own cores.
+
+    machines  number of the machine of each rank
+    cores     CPU threads on which each rank may run
+    """
+    own = cores[rank]
+    return sum(
+        machine == machines[rank] and not own.isdisjoint(others)
+        for machine, others in zip(machines, cores, strict=True)
+    )
+
+
+def _plan_on_first(world: World, plan_here: Callable[[], Plan], error: AccelRunError | None) -> Plan:
+    """Return the plan of rank 0 on every rank.
+
+    error  what has failed on this rank so far
+    If rank 0 has an error, it raises the error, and the other ranks raise SharedConfigError with its problems and exit
+    code, which is not reported again. Errors of other ranks do not matter.
+    """
+    text = ""
+    if world.is_first and error is None:
         try:
-            plan = make_plan(configuration, inventory, ranks, decode_valid(MemoryNeeds, traced) if traced else None)
-        except ConfigError as error:
-            raise SharedConfigError(error.problems) from error
-        yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory
+            text = plan_here().to_json()
+        except AccelRunError as raised:
+            error = raised
+    problems, code = ([], 0) if error is None else (encode(error.problems), int(error.exit_code))
+    text, problems, code = world.broadcast([text, problems, code])
+    if text:
+        return Plan.from_json(text)
+    if world.is_first and error is not None:
+        raise error
+    raise rebuild_error(SharedConfigError, tuple(Problem(**problem) for problem in problems), Exit(code))
 
 
 def check_agreement(descriptions: list[Mapping[str, str]]) -> None:

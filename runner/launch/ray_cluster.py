@@ -24,6 +24,7 @@ from runner.config.configuration import Configuration
 from runner.durable.signals import StopRequest
 from runner.engine.process.job import choose_run_name
 from runner.host.parent_death import child_command
+from runner.plan.rank_devices import find_wrong_world_size
 from runner.records.events import Console
 
 
@@ -56,6 +57,8 @@ class RayCluster:
         if self.world_size > 1 and configuration.choices["parallelism"].uses("single"):
             what = f"parallelism=single uses one process, but the launcher starts {self.world_size} ranks"
             raise ConfigError(Problem(what, "parallelism", "use parallelism=ddp"))
+        if problem := find_wrong_world_size(configuration.choices["parallelism"], self.world_size):
+            raise ConfigError(problem)
         if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:
             what = f"{self.ranks_per_node} ranks cannot share {self.gpus_per_node} GPUs evenly"
             raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))

@@ -21,6 +21,7 @@ from runner.config.configuration import Configuration
 from runner.durable.files import make_directory
 from runner.engine.process.job import choose_run_name
 from runner.launch.job_queue import EXIT_CODE_SUFFIX, JOB_FOLDER
+from runner.plan.rank_devices import find_wrong_world_size
 from runner.records.events import Console
 from runner.trackers.tracker import SINGLE_RUN_VARIABLES
 
@@ -87,6 +88,8 @@ class Slurm:
             fix = "use parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
             what = f"parallelism=single uses one process, but the job has {self.num_tasks} ranks"
             problems.append(Problem(what, "parallelism", fix))
+        elif problem := find_wrong_world_size(configuration.choices["parallelism"], self.num_tasks):
+            problems.append(problem)
         if self.signal_s >= self.time_min * 60:
             what = f"must be less than the time limit of the job ({self.time_min * 60} s), but is {self.signal_s}"
             problems.append(Problem(what, "launcher.signal_s"))

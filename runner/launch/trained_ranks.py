@@ -16,7 +16,7 @@ from runner.distributed.world import World
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
-from runner.plan.planner import make_plan, plan_this_process
+from runner.plan.planner import plan_one_rank, plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console, Level, terminal_log_level
 from runner.trained.infer import infer
@@ -71,8 +71,7 @@ def _shard(configuration: Configuration) -> tuple[Any, Any]:
 
 
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
-    rank_plan = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
-    return infer(source, rank_plan, world)
+    return infer(source, plan_one_rank(source.configuration, take_inventory(), plan, world.rank), world)
 
 
 @nonblocking_streams()

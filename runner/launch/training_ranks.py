@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from runner.base.accelerator import get_accelerator
-from runner.base.errors import DeviceMemoryError, Exit, HostMemoryError
+from runner.base.errors import DeviceMemoryError, Exit, HostMemoryError, SharedConfigError
 from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo, launcher_id
 from runner.config.configuration import Configuration
@@ -35,6 +35,8 @@ from runner.host.scratch import private_folder
 from runner.launch.local import Failure, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank
 from runner.plan.planner import make_plan, should_trace_memory
+from runner.plan.rank_devices import find_wrong_world_size
+from runner.plan.run_plan import Plan
 from runner.records.events import Console, terminal_log_level
 
 # ---------------------------------------------------------------- ranks that are started here
@@ -150,13 +152,11 @@ def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
     """Return the job without rank `lost`; it resumes if this start has written a checkpoint."""
     kept = ranks_to_keep(job.configuration.choices["parallelism"].options, lost, job.plan.world_size)
     left = [job.plan.ranks[rank] for rank in kept]
-    parallelism = job.configuration.choices["parallelism"]
-    options = options_for_ranks(parallelism.options, kept, job.plan.world_size)
-    choices = {**job.configuration.choices, "parallelism": dataclasses.replace(parallelism, options=options)}
-    settings = job.configuration.settings
+    configuration = configuration_for_ranks(job.configuration, job.plan, kept)
     if _has_checkpoint_since(job, start_time):
-        settings = dataclasses.replace(settings, resume="auto")
-    configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
+        configuration = dataclasses.replace(
+            configuration, settings=dataclasses.replace(configuration.settings, resume="auto")
+        )
     plan = make_plan(configuration, job.inventory, left, job.needs)
     Console().info(f"resuming from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
@@ -169,6 +169,21 @@ def ranks_to_keep(options: Mapping[str, Any], lost: int, world_size: int) -> lis
     if not isinstance(stages, int):
         return others
     return [rank for rank in others if rank // stages != lost // stages] or others
+
+
+def configuration_for_ranks(configuration: Configuration, plan: Plan, kept: Sequence[int]) -> Configuration:
+    """Adapt the configuration of a plan to the ranks that are kept.
+
+    The precision stays that of the plan: the lost rank may have been the least capable one, for which `auto` was
+    resolved, and a run cannot resume in another number format.
+    """
+    parallelism = configuration.choices["parallelism"]
+    options = options_for_ranks(parallelism.options, kept, plan.world_size)
+    replaced = {
+        "parallelism": dataclasses.replace(parallelism, options=options),
+        "precision": plan.choices["precision"],
+    }
+    return dataclasses.replace(configuration, choices={**configuration.choices, **replaced})
 
 
 def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_size: int) -> dict[str, Any]:
@@ -200,9 +215,11 @@ def train_as_member(
     request: Request, configuration: Configuration, name: str, member: RankInfo, *, runs_inference: bool
 ) -> tuple[SessionEnd, Job]:
     """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
+    if problem := find_wrong_world_size(configuration.choices["parallelism"], member.world_size):
+        raise SharedConfigError(problem)
     with join_as_member(configuration, request.task_file, member) as (world, planned, inventory):
         plan = planned
-        if world.broadcast(member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
+        if world.broadcast(world.is_first and member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
         job = Job(request, configuration, plan, inventory, world.broadcast(name), runs_inference=runs_inference)
         if world.broadcast(world.is_first and _is_finished(job)):

@@ -18,6 +18,7 @@ class Decisions:
     """The decisions so far, with reasons; rules read and change them.
 
     needs     memory demand of training; None if it was not traced
+    num_sharing  number of ranks that share the cores of the inventory; None: the ranks whose GPUs it contains
     choices   group -> choice; `auto` is replaced by `choose` and `set`
     problems  reported together at the end
     """
@@ -27,6 +28,7 @@ class Decisions:
         self.inventory = inventory
         self.needs = needs if needs is not None and needs.demands else None
         self.ranks: tuple[RankDevice, ...] = ()
+        self.num_sharing: int | None = None
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes = [f"memory is not predicted: {needs.why_not}"] if needs is not None and needs.why_not else []

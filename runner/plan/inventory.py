@@ -40,6 +40,7 @@ class Device:
     capability    NVIDIA compute capability; None for other devices
     why_not       why it cannot be used; empty if it can
     architecture  AMD's name of the architecture, such as gfx90a; for Intel, the matrix units; empty for other devices
+    machine       number of its machine; above 0 only in a plan for several machines that are not present
 
     Native formats follow from capability or architecture (runner/base/gpu_facts.py), not from what torch accepts,
     because torch emulates some formats.
@@ -55,6 +56,7 @@ class Device:
     usable: bool = True
     why_not: str = ""
     architecture: str = ""
+    machine: int = 0
 
     @property
     def formats(self) -> Formats:

@@ -341,7 +341,7 @@ def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPar
     """
     part = part or RankPart()
     is_pipeline = part.count > 1 and part.strategy == "pipeline"
-    has_stages = is_pipeline and bool(demand.stages)
+    has_stages = is_pipeline and len(demand.stages) == part.num_stages  # a restart with fewer ranks has other stages
     demand = demand.stages[part.rank % part.num_stages] if has_stages else demand
     point = demand.at(samples, part.share)
     sizes = {name: int(vars(point.peak)[name]) for name in PART_NAMES}

@@ -42,15 +42,19 @@ def make_plan(
     inventory: Inventory,
     ranks: Sequence[RankDevice] | None = None,
     needs: MemoryNeeds | None = None,
+    *,
+    num_sharing: int | None = None,
 ) -> Plan:
     """Return the plan of a run: its devices, parallelism, batch division, kernels and predicted memory.
 
     ranks  devices of ranks that another launcher started; None: derived from the configuration and the inventory
     needs  traced memory needs of training; required if `should_trace_memory` returns True
+    num_sharing  number of ranks that share the cores of the inventory; None: the ranks whose GPUs it contains
 
     Raises ConfigError with every problem, DeviceMissing if a device requested by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory, needs)
+    planner.num_sharing = num_sharing
     # Each step uses the earlier ones: the strategy decides how many devices there are, the weakest device limits the
     # options, and both limit the batch. Steps add to planner.problems and continue, so that all problems are reported.
     chosen = planner.choose_gpu()
@@ -92,6 +96,12 @@ def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
     return (planned if planned.world_size == 1 else make_plan(configuration, inventory, planned.ranks[:1])), inventory
 
 
+def plan_one_rank(configuration: Configuration, inventory: Inventory, plan: Plan, rank: int) -> Plan:
+    """Return the plan of one rank of `plan` alone, in the number format of all ranks."""
+    choices = {**configuration.choices, "precision": plan.choices["precision"]}
+    return make_plan(dataclasses.replace(configuration, choices=choices), inventory, [plan.ranks[rank]])
+
+
 def apply_allocator_settings(configuration: Configuration) -> None:
     """Set the environment variables of the CUDA allocator; call it before torch queries devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
@@ -99,20 +109,30 @@ def apply_allocator_settings(configuration: Configuration) -> None:
         os.environ.update(allocator_environment(allocator))
 
 
-def should_trace_memory(configuration: Configuration, inventory: Inventory) -> bool:
-    """Return whether the plan needs a memory trace.
+def should_trace_memory(
+    configuration: Configuration, inventory: Inventory, ranks: Sequence[RankDevice] | None = None
+) -> bool:
+    """Return whether the plan needs a memory trace; `ranks` as in `make_plan`.
 
     A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, a micro-batch size or a backend.
-    Otherwise nothing is traced, so that the run starts sooner.
+    Otherwise nothing is traced, so that the run starts sooner. Raises what `make_plan` raises.
     """
-    parallelism, settings = configuration.choices["parallelism"], configuration.settings
+    parallelism = configuration.choices["parallelism"]
     functions = (parallelism.function, configuration.choices["backend"].function)
     is_auto = "auto" in functions or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     memory = configuration.choices["memory"]
     if memory.uses("budget") and memory.options["recompute"] == "auto":
-        return True
+        # On a CPU, the plan replaces what the profile of a GPU selects.
+        return make_plan(configuration, inventory, ranks).choices["memory"].uses("budget")
     has_gpu = any(device.kind == "cuda" for device in inventory.usable)
-    return is_auto and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
+    return is_auto and has_gpu and may_use_gpu(configuration)
+
+
+def may_use_gpu(configuration: Configuration) -> bool:
+    """Return whether the configuration allows ranks on CUDA GPUs: not with device=cpu or a profile of a CPU."""
+    device = configuration.settings.device
+    is_for_cpu = {item.get("kind", "cuda") for item in configuration.hardware.get("devices") or ()} == {"cpu"}
+    return device.partition(":")[0] == "cuda" or (device == "auto" and not is_for_cpu)
 
 
 def _available_devices(
@@ -139,17 +159,32 @@ def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
         here = Inventory((), cpu, notes=notes)
         file = user_profile_file(configuration.profile, configuration.request.config_dir)
         planned = inventory_from_profile(configuration.hardware, here, file)
-        planned = _replicate_gpus(planned, configuration.flat().get("parallelism.world_size"))
+        planned = _replicate_gpus(planned, *_describe_cluster(configuration))
         return planned, f"the machine of profile {configuration.profile}"
     return take_inventory(), "this machine"
 
 
-def _replicate_gpus(planned: Inventory, world_size: object) -> Inventory:
-    """Replicate the GPU of a profile until there is one per rank; a profile with different GPUs is not changed."""
+def _describe_cluster(configuration: Configuration) -> tuple[object, int | None]:
+    """Return how many ranks to plan for, and the GPUs of a machine (None: unknown): those of the launcher, if any."""
+    launcher = configuration.choices["launcher"].options
+    if gpus := launcher.get("gpus_per_node", 0):
+        return gpus * launcher.get("nodes", 1), gpus
+    per_machine = configuration.hardware["devices"][0].get("gpus_per_machine")
+    return configuration.choices["parallelism"].options.get("world_size"), per_machine
+
+
+def _replicate_gpus(planned: Inventory, world_size: object, per_machine: int | None) -> Inventory:
+    """Replicate the GPU of a profile until there is one per rank; a profile with different GPUs is not changed.
+
+    per_machine  GPUs of a machine; None: all are in one
+    """
     gpus = planned.devices
     if not isinstance(world_size, int) or world_size <= len(gpus) or len({gpu.name for gpu in gpus}) != 1:
         return planned
-    devices = tuple(dataclasses.replace(gpus[0], index=index) for index in range(world_size))
+    devices = tuple(
+        dataclasses.replace(gpus[0], index=index, machine=index // (per_machine or world_size))
+        for index in range(world_size)
+    )
     note = f"planned for {world_size} x {gpus[0].name}: the profile describes {len(gpus)}"
     return dataclasses.replace(planned, devices=devices, notes=(*planned.notes, note))
 
@@ -169,8 +204,7 @@ class _Planner(Decisions):
         if requested == "cpu":
             return None
         if requested == "auto":
-            kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
-            if kinds == {"cpu"}:
+            if not may_use_gpu(self.configuration):
                 self.reasons["device"] = f"profile {self.configuration.profile}"
                 return None
             if not usable:
@@ -228,12 +262,24 @@ class _Planner(Decisions):
                 self.notes.append(
                     f"only 1 of {num_gpus} GPUs is used; parallelism=auto divides updates among all of them"
                 )
-            return chosen
+            if ranks is None:
+                return chosen
+            if self.configuration.settings.device == "auto" and ranks[0].device != (
+                chosen.torch_name if chosen else "cpu"
+            ):
+                self.reasons["device"] = f"auto: {ranks[0].name}"
+            return self._find_weakest([rank.gpu for rank in ranks])
         gpus, why = assign_gpus(chosen, parallelism.options.get("world_size", "auto"), self.inventory)
         self.ranks = self._limit_memory([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
+        return self._find_weakest(gpus)
+
+    def _find_weakest(self, gpus: Sequence[Device | None]) -> Device | None:
+        """Return the least capable GPU, None if there is none, and add a note if the GPUs differ in their formats.
+
+        All ranks must use one number format, because they add their gradients.
+        """
         used = [gpu for gpu in gpus if gpu is not None]
-        # All ranks must use one number format: they add their gradients.
         weakest = min(used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.formats.fp16), default=None)
         if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
             self.notes.append(f"all ranks use the same precision, chosen for the least capable GPU, {weakest.name}")
@@ -340,7 +386,7 @@ class _Planner(Decisions):
                 assert demand is not None
                 samples = max(1, min(phase.batch.share_of(number), phase.batch.micro_batch_size))
                 prediction = predict_memory(demand, samples, rank, part.for_rank(number))
-                is_exact = demand.is_exact and (phase.batch.stages == 1 or bool(demand.stages))
+                is_exact = demand.is_exact and phase.batch.stages in (1, len(demand.stages))
                 is_exact = is_exact and (self.allocator.is_modelled or not rank.is_gpu)
                 predictions.append(RankMemory(phase.name, number, samples, prediction, is_exact))
         return tuple(predictions)
@@ -436,7 +482,7 @@ class _Planner(Decisions):
         micro = max(1, -(-share // (MICRO_BATCHES_PER_STAGE * stages)))
         part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks))
         for demand in self.needs.select(phase) if self.needs is not None else ():
-            if demand.stages:
+            if len(demand.stages) == stages:
                 micro = min(micro, demand.stages[0].points[-1].micro_batch_size)
                 fitting = (
                     largest_micro_batch(demand, rank, micro, part.for_rank(number))

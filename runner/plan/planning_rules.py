@@ -76,8 +76,9 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         return
     cores = planner.inventory.cpu.logical_cores
     # Ranks on other machines do not share these cores.
-    local_uuids = {device.uuid for device in planner.inventory.usable}
-    num_ranks = max(1, sum(rank.uuid in local_uuids for rank in planner.ranks))
+    local = {device.uuid for device in planner.inventory.usable}
+    on_machine = [rank for rank in planner.ranks if rank.machine == planner.ranks[0].machine]
+    num_ranks = planner.num_sharing or max(1, sum(rank.uuid in local for rank in on_machine))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if options.get("workers_above_ms") == "auto":
         limit, why = (

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import cast
 
 from runner.base.errors import DeviceMissing, Problem
 from runner.base.shares import Shares, equal_shares, fixed_shares, split_proportionally
-from runner.plan.inventory import Device, Inventory
+from runner.config.configuration import Choice
+from runner.plan.inventory import Device, Inventory, Kind
 from runner.plan.overhead import get_overhead
 
 CPU_RANKS = 2
@@ -24,6 +26,7 @@ class RankDevice:
     communication_bytes  additional memory with several ranks
     unseen               workspaces of GPU kernels, which a trace on a CPU does not see, as a fraction of the tensors
     machine              number of the rank's machine, counted in the order of the ranks
+    capability, architecture  as in `Device`; they determine its number formats
     """
 
     device: str
@@ -35,6 +38,19 @@ class RankDevice:
     communication_bytes: int = 0
     unseen: float = 0.0
     machine: int = 0
+    capability: tuple[int, int] | None = None
+    architecture: str = ""
+
+    @property
+    def gpu(self) -> Device | None:
+        """Return the rank's GPU, None for the CPU."""
+        kind, _, index = self.device.partition(":")
+        if kind == "cpu":
+            return None
+        return Device(
+            cast(Kind, kind), int(index or 0), self.name, self.uuid, self.memory_bytes, self.free_bytes,
+            self.capability, architecture=self.architecture,
+        )  # fmt: skip
 
     @property
     def is_gpu(self) -> bool:
@@ -60,7 +76,7 @@ class RankDevice:
         overhead = get_overhead(gpu.kind, gpu.capability)
         return RankDevice(
             gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes, gpu.free_bytes,
-            overhead.libraries, overhead.communication, overhead.unseen,
+            overhead.libraries, overhead.communication, overhead.unseen, gpu.machine, gpu.capability, gpu.architecture,
         )  # fmt: skip
 
 
@@ -77,6 +93,16 @@ def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> 
 def ranks_per_machine(ranks: Sequence[RankDevice]) -> tuple[int, ...]:
     """Return the number of ranks of each machine."""
     return tuple(Counter(rank.machine for rank in ranks).values())
+
+
+def find_wrong_world_size(parallelism: Choice, num_ranks: int) -> Problem | None:
+    """Return a problem if the user requests another number of ranks than another launcher starts."""
+    requested = parallelism.options.get("world_size", "auto")
+    if num_ranks == 1 or requested in ("auto", num_ranks):  # a single process starts the requested number itself
+        return None
+    what = f"must be the number of ranks that are started, {num_ranks}"
+    fix = f"omit parallelism.world_size, or start {requested} rank{'s' * (requested != 1)}"
+    return Problem(what, f"parallelism.world_size={requested}", fix)
 
 
 def assign_gpus(first: Device | None, requested: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 
+from runner.base.errors import DeviceMissing
 from runner.base.rank_env import RankInfo
 from runner.distributed import join
 from runner.distributed.join import choose_interface, find_interface
+from tests.suggestions import suggested
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
@@ -40,6 +44,20 @@ def test_nccl_listens_on_the_loopback_interface_unless_there_are_several_machine
     monkeypatch.setattr(join, "find_interface", lambda rank_info: "lo")
     choose_interface(RankInfo(0, 0, 2, num_local_ranks, "tcp://127.0.0.1:29500"))
     assert environment.get("NCCL_SOCKET_IFNAME", "") == expected
+
+
+def test_ranks_on_one_gpu_are_not_told_to_check_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+        )
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    monkeypatch.setattr(join, "choose_interface", lambda rank_info: None)
+    member = RankInfo(1, 1, 2, 2, f"file://{tmp_path}/store")
+    with pytest.raises(DeviceMissing) as caught, join.join_process_group(member, torch.device("cpu")):
+        pass
+    assert suggested(caught.value.problems[0].fix) == ["device=cpu"]
 
 
 def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

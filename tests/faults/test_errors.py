@@ -67,7 +67,7 @@ WITHOUT_ADVICE = {
         "Problem(what, key.replace('__', '.'))",
     },
     "problems that have their own advice": {
-        "SharedConfigError(problems)", "SharedConfigError(error.problems)", "RepeatedConfigError(problems)",
+        "SharedConfigError(problems)", "SharedConfigError(problem)", "RepeatedConfigError(problems)",
     },
     "reported by another rank or process, in its words": {
         "AccelRunError(error_line(error))",

@@ -580,6 +580,17 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
 
 
 @pytest.mark.slow
+def test_stages_are_those_of_the_ranks_that_another_launcher_starts(script, tmp_path):
+    file = tmp_path / "piped.py"
+    file.write_text(PIPED)
+    configuration = compose(Request(("global_batch_size=8", "device=cpu", "parallelism=pipeline"), file))
+    ranks = [RankDevice.of(None, script.HERE)] * 3
+    needs = run_in_subprocess(predict_needs, configuration, script.HERE, False, ranks)
+    assert len(needs.demands["train"].stages) == 3
+    assert all(each.is_exact for each in make_plan(configuration, script.HERE, ranks, needs).memory)
+
+
+@pytest.mark.slow
 def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     """Only the whole share in one pass needs no memory for accumulated gradients."""
     file = tmp_path / "wide.py"

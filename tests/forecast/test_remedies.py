@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from runner.base.errors import ConfigError, Problem
 from runner.forecast import demand as engine_needs
 from runner.forecast import remedies
 from runner.plan.memory_fit import GIB, MemoryNeeds
+from runner.plan.planner import make_plan
 from tests.plan.test_memory_fit import HERE, composed, demand, plan
 
 WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
+plan_here = partial(make_plan, inventory=HERE)
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) -> tuple[list[Any], list[Any], int]:
@@ -76,7 +79,7 @@ def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
     needs = MemoryNeeds({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
     asked, more = (
-        engine_needs.sizes_to_trace(planned, asked_for, HERE, needs, alternatives=alternatives)
+        engine_needs.sizes_to_trace(planned, asked_for, plan_here, needs, alternatives=alternatives)
         for alternatives in (False, True)
     )
     assert asked == {("train", 64)}
@@ -132,6 +135,6 @@ def test_each_phase_is_traced_at_its_own_size() -> None:
     words = ("task=dynamo", "task.size=full")
     planned = plan(*words, needs=MemoryNeeds({}))
     phases = {phase.name: phase.batch.micro_batch_size for phase in planned.selected if phase.kind == "train"}
-    sizes = engine_needs.sizes_to_trace(planned, composed(*words), HERE, MemoryNeeds({}), alternatives=False)
+    sizes = engine_needs.sizes_to_trace(planned, composed(*words), plan_here, MemoryNeeds({}), alternatives=False)
     assert sizes == set(phases.items())
     assert len(set(phases.values())) > 1, "otherwise the phases need not be distinguished"

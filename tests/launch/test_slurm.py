@@ -157,6 +157,15 @@ def test_all_problems_are_reported_before_anything_is_submitted(cluster: Path, m
     assert not (cluster / "outputs").exists()
 
 
+def test_a_job_starts_as_many_ranks_as_requested(cluster: Path) -> None:
+    args = ("launcher=slurm", "parallelism=ddp", "parallelism.world_size=4", "run=a")
+    with pytest.raises(ConfigError) as caught:
+        launch(*args, "launcher.nodes=2", "launcher.gpus_per_node=4")
+    assert [problem.where for problem in caught.value.problems] == ["parallelism.world_size=4"]
+    assert launch(*args, "launcher.nodes=2", "launcher.gpus_per_node=2") == 0
+    assert launch(*args) == 0, "one task starts the ranks itself"
+
+
 def test_a_rank_submits_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")

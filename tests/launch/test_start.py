@@ -11,7 +11,8 @@ import pytest
 
 from runner.base.errors import ConfigError, Exit
 from runner.cli import main
-from runner.launch.on_ranks import check_agreement
+from runner.distributed import join
+from runner.launch.on_ranks import check_agreement, count_sharing
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
@@ -98,6 +99,34 @@ def test_an_invalid_variable_of_every_rank_is_reported_once(
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert main(["train"]) == Exit.CONFIG
         assert ("MASTER_PORT" in capsys.readouterr().err) == (rank == "0")
+
+
+def test_only_ranks_of_a_machine_with_common_cores_share_them() -> None:
+    machines, cores = [0, 0, 0, 1], [{0, 1}, {0, 1}, {2, 3}, {0, 1}]
+    assert [count_sharing(machines, cores, rank) for rank in range(4)] == [2, 2, 1, 1]
+
+
+def test_another_number_of_ranks_than_requested_is_reported_once(tmp_path: Path) -> None:
+    args = [*task(tmp_path, 0), "parallelism.world_size=3"]
+    result = ranks(tmp_path, args, args, num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
+    assert ["parallelism.world_size=3" in rank.err for rank in result] == [True, False]
+
+
+def test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory(tmp_path: Path) -> None:
+    """Otherwise the others would wait for the rendezvous until it times out."""
+    args = [*task(tmp_path, 0, "NoSuchLayer"), "memory=budget"]
+    result = ranks(tmp_path, args, args, num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.SOFTWARE, Exit.SOFTWARE]
+    assert ["NoSuchLayer" in rank.err for rank in result] == [True, False]
+
+
+def test_ranks_wait_while_rank_0_traces_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace opens the data of the task, which may take minutes."""
+    monkeypatch.setattr(join, "RENDEZVOUS_S", 0.0)
+    args = [*task(tmp_path, 0), "memory=budget"]
+    result = ranks(tmp_path, args, args, num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[1].err
 
 
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_the_copies_of_a_stage_need_the_same_memory() -> None:
     assert (part.count, part.num_stages) == (RANKS, 2)
 
 
+def test_stages_traced_for_another_number_of_ranks_are_not_used() -> None:
+    """As after the loss of a rank: the memory of a stage is then an equal part of the model."""
+    whole = model(16)
+    staged_model = dataclasses.replace(whole, stages=(model(4), model(12)))
+    with_stages, without = (plan_for("all", memory=MemoryNeeds({"train": each})) for each in (staged_model, whole))
+    assert with_stages.memory == without.memory
+    assert not any(memory.is_exact for memory in with_stages.memory)
+
+
 def test_gradients_of_the_copies_are_exchanged() -> None:
     """The bubble is that of a pipeline with half of the samples."""
     args = ("micro_batch_size=1", "parallelism=pipeline", "parallelism.stages=2")

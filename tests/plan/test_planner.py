@@ -21,10 +21,12 @@ from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.request import Request
+from runner.launch.training_ranks import configuration_for_ranks
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_from_profile
 from runner.plan.memory_fit import Demand, MemoryNeeds, TracedPoint
 from runner.plan.memory_trace import Bytes, ModelSizes
-from runner.plan.planner import make_plan, planning_inventory, should_trace_memory
+from runner.plan.planner import make_plan, plan_one_rank, planning_inventory, should_trace_memory
+from runner.plan.rank_devices import RankDevice, find_wrong_world_size, ranks_per_machine
 from runner.plan.run_plan import Plan
 from runner.workload.division import Batch, divide
 from tests.suggestions import suggested
@@ -39,6 +41,7 @@ def gpu(index: int, name: str, memory_gib: int, capability: tuple[int, int], **o
 T4 = gpu(0, "Tesla T4", 15, (7, 5))
 T4_TOO = gpu(1, "Tesla T4", 15, (7, 5))
 A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
+A100_TOO = gpu(1, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
 PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
 GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
 MI210 = Device("cuda", 0, "AMD Instinct MI210", memory_bytes=64 * GIB, architecture="gfx90a")
@@ -201,6 +204,46 @@ def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
     assert made.reason("dataloader.num_workers") == reason
 
 
+@pytest.mark.parametrize(("num_sharing", "workers"), [(None, 3), (2, 3), (1, 7)])
+def test_ranks_that_are_bound_to_their_own_cores_do_not_share_them(num_sharing: int | None, workers: int) -> None:
+    """srun binds each rank to its cores, and shows it all GPUs of the machine."""
+    here = machine(*PAIR, cores=8)
+    ranks = [RankDevice.of(gpu, here) for gpu in PAIR]
+    made = make_plan(configuration("parallelism=ddp"), here, ranks, num_sharing=num_sharing)
+    assert made.values()["dataloader.num_workers"] == workers
+
+
+@pytest.mark.parametrize("order", [(A100, T4_TOO), (T4, A100_TOO)])
+def test_started_ranks_use_the_formats_of_the_least_capable_gpu(order: tuple[Device, ...]) -> None:
+    """Each rank may be on another machine: the inventory has only the GPU of rank 0."""
+    here = machine(order[0])
+    ranks = [RankDevice.of(gpu, here) for gpu in order]
+    made = make_plan(configuration("parallelism=ddp"), here, ranks)
+    assert made.choices["precision"].name == "fp16"
+    assert any("least capable" in note for note in made.notes)
+    swapped = make_plan(configuration("parallelism=ddp"), machine(*PAIR), [ranks[1]])
+    assert swapped.reason("device") == f"auto: {swapped.device_name}", "not the reason for the GPU with the most memory"
+    with pytest.raises(ConfigError):
+        make_plan(configuration("parallelism=ddp", "precision=bf16"), here, ranks)
+
+
+def test_a_rank_alone_keeps_the_precision_of_all() -> None:
+    asked, here = configuration("parallelism=ddp"), machine(A100, T4_TOO)
+    both = make_plan(asked, here)
+    assert both.choices["precision"].name == "fp16"
+    alone = plan_one_rank(asked, here, both, 0)
+    assert (alone.device_name, alone.choices["precision"].name) == (A100.name, "fp16")
+    kept = configuration_for_ranks(asked, both, [0])
+    assert make_plan(kept, here, both.ranks[:1]).choices["precision"].name == "fp16"
+
+
+@pytest.mark.parametrize(("num_ranks", "requested", "is_wrong"), [(2, "2", False), (2, "3", True), (1, "3", False)])
+def test_another_launcher_must_start_the_requested_ranks(num_ranks: int, requested: str, is_wrong: bool) -> None:
+    asked = configuration("parallelism=ddp", f"parallelism.world_size={requested}")
+    assert bool(find_wrong_world_size(asked.choices["parallelism"], num_ranks)) is is_wrong
+    assert find_wrong_world_size(configuration("parallelism=ddp").choices["parallelism"], num_ranks) is None
+
+
 def test_an_unusable_gpu_is_named_in_the_reason() -> None:
     made = plan(on=machine(BROKEN))
     assert made.reason("device").endswith(f"({BROKEN.name}: {BROKEN.why_not})")
@@ -347,6 +390,12 @@ def test_the_profile_of_a_pair_uses_both_devices_or_the_only_one() -> None:
         assert not any("parallelism" in note for note in made.notes)
 
 
+def test_the_memory_budget_of_an_absent_gpu_is_not_traced() -> None:
+    assert plan("hardware=rtx3050ti_4gb", on=machine()).choices["memory"].name == "none"
+    assert not should_trace_memory(configuration("hardware=rtx3050ti_4gb"), machine())
+    assert should_trace_memory(configuration("hardware=rtx3050ti_4gb", "memory=budget"), machine())
+
+
 def test_overrides_are_kept_when_the_profile_is_replaced() -> None:
     made = plan("hardware=t4", "backend=deterministic", on=machine())
     assert (made.choices["backend"].name, made.choices["attention"].name) == ("deterministic", "auto")
@@ -373,6 +422,8 @@ def test_the_cpu_profile_does_not_use_the_gpu_unless_requested() -> None:
     made = plan("hardware=cpu", on=machine(A100))
     assert (made.device, made.reason("device")) == ("cpu", "profile cpu")
     assert plan("hardware=cpu", "device=cuda", on=machine(A100)).device == "cuda:0"
+    assert not should_trace_memory(configuration("hardware=cpu"), machine(A100))
+    assert should_trace_memory(configuration("hardware=cpu", "device=cuda"), machine(A100))
 
 
 @pytest.mark.parametrize("profile", ["t4", "a100", "pair_11gb_8gb"])
@@ -394,6 +445,17 @@ def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str,
     made = make_plan(asked, here)
     assert [rank.device for rank in made.ranks] == [f"cuda:{index}" for index in range(8)]
     assert len(set(made.batch.shares)) == 1
+
+    two = configuration(
+        "hardware=h100", "parallelism=fsdp", "parallelism.world_size=16", "parallelism.shard_size=auto",
+        "global_batch_size=64",
+    )  # fmt: skip
+    made = make_plan(two, planning_inventory(two)[0])
+    assert ranks_per_machine(made.ranks) == (8, 8), "the profile describes machines of 8 GPUs"
+    job = ("launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=4", "parallelism=ddp", "global_batch_size=64")
+    submitted = configuration("hardware=h100", *job)
+    assert ranks_per_machine(make_plan(submitted, planning_inventory(submitted)[0]).ranks) == (4, 4)
+    assert made.choices["parallelism"].options["shard_size"] == 8
     mixed = configuration("hardware=pair_11gb_8gb", "parallelism=ddp", "parallelism.world_size=3")
     with pytest.raises(DeviceMissing):
         make_plan(mixed, planning_inventory(mixed)[0])

@@ -195,6 +195,15 @@ GLOO_ONLY = {
     "launch/test_two_nodes.py::test_a_rank_reports_a_port_used_by_another_program": "there is no process group yet",
     "launch/test_start.py::test_machines_whose_task_files_differ_end_with_78": "compared over gloo in any case",
     "launch/test_start.py::test_an_error_on_every_rank_is_reported_once": "there is no process group yet",
+    "launch/test_start.py::test_another_number_of_ranks_than_requested_is_reported_once": (
+        "there is no process group yet"
+    ),
+    "launch/test_start.py::test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory": (
+        "shared over gloo in any case"
+    ),
+    "distributed/test_network_interface.py::test_ranks_on_one_gpu_are_not_told_to_check_the_network": (
+        "there is no process group yet"
+    ),
     "launch/test_start.py::test_an_error_on_another_machine_is_reported_there": "there is no process group yet",
     "faults/test_environment.py::test_a_system_without_proc_is_reported": "there is no process group yet",
     "faults/test_limits.py::test_a_run_under_a_limit_works_or_ends_with_a_message": (

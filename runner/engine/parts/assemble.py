@@ -80,7 +80,7 @@ def assemble(
     _check_compile_caches(plan)
     stack.enter_context(private_compile_cache())
     world = world or World(torch.device(plan.device))
-    stack.enter_context(make_chosen(BACKENDS, choices["backend"], world.num_local_ranks))
+    stack.enter_context(make_chosen(BACKENDS, choices["backend"], world.num_sharing or world.num_local_ranks))
     attention: Attention = make_chosen(ATTENTIONS, choices["attention"], world.device)
     # For the whole run, because activation checkpointing recomputes forward passes in backward.
     stack.enter_context(attention.context())
