@@ -77,7 +77,7 @@ def predict_needs(
             ),
             Forecast(_with_auto_sizes(configuration), inventory, ranks) as forecast,
         ):
-            if _is_pipeline(plan) and not forecast.limit:
+            if _is_pipeline(plan) and not forecast.has_budget:
                 staged = _trace_pipeline(configuration, plan_with, plan, MemoryNeeds({}), alternatives=alternatives)
                 if staged.demands:
                     return staged

@@ -24,12 +24,13 @@ from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun, NotTraceable
 from runner.forecast.phase_tracer import PhaseTracer
 from runner.forecast.statistics_tracer import StatisticsTracer
+from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory, read_cpu
-from runner.plan.memory_fit import tensor_capacity
+from runner.plan.memory_fit import Demand, predict_memory
 from runner.plan.memory_trace import Blocks, Bytes, ComputeCost, Layer, ModelSizes, Traced, choose_recomputed_blocks
 from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice
-from runner.plan.run_plan import PhasePlan, Plan
+from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.workload.division import Batch
 
 Result = TypeVar("Result")
@@ -58,6 +59,7 @@ class Forecast:
     def __init__(
         self, configuration: Configuration, inventory: Inventory, ranks: Sequence[RankDevice] | None = None
     ) -> None:
+        self.configuration = configuration
         full_plan = make_plan(configuration, inventory, ranks)
         self.shares = {phase.name: max(phase.batch.shares) for phase in full_plan.phases}
         # One process of the run, with the number format of all ranks.
@@ -70,7 +72,8 @@ class Forecast:
         self.is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if self.is_gpu else nullcontext
         self.plan = plan_for_host(plan)
-        self.limit = _budget_limit(full_plan)
+        self.full_plan = full_plan
+        self.has_budget = _has_budget(full_plan)
         self.has_buckets = full_plan.choices["parallelism"].uses("ddp") and full_plan.world_size > 1
         self.phases = self.plan.selected
         self._stack = ExitStack()
@@ -95,7 +98,7 @@ class Forecast:
             warnings.simplefilter("ignore")
             statistics = [self._trace_statistics(phase, micro_batch_size) for phase in phases if phase.kind == "fit"]
         training = [phase for phase in phases if phase.kind == "train"]
-        if training and self.limit:
+        if training and self.has_budget:
             return [*statistics, *self._trace_with_budget(micro_batch_size)]
         return [*statistics, *self._trace_phases(training, micro_batch_size)]
 
@@ -108,12 +111,34 @@ class Forecast:
                 known[blocks] = self._trace_phases(phases, micro_batch_size, blocks)
             return known[blocks]
 
-        def takes(blocks: Blocks) -> int:
-            return max(traced.peak.total + traced.model.trained * self.has_buckets for traced in trace_with(blocks))
+        def excess(blocks: Blocks) -> int:
+            return max(map(self._excess_bytes, trace_with(blocks)))
 
         largest = max(trace_with(()), key=lambda traced: traced.peak.total)
-        chosen = choose_recomputed_blocks(largest.blocks, takes, self.limit)
+        chosen = choose_recomputed_blocks(largest.blocks, excess, 0)
         return [dataclasses.replace(traced, recompute=chosen) for traced in trace_with(chosen)]
+
+    def _excess_bytes(self, traced: Traced) -> int:
+        """Return by how many bytes the predicted memory exceeds that of the device; of all ranks, the largest number.
+
+        Options of fsdp that are `auto` count as those that need the least memory, because the plan then chooses these.
+        """
+        plan, choices = self.full_plan, self.configuration.choices
+        demand = Demand.from_traces([traced], AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
+        phase = plan.phase(traced.phase)
+        assert phase is not None, "phases of the plan are traced"
+        part = rank_part(plan.choices["parallelism"], phase)
+        automatic = {key for key, value in choices["parallelism"].options.items() if value == "auto"}
+        part = dataclasses.replace(
+            part,
+            gathers_model=part.gathers_model and "evaluation" not in automatic,
+            shards_gradients=part.shards_gradients or "gradients" in automatic,
+        )
+        predictions = [
+            predict_memory(demand, traced.micro_batch_size, rank, part.for_rank(number))
+            for number, rank in enumerate(plan.ranks)
+        ]
+        return max(prediction.total - prediction.capacity for prediction in predictions if prediction.capacity)
 
     def _trace_phases(self, phases: Sequence[PhasePlan], size: int, recompute: Blocks = ()) -> list[Traced]:
         with warnings.catch_warnings():
@@ -248,12 +273,10 @@ def has_room(model: nn.Module) -> bool:
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
 
-def _budget_limit(plan: Plan) -> int:
+def _has_budget(plan: Plan) -> bool:
     memory = plan.choices["memory"]
-    if not memory.uses("budget") or memory.options["recompute"] != "auto":
-        return 0
-    known = [tensor_capacity(rank) for rank in plan.ranks if rank.capacity_bytes]
-    return min(known, default=0)
+    is_automatic = memory.uses("budget") and memory.options["recompute"] == "auto"
+    return is_automatic and any(rank.capacity_bytes for rank in plan.ranks)
 
 
 def plan_for_host(plan: Plan) -> Plan:

@@ -26,7 +26,6 @@ PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
 RUNNING_SUM_BYTES = 1024  # bytes; losses and counts of earlier micro-batches
 MAX_TRACED_MICRO_BATCHES = 64  # more micro-batches need no more memory with 1f1b, and proportionally more with gpipe
-ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modeled
 
 
 @dataclass(frozen=True)
@@ -429,12 +428,6 @@ def may_fit(prediction: MemoryPrediction, overrides: Sequence[str]) -> bool:
         }.get(key, prediction.total)
     tensors = prediction.total - parts["libraries"] - parts["allocator"]
     return not prediction.capacity or max(0, tensors - saved) + parts["libraries"] <= prediction.capacity
-
-
-def tensor_capacity(rank: RankDevice) -> int:
-    """Return the approximate capacity for tensors, without libraries and allocator overhead."""
-    share = (1 + rank.unseen) * (1 + ALLOCATOR_OVERHEAD) if rank.is_gpu else 1.0
-    return max(1, int((rank.capacity_bytes - rank.overhead_bytes) / share))
 
 
 def largest_micro_batch(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | None = None) -> int:

@@ -243,8 +243,29 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
             again = traced("memory=budget", f"memory.recompute={[*result.recompute]}".replace(" ", ""))
             assert again.peak == result.peak
     assert counts[0] == 0 < counts[1] < counts[2] <= 4
-    ranks = traced("memory=budget", f"memory.limit_gib={(most + beside) / 2**30!r}", "parallelism=ddp")
+    ranks = traced("memory=budget", f"memory.limit_gib={2 * (most + beside) / 2**30!r}", "parallelism=ddp")
     assert len(ranks.recompute) == 1, "buckets for the gradients need memory, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "fsdp parallelism.evaluation=sharded parallelism.gradients=full"]
+)
+def test_a_block_is_recomputed_only_if_the_rank_is_predicted_not_to_fit_without_it(script, tmp_path, strategy):
+    file = tmp_path / "stacked.py"
+    file.write_text(STACKED)
+    gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 2**34, capability=(9, 0)) for index in range(4))
+    here = replace(script.HERE, devices=gpus)
+    args = ("micro_batch_size=4", "global_batch_size=32", "precision=fp32", *f"parallelism={strategy}".split())
+    needs = run_in_subprocess(predict_needs, compose(Request(args, file)), here)
+    total = make_plan(compose(Request(args, file)), here, needs=needs).memory[0].prediction.total
+
+    def num_recomputed(limit: int) -> int:
+        budget = ("memory=budget", f"memory.limit_gib={limit / 2**30!r}")
+        (traced,) = forecast(compose(Request((*args, *budget), file)), here, [4])
+        return len(traced.recompute)
+
+    assert num_recomputed(total) == 0 < num_recomputed(total - 2**10)
 
 
 @pytest.mark.slow
