@@ -50,6 +50,7 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
         Console().warning(f"{what}; accel-run train -m trains each of them once")
     placement = place_trials(configurations, options.together, num_trials)
     with open_sweep("search", fixed, configurations[0], options, axes) as (directory, sweep):
+        axes = tuple(axis.as_recorded(sweep.record.space[axis.key]) for axis in axes)
         study = Study(sweep, axes, directory.name, seed=configurations[0].settings.seed)
         sweep.trials = study.load_trials(sweep.trials)
         deadline = time.monotonic() + budget_s

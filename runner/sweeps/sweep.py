@@ -144,6 +144,7 @@ def open_sweep(
     with RunDirectory.create_or_open(settings.root, name, for_sweep=True) as directory:
         early = settings.early_stopping
         earlier = Sweep.read(directory.path)
+        axes = [axis.as_recorded(earlier.record.space.get(axis.key, "")) for axis in axes]
         overrides = (*fixed.overrides, *varied, *(value for axis in axes for value in axis.values))
         record = SweepRecord(
             kind=kind,
@@ -325,7 +326,8 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
 def _find_named_runs(overrides: Sequence[str], root: Path, earlier: Mapping[str, str]) -> dict[str, str]:
     """Return override -> the override with the folder of the run that it names; unchanged ones are left out.
 
-    earlier  result when the sweep started; it applies while the folder exists, because trials change which run is last
+    earlier  result when the sweep started. It applies while the folder exists, and to `last` also if it does not,
+             because trials change which run is last
     """
     found = dict(zip(overrides, resolve_run_names(overrides, root), strict=True))
     for override in found:

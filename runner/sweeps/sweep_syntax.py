@@ -53,6 +53,12 @@ class SearchSpace:
         step = self.step or float(self.is_integer)
         return len(self.values) or (1 + round((self.high - self.low) / step) if step else math.inf)
 
+    def as_recorded(self, text: str) -> SearchSpace:
+        """Return the space with numbers in Python's notation if `text` describes it so, as earlier versions did."""
+        pairs = [value.partition("=") for value in self.values]
+        plain = replace(self, values=tuple(f"{key}={plain_number(number)}" for key, _, number in pairs))
+        return plain if str(plain) == text else self
+
     def format_override(self, value: float | str) -> str:
         """Return the override with this value; continuous numbers are rounded for readability."""
         text = value if isinstance(value, str) else f"{value:.0f}" if self.is_integer else f"{value:.6g}"
@@ -206,8 +212,9 @@ def _as_typed(override: Override, values: list[str]) -> list[str]:
     if "CHOICE_SWEEP" not in _kind(override):
         return values
     parts = map(str.strip, re.split(r"[,()]", _text(override).partition("=")[2]))
-    typed = {number: part for part in parts if (number := plain_number(part)) != part}
-    pairs = (value.partition("=") for value in values)
+    pairs = [value.partition("=") for value in values]
+    texts = {text for _, _, text in pairs}  # Hydra keeps some as typed, such as 007 next to 7
+    typed = {number: part for part in parts if (number := plain_number(part)) != part and part not in texts}
     return [f"{key}={typed.get(text, text)}" for key, _, text in pairs]
 
 

@@ -52,6 +52,7 @@ TASK = Path(__file__).parent / "task_of_trials.py"
         ("task.act=1e-3,2.50", "1e-3 2.50"),
         ("task.act=choice(x, 1e-3, 007)", "x 1e-3 007"),
         ("task.act=sort(2.50,1e-3)", "1e-3 2.50"),
+        ("task.act=7,007,1e-3", "7 007 1e-3"),
         ("optimizer.lr=1e-3,2.50", "0.001 2.5"),
         ("optimizer.lr=1e-3,-1", "0.001 -1"),
     ],

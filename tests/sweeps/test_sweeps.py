@@ -291,6 +291,16 @@ def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: For
 
 
 @pytest.mark.slow
+def test_a_search_of_an_earlier_version_keeps_its_texts(server: ForkServer, tmp_path: Path) -> None:
+    """It passed 0.001 to a text setting for 1e-3."""
+    needs_optuna()
+    assert run(server, ["search", "task.act=0.001,2.5", "trials=1", *TASK], tmp_path)[0] == 0
+    code, _, err = run(server, ["search", "task.act=1e-3,2.50", "trials=2", *TASK], tmp_path)
+    assert code == 0, err
+    assert {row["task.act"] for row in rows(tmp_path)} <= {"0.001", "2.5"}
+
+
+@pytest.mark.slow
 def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     args = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]

@@ -95,6 +95,7 @@ def test_a_page_is_rewritten_while_jobs_are_in_the_queue(
     assert len(waits) == num_waits
 
 
+@pytest.mark.slow
 def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     (folder / "lr-3" / "run.json").write_text(
         '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'
