@@ -13,6 +13,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,16 +249,21 @@ def _token_shards(folder: Path, vocab_size: int) -> Corpus:
 def _walk(root: Path, excluded: frozenset[str], *, follow_links: bool = False) -> list[Document]:
     """Return the files below `root` that are neither hidden nor empty, in order of their names.
 
-    follow_links  also read folders that are links, each folder once
+    follow_links  also read folders that are links, unless they are read under another name
     """
-    documents, seen = [], {root.resolve()}
-    for folder, subfolders, files in os.walk(root, followlinks=follow_links):
-        kept = sorted(name for name in subfolders if name not in excluded and not name.startswith("."))
-        targets = {name: (Path(folder) / name).resolve() for name in kept}
-        subfolders[:] = [name for name in kept if targets[name] not in seen]
-        seen.update(targets.values())
-        paths = [Path(folder) / name for name in files if not name.startswith(".")]
-        documents += [Document(path.relative_to(root).as_posix(), path) for path in paths if _has_content(path)]
+    documents, seen, starts = [], set(), deque([root])
+    while starts:  # links after all other folders, whose names determine the splits of their documents
+        for folder, subfolders, files in os.walk(starts.popleft()):
+            here = Path(folder)
+            if here.resolve() in seen:
+                subfolders.clear()
+                continue
+            seen.add(here.resolve())
+            subfolders[:] = sorted(name for name in subfolders if name not in excluded and not name.startswith("."))
+            if follow_links:
+                starts += [here / name for name in subfolders if (here / name).is_symlink()]
+            paths = [here / name for name in files if not name.startswith(".")]
+            documents += [Document(path.relative_to(root).as_posix(), path) for path in paths if _has_content(path)]
     return sorted(documents, key=lambda document: document.name)
 
 

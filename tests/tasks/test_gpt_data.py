@@ -276,9 +276,11 @@ def test_linked_folders_are_read_once_and_a_broken_link_is_named(folder: Path, t
     (tmp_path / "more" / "text.txt").write_text("more")
     (folder / "more").symlink_to(tmp_path / "more")
     (folder / "odd" / "parent").symlink_to(folder)
+    (folder / "alias").symlink_to(folder / "odd")  # read before its target, it would rename documents of another split
     names = [document.name for document in user_documents(folder)]
     assert len(names) == 81
     assert "more/text.txt" in names
+    assert not any(name.startswith("alias/") for name in names)
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
     with pytest.raises(InputMissing, match=r"gone\.txt is a link"):
         user_documents(folder)
