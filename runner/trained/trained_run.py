@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.task import Progress
+from runner.base.task import Progress, Task
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, format_override, merge_overrides, override_key
 from runner.distributed.world import World
@@ -161,7 +162,10 @@ def broadcast_name(source: ModelSource, world: World) -> ModelSource:
 def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> TrainedModel:
     """Load the weights of `weights=`; results go to a run directory without training."""
     settings, world = plan.settings, parts.world
-    message = load_initial_weights(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
+    load_given = partial(
+        load_initial_weights, settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])
+    )
+    message = load_given()
     path = settings.root / source.name
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
@@ -172,6 +176,8 @@ def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Consol
     # in the unit that is not set would depend on the data.
     total = phase.updates or 1
     _begin(parts, Progress(phase.name, total, total, float(phase.epochs or 0)))
+    if type(parts.task).begin_update is not Task.begin_update:
+        load_given()  # again: a buffer that it sets has its trained value in the weights
     console.info(f"{source.name}: {message}")
     return TrainedModel(directory, plan, parts, phase.name, 0)
 

@@ -23,6 +23,8 @@ from runner.trained.trained_run import load_trained_model, open_trained
 from tests.forkserver import ForkServer
 
 TASK = """
+import torch
+
 from tests.engine.task_of_averages import Regression
 
 SETTINGS = {"global_batch_size": 8}
@@ -38,6 +40,7 @@ class Noted(Regression):
     def __init__(self):
         super().__init__()
         self.calls = []
+        self.model.register_buffer("moved", torch.zeros(()))
 
     def begin_phase(self, phase):
         super().begin_phase(phase)
@@ -45,6 +48,7 @@ class Noted(Regression):
 
     def begin_update(self, progress):
         self.calls.append(progress)
+        self.model.moved.fill_(10.0 * (progress.phase == "two") + progress.update + progress.epoch)
 """
 
 
@@ -89,6 +93,15 @@ def test_given_weights_are_opened_at_the_end_of_the_last_phase(
     weights = f"weights={folder / 'w.safetensors'}"
     request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", *length)
     assert calls_of(request) == ["two", progress]
+
+
+def test_a_buffer_that_the_task_moves_has_its_value_in_given_weights(folder: Path) -> None:
+    """The runner does not know after which update given weights were written."""
+    weights = f"weights={folder / 'w.safetensors'}"
+    with ExitStack() as stack:
+        request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", "phase.two.epochs=2")
+        model = open_trained(request, Console(level="warning"), stack, None).parts.bare
+        assert float(model.moved) == 10 + 3 + 3 * 8 / 64
 
 
 def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
