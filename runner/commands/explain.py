@@ -128,8 +128,9 @@ def _override_for(key: str, request: Request) -> str:
     group = name.partition(".")[0]
     given = {override_key(arg): arg for arg in request.overrides}
     entries = [known for known in given if known.startswith((f"{key}.", f"{name}."))]  # of a mapping
-    lengths = LENGTHS if name in LENGTHS else ()
-    candidates = (key, name, *lengths, *entries, key[: len(key) - len(name)] + group, group)
+    prefix = key.removesuffix(name)
+    lengths = [before + length for before in (prefix, "") for length in LENGTHS] if name in LENGTHS else []
+    candidates = (key, name, *lengths, *entries, prefix + group, group)
     return next((given[known] for known in candidates if known in given), "an option of it")
 
 

@@ -55,6 +55,10 @@ optimizer.lr_scales = {head:0.1}
   set by the command line (optimizer.lr_scales.head=0.1)
   meaning: module or parameter name -> factor on its learning rate; the longest matching name applies
 """,
+    "phase.train.updates task=hyperspectral phase.train.epochs=3 epochs=4": """\
+phase.train.updates = null
+  set by the command line (phase.train.epochs=3)
+""",
     "optimizer.lr --task my_task.py": """\
 optimizer.lr = 0.02
   set by the task (FOLDER/my_task.py)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -139,8 +138,9 @@ def gradient_norm(run: RunData) -> Drawing | str:
 
 
 def _clipping_norm(run: RunData) -> float | None:
-    """Return the clipping threshold of all phases; None if there is none, or if they have different ones."""
-    of_phases = [value for key, value in run.settings.items() if _PHASE_CLIPPING.fullmatch(key)]
+    """Return the clipping threshold of the phases that ran; None if there is none, or if they have different ones."""
+    keys = [f"phase.{phase}.max_grad_norm" for phase in run.curves.phases]
+    of_phases = [run.settings[key] for key in keys if key in run.settings]
     first, *others = of_phases or [run.settings.get("max_grad_norm")]
     return float(first) if is_number(first) and all(value == first for value in others) else None
 
@@ -185,7 +185,6 @@ def step_time(run: RunData) -> Drawing | str:
     return Drawing(figure, f"time of updates by part: {shares_text}", note, curves)
 
 
-_PHASE_CLIPPING = re.compile(r"phase\.[^.]+\.max_grad_norm")
 _MAX_LIMIT_RATIO = 2.0  # the clipping threshold is drawn if it is below this multiple of the upper limit of the y axis
 _STACK_POINTS = 160
 _MAX_METRICS = 6

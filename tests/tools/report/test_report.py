@@ -165,7 +165,7 @@ def test_the_clipping_norm_is_that_of_the_phases(
 ) -> None:
     messages = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
     phases = {name: {"max_grad_norm": norm} for name, norm in zip(("base", "tune"), norms, strict=True)}
-    config = json.dumps({"max_grad_norm": 0.7, "phase": phases})
+    config = json.dumps({"max_grad_norm": 0.7, "phase": phases | {"skipped": {"max_grad_norm": 0.6}}})
     make_run(tmp_path, "mine", metrics__jsonl=messages, config__yaml=config)
     drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
     assert isinstance(drawn, Drawing)
