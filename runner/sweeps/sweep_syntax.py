@@ -187,6 +187,7 @@ def plain_number(text: str) -> str:
     return text
 
 
+@cache_config_files()
 def _keep_texts(parsed: Sequence[Override], choices: Sequence[list[str]], fixed: Request) -> list[list[str]]:
     """Return the choices, with numbers as typed where the setting is a text, as in a run without a sweep.
 
