@@ -278,7 +278,9 @@ class SlowLinear(nn.Linear):
             self.weight.mul_(100)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight / 100)
+        # With parallelism=fsdp, the weight is a DTensor in `begin_update`, which is not a forward pass of the model.
+        full_tensor = getattr(self.weight, "full_tensor", None)
+        return F.linear(x, (full_tensor() if full_tensor else self.weight) / 100)
 
 
 def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:

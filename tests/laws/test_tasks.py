@@ -375,6 +375,25 @@ def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callabl
     run_ranks(lambda world: updated(world, fresh(case), strategy=fsdp, shares=(9, 7)).check_is(whole), 2)
 
 
+def test_sharding_the_model_does_not_change_the_moving_center_of_svdd() -> None:
+    """`begin_update` calls the network outside a forward pass of the model, where each rank has a part of it."""
+    from runner.tasks.hyperspectral.model import DeepSVDD
+
+    def center(world: World) -> list[float]:
+        torch.manual_seed(0)
+        model = DeepSVDD(5)
+        model.reference.normal_()
+        fsdp(world).wrap(model, (), [])
+        model.begin_update(Progress("train", 1, 9, 0.0))
+        values: list[float] = model.centre.tolist()
+        return values
+
+    (whole,) = run_ranks(center, 1)
+    for sharded in run_ranks(center, 2):
+        assert sharded == pytest.approx(whole)
+    assert whole != pytest.approx([32**-0.5] * 32)  # it has moved
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", PIPELINED)
 def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
