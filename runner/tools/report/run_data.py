@@ -36,7 +36,8 @@ from runner.records.run_record import ErrorRecord, RunRecord
 class Curve:
     """A metric from metrics.jsonl over all updates of the run: x (N,) updates, y (N,) values.
 
-    A null, which stands for a value that is not finite or not known, is NaN.
+    A null of a loss, a gradient norm or a metric, which is not finite or has no items, is NaN. Other nulls, such as the
+    throughput of a first update, were not measured, and are left out.
     """
 
     x: Sequence[float]
@@ -263,7 +264,7 @@ def _read_curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
         if isinstance(row.get("balance/shares"), list):
             shares.append((at, tuple(value for value in row["balance/shares"] if type(value) is int)))
         for key, value in row.items():
-            number = math.nan if value is None else value
+            number = math.nan if value is None and key.startswith(_COMPUTED) else value
             if key not in ("update", "phase") and (key in columns or len(columns) < _MAX_KEYS) and is_number(number):
                 x, y = columns.setdefault(key, (array("d"), array("d")))
                 x.append(at)
@@ -342,6 +343,7 @@ def updates_per_row(updates: Sequence[float]) -> Iterator[float]:
 
 
 _DEFAULT_ROOT = "outputs"  # default of output_root=
+_COMPUTED = ("train/", "val/")  # beginning of the names of losses, gradient norms and metrics
 _MAX_VALUE = 1e100  # larger values are drawn as infinite, because axes overflow near the largest float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
 _MAX_KEYS = 400  # maximum number of metrics that are read from metrics.jsonl

@@ -280,6 +280,15 @@ def test_values_that_are_not_finite_at_the_end_are_reported(tmp_path: Path) -> N
         assert figure in drawing.note
 
 
+def test_a_row_without_a_measured_throughput_is_not_reported_as_not_finite(tmp_path: Path) -> None:
+    """The first update of a process is not timed, so it has null."""
+    content = [
+        {"update": at, "phase": "train", "perf/items_per_s": rate} for at, rate in ((1, None), (2, 9.0), (3, None))
+    ]
+    make_run(tmp_path, "mine", metrics__jsonl=content)
+    assert [*read_run_data(RunDirectory.find(tmp_path, "mine")).curves["perf/items_per_s"].y] == [9.0]
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_the_page_says_that_a_row_is_a_mean_of_updates(every: int, tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine")
