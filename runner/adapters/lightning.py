@@ -73,6 +73,7 @@ class LightningTask(Task):
         self._metric_names: dict[str, int] = {}  # reported name -> index of the metric, known after the first batch
         self._not_logged: set[int] = set()  # indices of metrics that a step of this evaluation has not logged
         self._num_begun = 0  # calls of `begin_update`
+        self._epoch: int | None = None  # of the last `begin_update` of this phase
         self._uses_weights = False
         self._loaders: dict[str, Any] = {}
         self._loader_collate: Callable[[Sequence[Any]], Any] | None = None  # what `collate` was set to
@@ -149,6 +150,7 @@ class LightningTask(Task):
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
+        self._epoch = None
         _set_device(self.module)
         self._call("on_fit_start")
         self._call("on_train_start")
@@ -157,9 +159,9 @@ class LightningTask(Task):
         self._num_begun += 1
         if self._num_begun == 2:  # not at the first call: inference calls it, too, and has no optimizer
             self._warn_unused()
-        trainer, epoch = self.trainer, int(progress.epoch)
-        is_new, trainer.current_epoch, trainer.global_step = epoch != trainer.current_epoch, epoch, progress.update
-        if is_new or not progress.update:
+        is_new, self._epoch = int(progress.epoch) != self._epoch, int(progress.epoch)
+        self.trainer.current_epoch, self.trainer.global_step = self._epoch, progress.update
+        if is_new:
             self._call("on_train_epoch_start")
 
     def _warn_unused(self) -> None:

@@ -97,6 +97,18 @@ def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
     assert calls == [*names, "on_train_epoch_start"]
 
 
+def test_an_epoch_begins_also_in_a_process_that_resumes_within_it() -> None:
+    from runner.base.task import Progress
+
+    calls: list[int] = []
+    task = LightningTask(with_methods(on_train_epoch_start=lambda self: calls.append(self.trainer.global_step)))
+    configured_optimizer(list(task.model.named_parameters()))
+    task.begin_phase("train")
+    for update in (1, 1, 2):
+        task.begin_update(Progress("train", update, 4, update / 4))
+    assert calls == [1]
+
+
 def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
     from runner.base.task import Progress
 
