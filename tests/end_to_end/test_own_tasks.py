@@ -85,7 +85,7 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
         ("return [optimizer], [", "return [optimizer, optimizer], [", "OBJECTIVES"),
         ("StepLR(optimizer, step_size=2, gamma=0.5)", "ReduceLROnPlateau(optimizer)", "plateau"),
         ("def training_step", "def train_step", "training_step"),
-        ("(self(x).argmax(1) == y).float().mean()", "nn.Identity()", "metrics(split)"),
+        ("(self(x).argmax(1) == y).float().mean()", "nn.Identity()", "metrics and evaluate"),
         ("lr=0.01", "lr=0.01 * self.trainer.unknown", "unknown"),
     ],
 )  # fmt: skip

@@ -230,7 +230,7 @@ def test_ranks_stop_together_and_the_rank_is_named(
 
 STAGES = {
     "samples": "on rank 0, samples that are not finite: ",
-    "module": "at update 12: on rank 0, the stages of a pipeline are not searched",
+    "module": "at update 12: on rank 0, all samples are finite; the modules of a pipeline are not searched",
 }
 
 

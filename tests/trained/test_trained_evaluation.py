@@ -187,13 +187,13 @@ def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path
     assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
-def test_given_weights_are_used_as_before_the_first_update(server: ForkServer, tmp_path: Path) -> None:
+def test_given_weights_are_used_as_at_the_end_of_the_phase(server: ForkServer, tmp_path: Path) -> None:
     save_file(build().model.state_dict(), tmp_path / "w.safetensors")
     begun = (
-        "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update, progress.epoch\n"
+        "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update - progress.total\n"
     )
     text = TASK.read_text().replace("    def loss(", f"{begun}\n    def loss(")
-    shown = '"begun": (float(self.begun == ("train", 0, 0.0)) * len(batch[0]), len(batch[0]))'
+    shown = '"begun": (float(self.begun == ("train", 0)) * len(batch[0]), len(batch[0]))'
     (tmp_path / TASK.name).write_text(text.replace('        return {"loss"', f'        return {{{shown}, "loss"'))
     given = ("--task", TASK.name, "weights=w.safetensors", *ON_CPU)
     assert evaluated(server, tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1

@@ -48,13 +48,15 @@ class EarlyStopping(Hook):
             self.num_bad += 1
 
     def state_dict(self) -> dict[str, Any]:
-        ranking = {"metric": self.settings.metric, "best_is": self.settings.best_is}
-        return {"best": self.best, "num_bad": self.num_bad, **ranking}
+        return {"best": self.best, "num_bad": self.num_bad, **self._ranking()}
 
     def load_state_dict(self, state: Any) -> None:
-        ranking = [state.get(key, getattr(self.settings, key)) for key in ("metric", "best_is")]
-        if ranking == [self.settings.metric, self.settings.best_is]:  # else `resume_allow` has permitted another metric
+        # A difference means that `resume_allow` has permitted another metric. Older checkpoints do not name it.
+        if all(state.get(key, value) == value for key, value in self._ranking().items()):
             self.best, self.num_bad = state["best"], int(state["num_bad"])
+
+    def _ranking(self) -> dict[str, str]:
+        return {"metric": self.settings.metric, "best_is": self.settings.best_is}
 
     def end(self) -> None:
         if self.ends_phase and not self._was_over:
