@@ -2,7 +2,7 @@
 
 A cell is one combination of settings, interruptions and changes on resume (see tests/faults/cells.py). By default, the
 tests run a few cells (one process, ddp, and one other strategy) and one seeded case of each parametrized test. The long
-form runs 2,000 random combinations.
+form runs 2,000 random combinations, in two parts.
 """
 
 from __future__ import annotations
@@ -362,29 +362,30 @@ def distance(result: Result, wanted: Result) -> float:
 def format_command(cell: Cell) -> str:
     """Return a shell command that reruns one cell."""
     named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
-    test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one"
-    return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest {test}"
+    test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one[0]"
+    return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest '{test}'"
 
 
-def cells(count: int, is_covering: bool) -> list[Cell]:
+def cells(count: int, part: int, is_covering: bool) -> list[Cell]:
     """Return the cell named by ACCEL_RUN_CELL, a few cells that cover many pairs of levels, or many random cells."""
     named = os.environ.get("ACCEL_RUN_CELL")
     if named:
         number, _, levels = named.partition(":")
         return [Cell(tuple(levels.split("|")), int(number))]
-    rng = random.Random(f"matrix {SEED}")
+    rng = random.Random(f"matrix {SEED} {part}")
     if is_covering:
         return covering(rng, count, num_courses=min(count, 12) if count >= MIN_CELLS else 3)
     # sorted, so that cells with the same course are adjacent
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_interrupted_run_equals_an_uninterrupted_one(
-    server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
+    part: int, server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
-    count = amount(5, 2000)
-    chosen = cells(count, is_covering=count <= 60)
+    count = amount(3, 1000)
+    chosen = cells(count, part, is_covering=count <= 60)
     bad = []
     for cell in chosen:
         try:
@@ -415,7 +416,7 @@ def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
     To kill 300 runs: `scripts/faults.sh --count 300 --seed N drawing_runs`.
     """
     matrix = Matrix(server, fast_disk, tally)
-    chosen = cells_whose_readers_change(random.Random(f"draws {SEED}"), amount(2, 300))
+    chosen = cells_whose_readers_change(random.Random(f"draws {SEED}"), amount(1, 300))
     bad = []
     for cell in chosen:
         try:

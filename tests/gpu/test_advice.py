@@ -10,7 +10,7 @@ import pytest
 from tests.forkserver import ForkServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
-PLANTED = Path(__file__).parents[1] / "measure" / "planted"
+PLANTED = Path(__file__).parents[1] / "tools" / "measure" / "planted"
 
 
 @pytest.mark.parametrize(

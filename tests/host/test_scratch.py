@@ -104,6 +104,7 @@ def test_a_process_that_has_sent_tensors_to_a_spawned_worker_ends_without_an_err
     assert not done.stderr
 
 
+@pytest.mark.slow
 def test_the_default_that_torch_sets_is_not_a_given_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import of torch._dynamo sets it: parallelism=fsdp imports it before the ranks start."""
     monkeypatch.delenv(VARIABLES[0])
