@@ -163,12 +163,9 @@ def _allocate_pages(size: int, device: torch.device) -> Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot allocate {size / 2**20:.0f} MiB of host memory for a copy of the state") from error
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            try:
-                memory.madvise(getattr(mmap, advice))
-            except OSError:  # no huge pages on this system
-                continue
+    memory.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # no huge pages on this system
+        memory.madvise(mmap.MADV_HUGEPAGE)
     chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps a reference to `memory`
     # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, caches it, and forked children copy it.
     if get_accelerator(device).page_lock(chunk.data_ptr(), chunk.numel()):

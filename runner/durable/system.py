@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 from pathlib import Path
 
@@ -31,9 +30,8 @@ class System:
 
     def begin_write_back(self, descriptor: int, start: int, length: int) -> None:
         """Start asynchronous write-back of these bytes of the file; only a hint."""
-        if hasattr(os, "posix_fadvise"):  # not available on macOS
-            # Linux starts to write dirty pages on this advice. Python has no sync_file_range, which is the direct call.
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+        # Linux starts to write dirty pages on this advice. Python has no sync_file_range, which is the direct call.
+        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, descriptor: int, length: int) -> None:
         """Truncate the file to `length` bytes."""
@@ -41,10 +39,7 @@ class System:
 
     def fsync(self, descriptor: int) -> None:
         """Sync the content of the file, or the names in the folder, to disk."""
-        if hasattr(fcntl, "F_FULLFSYNC"):  # on macOS, fsync does not flush the drive's cache
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(descriptor)
+        os.fsync(descriptor)
 
     def sync_file_system(self, descriptor: int) -> None:
         """Sync all files of the descriptor's file system. Raises OSError if there is no such call.

@@ -12,13 +12,11 @@ from runner.base.paths import PACKAGE
 
 
 def die_with_parent(parent: int | None = None, by: int = signal.SIGKILL) -> None:
-    """Have the kernel send a signal to this process when the thread that started it ends (Linux only).
+    """Have the kernel send a signal to this process when the thread that started it ends.
 
     parent  PID of the parent process; if it has already exited, this process is killed at once. None: unknown
     by      the signal; one that the process handles gives it time to save
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     # The parent may have exited before prctl, in which case the kernel sends no signal.
     if parent is not None and os.getppid() != parent:

@@ -150,7 +150,7 @@ def take_inventory() -> Inventory:
     this process and it can still be forked.
     Raises SystemLimit if Linux has no /proc, which has the information about memory, cores and processes.
     """
-    if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
+    if not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
         raise SystemLimit("cannot be read, but is needed for memory and process information", where="/proc", fix=fix)
     from runner.base import accelerator  # reading a plan from a file must not import torch
