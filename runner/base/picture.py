@@ -18,13 +18,9 @@ def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
 
 def notebook_figure() -> Any:
     """Return an empty matplotlib Figure that a notebook shows, without pyplot's global state."""
-    from matplotlib.figure import Figure
-
-    class ShownFigure(Figure):  # type: ignore[misc]
-        def _repr_png_(self) -> bytes:
-            return encode_png(self)
-
-    return ShownFigure(figsize=(8.0, 4.5), layout="constrained", dpi=120)
+    figure = new_figure()
+    figure._repr_png_ = lambda: encode_png(figure)
+    return figure
 
 
 def encode_png(figure: Any) -> bytes:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import struct
-import zlib
+import io
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-_COLORS = {1: 0, 3: 2}  # channels -> color type of PNG
 
 
 def parse_number(name: str, value: Tensor | float) -> float:
@@ -43,11 +40,18 @@ def encode_png(images: Tensor) -> list[bytes]:
     stack = images.detach()
     while stack.ndim < 4:
         stack = stack[None]
-    if stack.ndim != 4 or stack.shape[1] not in _COLORS or not stack[0].numel() or images.ndim < 2:
+    if stack.ndim != 4 or stack.shape[1] not in (1, 3) or not stack[0].numel() or images.ndim < 2:
         raise ValueError(f"images must be (B, C, H, W) with C of 1 or 3, (C, H, W) or (H, W), not {(*images.shape,)}")
     if stack.dtype != torch.uint8:
         stack = stack.float().clamp(0, 1).mul(255).round().to(torch.uint8)
-    return [_encode_image(image) for image in stack.permute(0, 2, 3, 1).cpu()]
+    from PIL import Image  # slow to import
+
+    encoded = []
+    for pixels in stack.permute(0, 2, 3, 1).cpu().numpy():  # (H, W, C), or (H, W) for gray
+        buffer = io.BytesIO()
+        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
+        encoded.append(buffer.getvalue())
+    return encoded
 
 
 def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
@@ -55,16 +59,3 @@ def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
     finite = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(finite[finite.isfinite()].numpy(), bins)
     return edges.tolist(), counts.tolist()
-
-
-def _encode_image(pixels: Tensor) -> bytes:
-    """Encode bytes (H, W, C) as PNG. Source: W3C, Portable Network Graphics, third edition, sections 5 and 11."""
-    height, width, channels = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
-    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)
-    data = zlib.compress(lines.numpy().tobytes())
-    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        for kind, content in chunks
-    )
