@@ -273,7 +273,7 @@ def muon(
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
     _refuse_shards(parameters, "muon")
-    if problems := _unmatched_problems(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for"):
+    if problems := unmatched_problems(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for"):
         raise ConfigError(problems)
 
     def rule(name: str, parameter: nn.Parameter) -> str:
@@ -437,13 +437,10 @@ def _groups(
 ) -> list[dict[str, Any]]:
     names = [name for name, _ in parameters]
     assert len(set(names)) == len(names), "each parameter has one name"
-    problems = _unmatched_problems(lr_scales, names, "optimizer.lr_scales")
+    problems = unmatched_problems(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
-        problems.append(
-            Problem(
-                "the model has no parameter to train: all are frozen", "optimizer", "set requires_grad=True for one"
-            )
-        )
+        what = "the model has no parameter to train: all are frozen"
+        problems.append(Problem(what, "optimizer", "set requires_grad=True for one"))
     if problems:
         raise ConfigError(problems)
     # As few groups as possible: foreach and fused kernels run once per group.
@@ -470,9 +467,12 @@ def _groups(
     return list(groups.values())
 
 
-def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
+def unmatched_problems(
+    prefixes: Iterable[str], names: Sequence[str], key: str, kind: str = "trainable parameters"
+) -> list[Problem]:
+    """Return a problem for each prefix that matches no name; see `suggest_module` for `kind`."""
     return [
-        Problem(f"no parameter has a name that starts with {prefix}", key, suggest_module(prefix, names))
+        Problem(f"no parameter has a name that starts with {prefix}", key, suggest_module(prefix, names, kind))
         for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]

@@ -186,13 +186,13 @@ def check_loss_is_sum(
         verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch, elements), split).compare()
         if first.is_counted:
             verdict = verdicts.pop("loss")
-            fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
+            fault = _sum_fault("loss() returns", "the loss", verdict, loss, parts) if verdict.is_fault else None
             reason = verdict.reason
             warning = _deviation_warning(verdict.values) if verdict.deviates and verdict.values else ""
             for name, verdict in verdicts.items():  # the third value of the loss
                 # A sum with a constant count is a useful metric, such as items per micro-batch.
                 if verdict.is_fault and verdict.kind == "mean":
-                    fault = fault or _metric_fault(name, verdict, loss, parts)
+                    fault = fault or _sum_fault(f"{_THIRD_VALUE} has", name, verdict, loss, parts)
             fault = _describe(elements.fault) if elements.fault else fault
     gathered = parts.world.gather([fault, reason, warning, first.is_counted])
     faults = [fault for fault, *_ in gathered]
@@ -288,7 +288,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
         comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
         for name, verdict in comparison.compare().items():
             if verdict.is_fault and verdict.kind != "neither":
-                fault = fault or _metric_fault(name, verdict, task.evaluate, parts)
+                fault = fault or _sum_fault("evaluate() returns", name, verdict, task.evaluate, parts)
             elif (verdict.is_fault or verdict.deviates) and task.loss_is_additive:
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
@@ -535,20 +535,26 @@ def preserve_state(parts: Parts) -> Iterator[None]:
 # ---------------------------------------------------------------- error reports
 
 
-def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+def _sum_fault(
+    title: str, name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts
+) -> tuple[str, str, str]:
+    """Return what is wrong with a loss or a metric, where, and the fix.
+
+    title  "loss() returns", for example
+    """
     assert verdict.values is not None
-    kind, count = verdict.kind, verdict.values.batch[1]
-    figures = f"the loss of a batch is {verdict.values}"
-    if kind == "count":
-        what = f"loss() returns the same count, {count:g}, for a batch and for each of its halves: {figures}"
-        return what, locate_definition(loss, parts.source), _COUNT_FIX
-    if kind == "mean":
-        what = f"loss() returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-        return what, locate_definition(loss, parts.source), _MEAN_FIX
-    name = type(parts.task).__name__
+    count, where = verdict.values.batch[1], locate_definition(method, parts.source)
+    figures = f"{name} of a batch is {verdict.values}"
+    if verdict.kind == "count":
+        what = f"{title} the same count, {count:g}, for a batch and for each of its halves: {figures}"
+        return what, where, _COUNT_FIX
+    if verdict.kind == "mean":
+        what = f"{title} a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+        return what, where, _MEAN_FIX
     what = f"loss() must return the sum over the items of a batch, but does not: {figures}"
-    fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
-    return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
+    task = type(parts.task).__name__
+    fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {task}:"
+    return what, where, f"{fix}\nloss_is_additive = False"
 
 
 def _deviation_warning(values: _Values) -> str:
@@ -557,18 +563,6 @@ def _deviation_warning(values: _Values) -> str:
         f" micro-batches and on the number of ranks: the loss of a batch is {values}. Multiply a term that is added"
         " once per batch, such as a regularizer, by the number of items"
     )
-
-
-def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
-    assert verdict.values is not None
-    title = "evaluate() returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
-    count, where = verdict.values.batch[1], locate_definition(method, parts.source)
-    figures = f"{name} of a batch is {verdict.values}"
-    if verdict.kind == "count":
-        what = f"{title} the same count, {count:g}, for a batch and for each of its halves: {figures}"
-        return what, where, _COUNT_FIX
-    what = f"{title} a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-    return what, where, _MEAN_FIX
 
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"

@@ -79,6 +79,13 @@ def no_items_fault(update: int, location: str) -> TaskFault:
     )
 
 
+def invalid_count_fault(what: str, count: float, least: str, update: int, location: str) -> TaskFault:
+    """Return the error for an update with an invalid number of items."""
+    return TaskFault(
+        f"{what} a count of {count:g} (update {update}), but each count must be {least}", where=location, fix=_COUNT_FIX
+    )
+
+
 def validate_metrics(
     result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = EVALUATE_VALUE
 ) -> dict[str, tuple[Number, Number]]:
@@ -306,7 +313,7 @@ def check_count(
             f"{what} must return a finite number of items {'of at least' if allows_zero else 'above'} 0,"
             f" but returned {value:g}",
             where=locate_definition(method, source),
-            fix="return the sum and the number of items, such as len(y) or mask.sum()",
+            fix=_COUNT_FIX,
         )
 
 
@@ -492,3 +499,7 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "items_per_sample": (_is_positive, "a number above 0", "1.0"),
     "loss_is_additive": (lambda value: isinstance(value, bool), "True or False", "False"),
 }
+
+
+LOSSES_HAVE = "the losses of an update have"
+_COUNT_FIX = "return the sum and the number of items, such as len(y) or mask.sum()"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, suggest_module
+from runner.axes.optimizer import is_under, unmatched_problems
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import require
 from runner.base.task import Task
@@ -155,15 +155,7 @@ class LoraAdapter(Adapter):
             if not any(_has_suffix(name, target) for name in layers)
         ]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        problems += [
-            Problem(
-                f"no parameter has a name that starts with {prefix}",
-                "adapter.train",
-                suggest_module(prefix, names, "parameters"),
-            )
-            for prefix in self.train
-            if not any(is_under(name, prefix) for name in names)
-        ]
+        problems += unmatched_problems(self.train, names, "adapter.train", "parameters")
         problems += [
             Problem(
                 f"the weight of {name} is shared with {tied[name]}, which has no adapter", "adapter.target", TIED_FIX

@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.base.errors import TaskFault
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Seconds, Stopwatch, TimeSnapshot, seconds_between
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import no_items_fault
+from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_fault
 from runner.engine.update.loop import StepInfo
 from runner.tensors.async_copy import PendingCopy, start_copy
 
@@ -306,12 +306,7 @@ class Meter:
         """Raise TaskFault if an update has no items or a negative count; `update` is the number of the last update."""
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
-                raise TaskFault(
-                    f"the losses of an update have a count of {count:g} (update {number}), but each count must be at"
-                    " least 0",
-                    where=self._locate(),
-                    fix="return the sum and the number of items, such as len(y) or mask.sum()",
-                )
+                raise invalid_count_fault(LOSSES_HAVE, count, "at least 0", number, self._locate())
             if count == 0:
                 raise no_items_fault(number, self._locate())
 

@@ -15,11 +15,11 @@ from torch import nn
 from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch
-from runner.base.errors import AccelRunError, NumericError, TaskFault
+from runner.base.errors import AccelRunError, NumericError
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
 from runner.distributed.parallel import ForwardPasses
-from runner.engine.contract.contract_checks import no_items_fault
+from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_fault
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
@@ -71,13 +71,8 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     total = sum(count for count in counts if count is not None)
     has_no_items = None not in counts and not total
     if not math.isfinite(total) or (has_no_items and search.coupled):
-        name = "couple() returned" if search.coupled else "the losses of an update have"
-        least = "above 0" if search.coupled else "at least 0"
-        return TaskFault(
-            f"{name} a count of {total:g} (update {search.update}), but each count must be {least}",
-            where=phase.work.location,
-            fix="return the sum and the number of items, such as len(y) or mask.sum()",
-        )
+        what, least = ("couple() returned", "above 0") if search.coupled else (LOSSES_HAVE, "at least 0")
+        return invalid_count_fault(what, total, least, search.update, phase.work.location)
     if has_no_items:
         return no_items_fault(search.update, phase.work.location)
     samples = [number for result in results for number in result.samples]

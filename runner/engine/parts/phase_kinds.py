@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, suggest_module
+from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, unmatched_problems
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule, build_schedule
 from runner.base.batch import MicroBatch
@@ -584,15 +584,7 @@ def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Param
     trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if phase.trains is None:
         return trainable
-    problems = [
-        Problem(
-            f"no parameter has a name that starts with {prefix}",
-            f"phase.{phase.name}.trains",
-            suggest_module(prefix, [*trainable]),
-        )
-        for prefix in phase.trains
-        if not any(is_under(name, prefix) for name in trainable)
-    ]
+    problems = unmatched_problems(phase.trains, [*trainable], f"phase.{phase.name}.trains")
     if problems or not phase.trains:
         raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
     return {
