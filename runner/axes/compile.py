@@ -208,41 +208,29 @@ def _check_compiler(device: torch.device, backend: str) -> None:
     if backend != "inductor":
         return
     if device.type == "cpu" and not shutil.which(_cpp_compiler()):
-        problem = Problem(
-            f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed",
-            "compile",
-            "run apt install g++, set CXX, or use compile=off",
-        )
+        what = f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed"
+        fix = "run apt install g++, set CXX, or use compile=off"
     elif device.type == "cpu" and " " in (folder := str(Path(torch.__file__).parent)):
         # TorchInductor's linker command contains the path without quotes (torch 2.13).
-        problem = Problem(
-            f"TorchInductor cannot link with torch, because its path contains a space: {folder}",
-            "compile",
-            "use compile=off, or install into another folder: ACCEL_RUN_VENV=FOLDER scripts/setup.sh",
-        )
+        what = f"TorchInductor cannot link with torch, because its path contains a space: {folder}"
+        fix = "use compile=off, or install into another folder: ACCEL_RUN_VENV=FOLDER scripts/setup.sh"
     elif device.type == "cuda" and find_spec("triton") is None:
-        problem = Problem("compiling for CUDA needs Triton", "compile", "run pip install triton, or use compile=off")
+        what, fix = "compiling for CUDA needs Triton", "run pip install triton, or use compile=off"
     elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
         missing = "a C compiler (gcc or clang)" if not _c_compiler() else f"the header {_python_header()}"
-        problem = Problem(
-            f"compiling for CUDA needs {missing}, because Triton builds a launcher for each kernel",
-            "compile",
-            "run apt install gcc python3-dev, or use compile=off",
-        )
+        what = f"compiling for CUDA needs {missing}, because Triton builds a launcher for each kernel"
+        fix = "run apt install gcc python3-dev, or use compile=off"
     elif (capability := get_accelerator(device).capability()) is not None and capability < (7, 0):
         major, minor = capability
-        problem = Problem(
-            f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",
-            "compile",
-            "use compile=off",
-        )
+        what = f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}"
+        fix = "use compile=off"
     else:
         return
-    raise ConfigError(problem)
+    raise ConfigError(Problem(what, "compile", fix))
 
 
 def _cpp_compiler() -> str:
-    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return os.environ.get("CXX", "g++")
 
 
 def _c_compiler() -> str | None:

@@ -81,16 +81,11 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     num_ranks = planner.num_sharing or max(1, sum(rank.uuid in local for rank in on_machine))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if options.get("workers_above_ms") == "auto":
-        limit, why = (
-            (READ_MS, "auto: if reading a batch takes less, receiving it from a worker costs more than it saves")
-            if workers == "auto" and options["start_method"] == "fork"
-            else (
-                0.0,
-                "auto: num_workers is set"
-                if workers != "auto"
-                else "auto: spawned workers start slowly, so none is started only to measure",
-            )
-        )
+        limit, why = READ_MS, "auto: if reading a batch takes less, receiving it from a worker costs more than it saves"
+        if workers != "auto":
+            limit, why = 0.0, "auto: num_workers is set"
+        elif options["start_method"] != "fork":
+            limit, why = 0.0, "auto: spawned workers start slowly, so none is started only to measure"
         planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
         options = planner.choices["dataloader"].options
@@ -100,11 +95,9 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         elif _is_cuda(gpu):
             cores_per_rank = cores // num_ranks
             available = f"{cores_per_rank} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
-            workers, why = (
-                min(MAX_WORKERS, max(0, cores_per_rank - 1)),
-                f"auto: {available}, minus one for the main process, at most {MAX_WORKERS} workers"
-                + "; used only if assembling batches of cached samples is slow" * (cache == "memory"),
-            )
+            workers = min(MAX_WORKERS, max(0, cores_per_rank - 1))
+            why = f"auto: {available}, minus one for the main process, at most {MAX_WORKERS} workers"
+            why += "; used only if assembling batches of cached samples is slow" * (cache == "memory")
         else:
             workers, why = 0, "auto: on a CPU, workers compete with the model for cores"
         planner.set("dataloader", "num_workers", workers, why)

@@ -56,48 +56,27 @@ def choose_strategy(
     hybrid = {"shard_size": "auto"} if len(ranks_per_machine(ranks)) > 1 else {}
     shards_fit = can_shard and (fits_all("fsdp") or fits_all("fsdp", micro or share))
     if fits_all("ddp"):
+        model_fits = f"auto: the model fits each of {count}"
         if not are_unequal:
-            return Strategy(
-                "ddp", {}, f"auto: the model fits each of {count} devices ({demand}; available {available})"
-            )
-        fits = fits_all("ddp", micro or share)
-        shares, why = (
-            ("speed", "equal shares fit, so speed decides")
-            if fits
-            else ("memory", "equal shares do not fit in one micro-batch")
-        )
-        return Strategy(
-            "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({demand})"
-        )
+            return Strategy("ddp", {}, f"{model_fits} devices ({demand}; available {available})")
+        shares, why = "memory", "equal shares do not fit in one micro-batch"
+        if fits_all("ddp", micro or share):
+            shares, why = "speed", "equal shares fit, so speed decides"
+        return Strategy("ddp", {"shares": shares}, f"{model_fits} unequal devices; {why} ({demand})")
+    too_large = f"auto: a replica needs {format_bytes(min_bytes)}, above {available}"
     if shards_fit and not are_unequal:
-        return Strategy(
-            "fsdp",
-            hybrid,
-            f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; a shard fits ({demand})",
-        )
-    if (
-        demand.model.num_layers is not None
-        and demand.model.num_layers >= count
-        and _fits_together(demand, samples, ranks)
-    ):
+        return Strategy("fsdp", hybrid, f"{too_large}; a shard fits ({demand})")
+    if (demand.model.num_layers or 0) >= count and _fits_together(demand, samples, ranks):
         why = "even shards of fsdp do not fit"
         if not can_shard:
             why = "this version of torch cannot shard over several ranks"
+        elif are_unequal and shards_fit:
+            why = "fsdp shards evenly, which would leave memory of the larger device unused"
         elif are_unequal:
-            why = "fsdp shards evenly, " + (
-                "which would leave memory of the larger device unused"
-                if shards_fit
-                else "which does not fit the smaller device"
-            )
-        return Strategy(
-            "pipeline", {}, f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; {why} ({demand})"
-        )
+            why = "fsdp shards evenly, which does not fit the smaller device"
+        return Strategy("pipeline", {}, f"{too_large}; {why} ({demand})")
     if shards_fit:
-        return Strategy(
-            "fsdp",
-            hybrid,
-            f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; even shards fit ({demand})",
-        )
+        return Strategy("fsdp", hybrid, f"{too_large}; even shards fit ({demand})")
     micro_batch = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"
     memories = " + ".join(map(format_bytes, capacities))
     reason = f"{micro_batch} needs {format_bytes(min_bytes)} ({demand}), the devices have {memories}"

@@ -65,56 +65,32 @@ def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> A
         return None
     smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
     if cause.side == "device":
-        return DeviceMemoryError(
-            f"the GPU is out of memory: {cause.text}",
-            where=what,
-            fix=f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
-        )
-    return HostMemoryError(
-        f"the machine is out of memory: {cause.text}",
-        where=what,
-        fix=f"use {smaller}, or reduce dataloader.num_workers",
-    )
+        fix = f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto"
+        return DeviceMemoryError(f"the GPU is out of memory: {cause.text}", where=what, fix=fix)
+    fix = f"use {smaller}, or reduce dataloader.num_workers"
+    return HostMemoryError(f"the machine is out of memory: {cause.text}", where=what, fix=fix)
 
 
 def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
-    text, lower = info.message, info.message.lower()
+    text, lower, line = info.message, info.message.lower(), first_line(info.message)
     if is_peer_loss(error):
-        return RankLost(
-            f"another rank has exited or does not respond: {first_line(text)}",
-            where=what,
-            fix="fix the error of the rank that failed first, then run the same command again",
-        )
+        fix = "fix the error of the rank that failed first, then run the same command again"
+        return RankLost(f"another rank has exited or does not respond: {line}", where=what, fix=fix)
     if "AcceleratorError" in info.bases or "CUDA error" in text:
-        return DeviceMissing(
-            f"the device failed: {first_line(text)}",
-            where=what,
-            fix="check nvidia-smi and dmesg, then run the same command again; to train without a GPU, use device=cpu",
-        )
+        fix = "check nvidia-smi and dmesg, then run the same command again; to train without a GPU, use device=cpu"
+        return DeviceMissing(f"the device failed: {line}", where=what, fix=fix)
     if "too many open files" in lower:
-        return SystemLimit(
-            f"too many files are open: {first_line(text)}",
-            where=what,
-            fix="raise the limit with ulimit -n, or reduce dataloader.num_workers",
-        )
+        fix = "raise the limit with ulimit -n, or reduce dataloader.num_workers"
+        return SystemLimit(f"too many files are open: {line}", where=what, fix=fix)
     if _is_shared_memory_full(info, lower):
-        return SystemLimit(
-            "the shared memory for batches of data workers is full",
-            where=what,
-            fix="make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0",
-        )
+        fix = "make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0"
+        return SystemLimit("the shared memory for batches of data workers is full", where=what, fix=fix)
     if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_from_multiprocessing(info)):
-        return SystemLimit(
-            f"no more threads or processes can be started: {first_line(text)}",
-            where=what,
-            fix="raise the limit with ulimit -u (in a container: pids), or reduce dataloader.num_workers",
-        )
+        fix = "raise the limit with ulimit -u (in a container: pids), or reduce dataloader.num_workers"
+        return SystemLimit(f"no more threads or processes can be started: {line}", where=what, fix=fix)
     if "DataLoader worker (pid" in text or _is_broken_worker_pipe(info):  # torch's message
-        return DataWorkerLost(
-            f"a data worker died: {first_line(text) or info.kind}",
-            where=what,
-            fix="run the same command again; if memory was short, reduce dataloader.num_workers",
-        )
+        fix = "run the same command again; if memory was short, reduce dataloader.num_workers"
+        return DataWorkerLost(f"a data worker died: {line or info.kind}", where=what, fix=fix)
     return None
 
 

@@ -24,14 +24,9 @@ class BudgetExhausted(AccelRunError):
 
     exit_code = Exit.CONFIG
 
-
-def budget_exhausted() -> BudgetExhausted:
-    """Return the error of a budget that ended before a variant replied."""
-    return BudgetExhausted(
-        "is too short: the time budget was used up before a variant replied",
-        where="budget_s",
-        fix="use a larger budget, such as budget_s=600",
-    )
+    def __init__(self) -> None:
+        what = "is too short: the time budget was used up before a variant replied"
+        super().__init__(what, where="budget_s", fix="use a larger budget, such as budget_s=600")
 
 
 class ReplyTimeout(AccelRunError):
@@ -152,7 +147,7 @@ class VariantProcess:
             reply = self.receive(min(timeout_s, left_s))
         except ReplyTimeout:
             if left_s < timeout_s:
-                raise budget_exhausted() from None
+                raise BudgetExhausted from None
             raise
         if reply is None:
             code = self._wait()

@@ -11,7 +11,7 @@ from runner.config.request import Request, merge_overrides
 from runner.host.subprocesses import run_in_subprocess
 from runner.tools.measure.compare import Comparison
 from runner.tools.measure.comparison_result import ComparisonResult, RankSetup, Variant
-from runner.tools.measure.fork_server import budget_exhausted
+from runner.tools.measure.fork_server import BudgetExhausted
 from runner.tools.measure.measurement_context import plan_on_this_machine
 from runner.tools.measure.suite import Columns, SuiteReport, SuiteRequest, format_gain, make_table, save_report
 
@@ -36,7 +36,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     with Comparison(_make_request(suite_request.request, threads)) as comparison:
         result = comparison.compare(variants, limits, suite_request.log)
     if not result.baseline.blocks:
-        raise budget_exhausted()
+        raise BudgetExhausted
     threads_text = f"{threads} thread{'s' if threads > 1 else ''} each"
     notes = [f"CPU ranks over gloo, {threads_text}: gains on other devices depend on the links between them"]
     if ranks * threads > cores:
