@@ -52,14 +52,8 @@ class AutoLoader(Loader):
         """
         size = len(self.fetcher)
         distant = key._replace(indices=[(index + size // 2) % size for index in key.indices])
-        reader = WorkerLoader(
-            _TimingFetcher(self.fetcher),
-            num_workers=1,
-            pin_memory=False,
-            prefetch_factor=1,
-            start_method=self._workers.start_method,
-            timeout_s=MAX_MEASUREMENT_S,
-        )
+        start_method = self._workers.start_method
+        reader = WorkerLoader(_TimingFetcher(self.fetcher), start_method=start_method, timeout_s=MAX_MEASUREMENT_S)
         self._measuring = reader
         try:
             seconds = [item.batch for item in reader.batches([key, distant])]

@@ -88,10 +88,10 @@ class WorkerLoader(Loader):
         self,
         fetcher: Fetcher,
         *,
-        num_workers: int,
-        pin_memory: bool,
-        prefetch_factor: int,
         start_method: str,
+        num_workers: int = 1,
+        pin_memory: bool = False,
+        prefetch_factor: int = 1,
         timeout_s: float = 0.0,
     ) -> None:
         super().__init__(fetcher)
@@ -105,7 +105,7 @@ class WorkerLoader(Loader):
         self._evaluation: KeptWorkerLoader | None = None
 
     def new_like(self, fetcher: Fetcher) -> Loader:
-        return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method=self.start_method)
+        return WorkerLoader(fetcher, start_method=self.start_method)
 
     def for_evaluation(self, fetcher: Fetcher) -> Loader:
         if self.fetcher.is_cached:  # this process has read the dataset: forked workers would share its open files

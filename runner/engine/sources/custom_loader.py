@@ -182,7 +182,7 @@ class CustomLoader(Loader):
     def new_like(self, fetcher: Fetcher) -> Loader:
         # Not a custom loader, because other fetchers return more than batches. A worker process reads, because
         # processes that the custom loader forks later would share files that the dataset opened in this process.
-        return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method="fork")
+        return WorkerLoader(fetcher, start_method="fork")
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         requests, last = _Requests(keys), None
