@@ -258,7 +258,8 @@ class Xpu(Cuda):
         return None
 
     def architecture(self) -> str:
-        return _matrix_units(self._torch.get_device_properties(self.device))
+        properties = self._torch.get_device_properties(self.device)
+        return "XMX" if getattr(properties, "has_subgroup_matrix_multiply_accumulate", False) else ""
 
     def l2_cache_bytes(self) -> int:
         return int(getattr(self._torch.get_device_properties(self.device), "last_level_cache_size", 0))
@@ -425,10 +426,6 @@ def _device_id(properties: Any) -> str:
             f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
         )
     return str(getattr(properties, "uuid", ""))
-
-
-def _matrix_units(properties: Any) -> str:
-    return "XMX" if getattr(properties, "has_subgroup_matrix_multiply_accumulate", False) else ""
 
 
 def _architecture(properties: Any) -> str:

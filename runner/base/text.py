@@ -172,13 +172,10 @@ def wrap_for_terminal(text: str, stream: IO[str] | None = None) -> str:
     return wrap(text, columns) if columns else text
 
 
-def wrap_help(text: str, stream: IO[str] | None = None) -> str:
-    """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is not a terminal.
-
-    stream  default: standard output
-    """
+def wrap_help(text: str) -> str:
+    """Wrap a help text for the width of the terminal, or for $COLUMNS if standard output is not a terminal."""
     columns_variable = os.environ.get("COLUMNS", "")
-    columns = terminal_width(stream) or (int(columns_variable) if columns_variable.isdecimal() else 0)
+    columns = terminal_width() or (int(columns_variable) if columns_variable.isdecimal() else 0)
     return reflow(text, columns) if columns else text
 
 

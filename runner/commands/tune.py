@@ -13,7 +13,6 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 
 if TYPE_CHECKING:
-    from runner.tools.measure.selection import TriedCandidate
     from runner.tools.measure.tuner import TuneReport
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
@@ -84,7 +83,7 @@ def format_result(tuned: TuneReport) -> list[str]:
         lines += [
             f"  {'':<18}different rounding: {trial.outcome.numerics}"
             for trial in search.adopted
-            if _rounds_differently(trial)
+            if trial.outcome.numerics is not None and trial.outcome.numerics.loss > 0
         ]
     if search.overrides and search.proof is not None:
         lines.append(f"all combined, measured once more against the current settings: {search.proof.outcome.summary}")
@@ -111,8 +110,3 @@ def format_result(tuned: TuneReport) -> list[str]:
             lines += ["", title, *format_table([*rows.items()], indent="  ")]
     notes = [*tuned.notes, *(["not everything was tried; use a larger budget_s="] if untried else [])]
     return [*lines, *(f"note: {note}" for note in notes)]
-
-
-def _rounds_differently(each: TriedCandidate) -> bool:
-    numerics = each.outcome.numerics
-    return numerics is not None and numerics.loss > 0

@@ -193,8 +193,7 @@ class Sharded(Parallel):
                             weight.register_hook(self._use_recorder(scalar.dtensor))  # type: ignore[no-untyped-call]
                     tied[weight].places.append((module, name))
         self._scalars = {scalar.dtensor: scalar for scalar in tied.values()}
-        for scalar in self._scalars.values():
-            scalar.use_dtensor()
+        self._swap_scalars(plain=False)
         if self._scalars:
             model.register_forward_pre_hook(lambda *_: self._swap_scalars(plain=True))
 
@@ -210,10 +209,7 @@ class Sharded(Parallel):
 
     def _swap_scalars(self, *, plain: bool) -> None:
         for scalar in self._scalars.values():
-            if plain:
-                scalar.use_plain()
-            else:
-                scalar.use_dtensor()
+            scalar.use(plain=plain)
 
     def _use_recorder(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
         def note(gradient: Tensor) -> Tensor | None:
@@ -436,12 +432,12 @@ class _Scalar:
         self.dtensor = nn.Parameter(self._replicated(weight.detach()), requires_grad=weight.requires_grad)
         self.places: list[tuple[nn.Module, str]] = []
 
-    def use_plain(self) -> None:
-        self.plain.requires_grad_(self.dtensor.requires_grad)  # phases freeze the DTensor
-        self._assign(self.plain)
-
-    def use_dtensor(self) -> None:
-        self._assign(self.dtensor)
+    def use(self, *, plain: bool) -> None:
+        """Make the modules use the plain tensor, or the DTensor."""
+        if plain:
+            self.plain.requires_grad_(self.dtensor.requires_grad)  # phases freeze the DTensor
+        for module, name in self.places:
+            module._parameters[name] = self.plain if plain else self.dtensor
 
     def reduce(self) -> None:
         """All-reduce its gradient."""
@@ -453,10 +449,6 @@ class _Scalar:
         # not call them. The attribute is private.
         for hook in (self.dtensor._post_accumulate_grad_hooks or {}).values():
             hook(self.dtensor)
-
-    def _assign(self, weight: nn.Parameter) -> None:
-        for module, name in self.places:
-            module._parameters[name] = weight
 
     def _replicated(self, tensor: Tensor) -> DTensor:
         return DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)

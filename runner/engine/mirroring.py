@@ -94,11 +94,7 @@ def finish_mirroring(run: TrainingRun, *, should_wait: bool) -> None:
     seconds = policy.mirror_wait_s if should_wait else 0.0
     if policy.grace_s is not None and requested_at is not None:
         seconds = max(0.0, min(seconds, requested_at + policy.grace_s - time.monotonic() - _EXIT_RESERVE_S))
-
-    def report_progress() -> None:
-        run.progress_mark.advance(END, run.progress_mark.now[1])
-
-    line = run.mirror.finish(seconds, report_progress)
+    line = run.mirror.finish(seconds, lambda: run.progress_mark.advance(END, run.progress_mark.now[1]))
     if line:
         run.observers.screen.info(line)
 

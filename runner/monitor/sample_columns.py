@@ -59,7 +59,7 @@ def add_samples(tally: SampleTally, samples: MachineSamples) -> None:
     # segment 0, and the last value of a counter.
     segments = np.append(0, np.cumsum(samples.gaps(), dtype=np.intp))
     missing = np.full(len(samples), math.nan)
-    names = dict.fromkeys([*tally.counters, *(name for name in samples.values if _is_counter(name))])
+    names = dict.fromkeys([*tally.counters, *(name for name in samples.values if name.rpartition("/")[2] in COUNTERS)])
     counters = {
         name: np.append(tally.counters.get(name, math.nan), samples.values.get(name, missing)) for name in names
     }
@@ -69,10 +69,6 @@ def add_samples(tally: SampleTally, samples: MachineSamples) -> None:
         _add_columns(tally.of_phase(phase), samples, phases == phase, increases, counted)
     last = {name: column[~np.isnan(column)] for name, column in counters.items() if counted[name][-1]}
     tally.counters = {name: float(known[-1]) for name, known in last.items()}
-
-
-def _is_counter(name: str) -> bool:
-    return name.rpartition("/")[2] in COUNTERS
 
 
 def _add_columns(

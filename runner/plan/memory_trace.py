@@ -6,6 +6,7 @@ Does not import torch, because the plan also uses it for machines that are not p
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -169,20 +170,10 @@ def choose_recomputed_blocks(blocks: Sequence[Layer], peak_bytes: Callable[[Bloc
     blocks      blocks in the order of the forward pass
     peak_bytes  block indices -> peak bytes if these are recomputed; called about log2(number of blocks) times
     """
-    order = sorted(range(len(blocks)), key=lambda number: (_cost(blocks[number]), number))
-    low, high = 0, len(order)
-    while low < high:
-        middle = (low + high) // 2
-        if peak_bytes(_take_first(order, middle)) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return _take_first(order, high)
+    costs = [block.flops / max(1, block.activations) for block in blocks]
+    order = sorted(range(len(blocks)), key=costs.__getitem__)
 
+    def take_first(count: int) -> Blocks:
+        return tuple(sorted(order[:count]))
 
-def _take_first(order: Sequence[int], count: int) -> Blocks:
-    return tuple(sorted(order[:count]))
-
-
-def _cost(block: Layer) -> float:
-    return block.flops / max(1, block.activations)
+    return take_first(bisect_left(range(len(order)), True, key=lambda count: peak_bytes(take_first(count)) <= limit))

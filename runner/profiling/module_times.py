@@ -241,7 +241,7 @@ class ModuleTimes:
             owner = self._boundaries[index][1]._replace(direction=BACKWARD)
             node.register_prehook(partial(self._begin_node, owner))
             if not self.has_one_rank:
-                node.register_hook(self._end_node)
+                node.register_hook(lambda *_: self._lap(COMMUNICATION))
             inputs = {other for other, _ in node.next_functions if other is not None} - seen
             seen |= inputs
             queue += inputs
@@ -252,9 +252,6 @@ class ModuleTimes:
             torch.autograd.Variable._execution_engine.queue_callback(at_end)
         if self._owner != owner:
             self._lap(owner)
-
-    def _end_node(self, *_: Any) -> None:
-        self._lap(COMMUNICATION)
 
     def _queue_end_of_pass(self) -> None:
         """Queue the end of the pass behind the callbacks that wait for other ranks, which the pass itself queued."""

@@ -58,20 +58,19 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         fetcher = _make_fetcher(parts, split)
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)
-
-        def begin_batch() -> None:
-            progress_mark.advance_batch(EVALUATION, trained.update)
-
-        def begin_summary() -> None:
-            progress_mark.advance(SUMMARY, trained.update)
-
         began = time.perf_counter()
         loader = parts.splits.evaluation_loader(fetcher)
         with task_errors(
             parts.source, f"the evaluation of split {split}", micro_batch_size=phase.batch.micro_batch_size
         ):
             result = evaluate(
-                parts, loader, samples, sizes, on_batch=begin_batch, on_last_batch=begin_summary, split=split
+                parts,
+                loader,
+                samples,
+                sizes,
+                on_batch=lambda: progress_mark.advance_batch(EVALUATION, trained.update),
+                on_last_batch=lambda: progress_mark.advance(SUMMARY, trained.update),
+                split=split,
             )
         seconds = time.perf_counter() - began
         assert result is not None, "nothing stops it"

@@ -107,7 +107,7 @@ def split(
         stops = _optimize_stops(layers.count, len(devices), worst, max, allowed)
         if stops is None:
             return _does_not_fit(layers)
-        allowed = _limit_cost(worst, _largest_cost(worst, stops), allowed)
+        allowed = _limit_cost(worst, max(worst(*part) for part in _stage_ranges(stops)), allowed)
     stops = _optimize_stops(
         layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, allowed
     )
@@ -291,10 +291,6 @@ def _optimize_stops(
 
 def _stage_ranges(stops: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     yield from ((stage, start, stop) for stage, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)))
-
-
-def _largest_cost(cost: Measure, stops: Sequence[int]) -> float:
-    return max(cost(*part) for part in _stage_ranges(stops))
 
 
 def _limit_cost(

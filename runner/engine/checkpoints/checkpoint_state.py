@@ -70,12 +70,8 @@ def _find_invalid(
             yield f"{name} has an invalid value of type {type(state[name]).__name__}"
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53
-
-
-def _is_update(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 10**10
+def _is_below(limit: int) -> Predicate:
+    return lambda value: type(value) is int and 0 <= value < limit
 
 
 def _is_number(value: Any) -> bool:
@@ -86,12 +82,8 @@ def _is_amount(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value) and value >= 0
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_a(kind: type) -> Predicate:
+    return lambda value: isinstance(value, kind)
 
 
 def _or_none(predicate: Predicate) -> Predicate:
@@ -131,10 +123,8 @@ def _is_random(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _is_uint32(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 32
-
-
+_is_count, _is_update, _is_uint32 = _is_below(1 << 53), _is_below(10**10), _is_below(1 << 32)
+_is_text, _is_mapping, _is_flag = _is_a(str), _is_a(dict), _is_a(bool)
 _TIME_FIELDS = tuple(field.name for field in fields(SaveTimes))
 _MT_SIZE = 624  # number of 32-bit words of the state of a Mersenne Twister
 _REQUIRED_RECORD_FIELDS = {"kind", "updates", "total", "finished", "seconds", "metrics"}  # in records of all versions
@@ -146,7 +136,7 @@ _STATE: Mapping[str, Predicate] = {
     "total": _is_update,
     "early_stopping": _has_fields({"best": _or_none(_is_number), "num_bad": _is_update}),
     "records": _mapping_of(_is_record),
-    "closed": lambda value: isinstance(value, bool),
+    "closed": _is_flag,
     "kept": _list_of(_is_update),
     "precision": _is_mapping,
     "meter": _has_fields(
@@ -169,7 +159,7 @@ _STATE: Mapping[str, Predicate] = {
 _DATA = {"samples": _is_count, "hashes": _mapping_of(_is_text)}
 _CHANGE = {"phase": _is_text, "update": _is_update, "files": _list_of(_is_text), "samples": _list_of(_is_text)}
 _OPTIONAL: Mapping[str, Predicate] = {
-    "ended": lambda value: isinstance(value, bool),
+    "ended": _is_flag,
     "data": _mapping_of(_has_fields(_DATA)),
     "code": _mapping_of(_is_text),
     "changes": _list_of(_has_fields(_CHANGE)),

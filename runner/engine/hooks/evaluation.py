@@ -136,9 +136,9 @@ class Evaluation(Hook):
                 phase.loader.for_evaluation(held_out),
                 self.samples,
                 oom.sizes,
-                on_batch=self._mark_batch,
+                on_batch=lambda: phase.progress_mark.advance_batch(EVALUATION, update),  # its timeout is per batch
                 should_stop=lambda: run.stop.requested is not None,
-                on_last_batch=self._mark_summary,
+                on_last_batch=lambda: phase.progress_mark.advance(SUMMARY, update),
             )
         oom.report_evaluation_reductions()
         phase.progress_mark.completed_kinds.add(SUMMARY)
@@ -171,13 +171,6 @@ class Evaluation(Hook):
         for key, name in settings.items():
             if name not in result.metrics:
                 warn_unknown_metric(self.phase, key, name, result.metrics)
-
-    def _mark_batch(self) -> None:
-        """Report progress to the watchdog, so that each batch has its own timeout."""
-        self.phase.progress_mark.advance_batch(EVALUATION, self.phase.position.update)
-
-    def _mark_summary(self) -> None:
-        self.phase.progress_mark.advance(SUMMARY, self.phase.position.update)
 
 
 def _metric_settings(phase: PhaseView) -> dict[str, str]:

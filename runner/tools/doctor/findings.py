@@ -114,7 +114,8 @@ class CheckContext:
     @property
     def gpus(self) -> tuple[Device, ...]:
         """The usable GPUs that device= selects."""
-        return tuple(device for device in self.required_inventory.usable if self._wants(device))
+        usable = self.required_inventory.usable
+        return tuple(each for each in usable if self.device in ("auto", each.kind, each.torch_name))
 
     @property
     def cuda_gpus(self) -> tuple[Device, ...]:
@@ -131,9 +132,6 @@ class CheckContext:
         for item in items:
             self.begin(name(item))
             yield item
-
-    def _wants(self, device: Device) -> bool:
-        return self.device in ("auto", device.kind, device.torch_name)
 
 
 @dataclass(frozen=True)

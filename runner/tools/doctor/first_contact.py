@@ -100,22 +100,17 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
         from runner.tools.doctor.contact_checks import predict_run
 
         expected = predict_run(wanted, context.required_inventory)
-        context.begin(f"{device.torch_name} train")
-        failure, folder = _run_command("train", wanted, context)
-        if failure is not None:
-            yield failed(
-                device.torch_name, f"training ended with {failure}", "run accel-run doctor, then send this page"
-            )
-            return
-        yield from _compare_training(device, expected, folder)
-        context.begin(f"{device.torch_name} profile")
-        failure, folder = _run_command("profile", wanted, context, "skip=2", "updates=2")
-        if failure is not None:
-            yield failed(
-                device.torch_name, f"profiling ended with {failure}", "run accel-run doctor, then send this page"
-            )
-            return
-        yield from _compare_profile(device, expected, folder)
+        for command, title, words, compare_run in (
+            ("train", "training", (), _compare_training),
+            ("profile", "profiling", ("skip=2", "updates=2"), _compare_profile),
+        ):
+            context.begin(f"{device.torch_name} {command}")
+            failure, folder = _run_command(command, wanted, context, *words)
+            if failure is not None:
+                fix = "run accel-run doctor, then send this page"
+                yield failed(device.torch_name, f"{title} ended with {failure}", fix)
+                return
+            yield from compare_run(device, expected, folder)
 
 
 def _run_command(command: str, request: Request, context: CheckContext, *words: str) -> tuple[str | None, Path]:
@@ -214,7 +209,7 @@ def make_report(
         "is_stand_in": is_stand_in(),
         "settings": list(overrides),
         "num_differences": sum(finding.state in ("warn", "FAIL") for finding in findings),
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "hardware": hardware,
     }
 

@@ -27,7 +27,11 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
     if free < 64 * MIB:
         yield failed("space", seen, _FIX_SPACE, figures={"free_gib": free / GIB})
         return
-    yield (ok if free >= 4 * GIB else _warn_low_space)("space", seen, free_gib=free / GIB)
+    if free < 4 * GIB:
+        why = "a checkpoint is written completely before an older one is removed"
+        yield warn("space", seen, _FIX_SPACE, why, {"free_gib": free / GIB})
+    else:
+        yield ok("space", seen, free_gib=free / GIB)
     context.begin("write")
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # has no name, so nothing is left if the check is killed
@@ -76,10 +80,6 @@ def _exists(path: Path) -> bool:
     except OSError:
         pass
     return True
-
-
-def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
-    return warn(subject, seen, _FIX_SPACE, "a checkpoint is written completely before an older one is removed", figures)
 
 
 _FIX_SPACE = "accel-run train output_root=/path/on/a/larger/disk"

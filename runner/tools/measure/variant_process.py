@@ -76,7 +76,7 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
     cores  number of cores to run on; 0: all
     """
     die_with_parent(parent)
-    if cores and hasattr(os, "sched_setaffinity"):
+    if cores:
         os.sched_setaffinity(0, sorted(affinity())[:cores])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent ends this one
     compose(Request())  # imports Hydra
@@ -331,9 +331,9 @@ class TrainingVariant:
         self.updates = self.phase.updates()
         for _ in range(settle):
             next(self.updates)
-        self.clock = DeviceBlockClock(self.run.parts.world.device) if self._is_on_gpu() else BlockClock()
         plan, parts, order = self.run.plan, self.run.parts, self.phase.order
         weights, device = list(parts.bare.parameters()), parts.world.device
+        self.clock = DeviceBlockClock(device) if device.type == "cuda" else BlockClock()
         memory = get_accelerator(device).free_memory()
         return {
             "values": plan.values(),
@@ -467,9 +467,6 @@ class TrainingVariant:
     def batch(self) -> Reply:
         """Return the shape of the model's input and the number of terms of its loss."""
         return inspect_batch(self.phase)
-
-    def _is_on_gpu(self) -> bool:
-        return bool(self.run.parts.world.device.type == "cuda")
 
     def _prepare_phase(self, requested: str | None) -> PhasePlan:
         """Run the phases without gradients before the requested phase, and return its plan."""

@@ -95,8 +95,8 @@ def _moving_average(values: Iterable[float], keep: float) -> list[float]:
     return means
 
 
-def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_zero: bool = False) -> Drawing | str:
-    """Draw mean and range of a metric over the updates; return the reason if there is nothing to draw."""
+def draw_over_updates(run: RunData, key: str, name: str, color: str) -> Drawing | str:
+    """Draw mean and range of a metric over the updates, from 0; return the reason if there is nothing to draw."""
     curve = run.curves[key]
     if not any(math.isfinite(value) for value in curve.y):
         return missing_reason(run, f"metrics.jsonl has no finite {key}")
@@ -107,8 +107,7 @@ def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_
     mark = {"marker": "o", "markersize": 3} if len(curve) <= MAX_MARKED_POINTS else {}
     axes.plot(line.x, line.mean, color=color, linewidth=1.6, **mark)
     format_axes(axes, run, name)
-    if include_zero:
-        axes.set_ylim(min(0.0, float(np.nanmin(line.low))), 1.08 * max(0.0, float(np.nanmax(line.high))) or 1.0)
+    axes.set_ylim(min(0.0, float(np.nanmin(line.low))), 1.08 * max(0.0, float(np.nanmax(line.high))) or 1.0)
     return Drawing(figure, describe_range(name, curve))
 
 

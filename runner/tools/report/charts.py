@@ -115,12 +115,12 @@ def metrics(run: RunData) -> Drawing | str:
 
 def learning_rate(run: RunData) -> Drawing | str:
     """Draw the learning rate of each row."""
-    return draw_over_updates(run, "lr", "learning rate", COLORS[3], include_zero=True)
+    return draw_over_updates(run, "lr", "learning rate", COLORS[3])
 
 
 def gradient_norm(run: RunData) -> Drawing | str:
     """Draw the norm of the gradients before clipping, and the clipping threshold."""
-    drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], include_zero=True)
+    drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4])
     limit = _clipping_norm(run)
     if isinstance(drawing, Drawing) and limit is not None:
         axes = drawing.figure.axes[0]
@@ -147,7 +147,7 @@ def _clipping_norm(run: RunData) -> float | None:
 
 def throughput(run: RunData) -> Drawing | str:
     """Draw the items per second."""
-    return draw_over_updates(run, "perf/items_per_s", f"{run.item}s/s", COLORS[2], include_zero=True)
+    return draw_over_updates(run, "perf/items_per_s", f"{run.item}s/s", COLORS[2])
 
 
 def step_time(run: RunData) -> Drawing | str:

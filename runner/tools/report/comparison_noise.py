@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.base.text import abbreviate
@@ -30,7 +30,10 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
     real difference, one is rejected by chance on average. Nothing is stated if a run is not finished, because its
     metrics are not final.
     """
-    metrics = [_finite(run.metrics) for run in runs]
+    metrics = [
+        {name: value for name, value in run.metrics.items() if value is not None and math.isfinite(value)}
+        for run in runs
+    ]
     names = [name for name in metrics[0] if all(name in of_run for of_run in metrics)]
     groups = _group_by_settings(runs)
     seeds = [[str(runs[number].settings.get("seed")) for number in group] for group in groups]
@@ -104,10 +107,6 @@ def _average_by_seed(values: Sequence[float], seeds: Sequence[str]) -> list[floa
     for value, seed in zip(values, seeds, strict=True):
         by_seed.setdefault(seed, []).append(value)
     return [statistics.fmean(each) for each in by_seed.values()]
-
-
-def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
 def _name_group(group: Sequence[int], labels: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ def ranks(run: RunData) -> Drawing | str:
     if len(rows) < 2:
         if not run.plan.is_known:
             return _NO_PLAN
-        return "a single process trained" if _world_size(run) < 2 else "the ranks reported no times"
+        return "a single process trained" if len(run.plan.ranks) < 2 else "the ranks reported no times"
     changes = run.curves.shares
     parts = [part for part in (*PARTS, *BETWEEN) if any(row.get(part) for row in rows)]
     heights = [max(1.3, 0.34 * len(rows)), *([1.8] if changes else [])]
@@ -60,10 +60,6 @@ def ranks(run: RunData) -> Drawing | str:
     waits = [row.get("wait", 0.0) / (sum(row.values()) or 1.0) for row in rows]
     description = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
     return Drawing(figure, description, "wait: time spent waiting for the other ranks, including communication")
-
-
-def _world_size(run: RunData) -> int:
-    return len(run.plan.ranks) or 1
 
 
 _NO_PLAN = "plan.json is missing or damaged"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 
 from runner.base.json_values import as_dict
 from runner.console import bottleneck
@@ -24,8 +23,10 @@ def make_run_page(run: RunData) -> Page:
     charts, no_charts = draw_charts(run, CHARTS)
     predicted = read_predictions(run)
     tables = [phases(run), configuration(run), environment(run), checkpoints(run), events(run)]
-    others = (MissingPart(_SUBJECTS.get(name, name), reason) for name, reason in _other_missing(run).items())
-    missing = [*no_charts, *others]
+    missing = list(no_charts)
+    for name, reason in run.missing.items():
+        if name not in ("metrics", "machine"):  # charts report these
+            missing.append(MissingPart(_SUBJECTS.get(name, name), reason))
     if not (predicted.pictures or predicted.texts):
         missing.append(MissingPart("Predictions", f"none yet; accel-run inference run={run.reference} creates them"))
     return Page(
@@ -127,11 +128,6 @@ def _make_steps(run: RunData) -> list[Step]:
     again = f" run={run.name}-again" if is_named else ""
     steps.append(Step("Repeat as a new run, from any folder:", f"{script}{again}"))
     return steps
-
-
-def _other_missing(run: RunData) -> Mapping[str, str]:
-    """Return subject -> reason for data that could not be read, without those that charts report."""
-    return {name: why for name, why in run.missing.items() if name not in ("metrics", "machine")}
 
 
 _SUBJECTS = {
