@@ -34,6 +34,7 @@ from runner.config.schema import (  # noqa: E402
     Signature,
     describe_mismatch,
     describe_type,
+    inference_keys,
     literal_choices,
     read_functions,
     settings_keys,
@@ -79,9 +80,7 @@ def _tasks() -> Iterator[str]:
     for task in sorted(file.stem for file in (shipped_path("conf") / "task").glob("*.yaml")):
         functions = read_functions(task_source(task, None))
         keys = {f"task.{name}": key for name, key in functions["build"].keys.items()}
-        for name, function in functions.items():
-            if name.endswith(".predict"):
-                keys |= {f"inference.{key}": each for key, each in function.keys.items()}
+        keys |= {f"inference.{name}": key for name, key in inference_keys(functions).items()}
         yield f"## task={task}\n\n{functions['build'].summary}\n"
         yield from _table(keys)
 

@@ -47,7 +47,7 @@ FOREIGN_METHODS: Mapping[str, str] = {
     **dict.fromkeys(
         ("validation_step", "val_step", "test_step", "eval_step", "evaluation_step"), "define evaluate(model, batch)"
     ),
-    **dict.fromkeys(("predict_step", "prediction_step"), "define predict(model, generator, *, ...)"),
+    **dict.fromkeys(("predict_step", "prediction_step"), "define predict_batch(model, batch)"),
     **dict.fromkeys(("configure_optimizers", "create_optimizer", "create_optimizer_and_scheduler"), _OPTIMIZER),
     "create_scheduler": "use scheduler=NAME; add your own to SCHEDULERS of the task file",
     **dict.fromkeys(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -320,7 +320,25 @@ class Task:
         generator  on the model's device, with the same seed on every rank: draw the numbers of all predictions from it
                    at once, or seed another generator for each prediction
         """
-        raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define predict_batch(model, batch) or predict(...), which `inference` calls"
+        )
+
+    def predict_batch(self, model: nn.Module, batch: Any, /, **options: Any) -> Mapping[str, Any]:
+        """Return a prediction for each sample of a batch, as columns of a table: name -> one value per sample.
+
+        A value is a number, a text, or a vector of numbers; a column is a tensor, an array or a list. `inference`
+        calls it for the batches of `inference.split` and writes predictions/SPLIT.csv, unless `predict` is defined.
+        Parameters after `*` are further keys of `inference`.
+        """
+        raise NotImplementedError
+
+    @property
+    def predicts(self) -> Literal["predict", "predict_batch", ""]:
+        """The method that `inference` calls; empty if the task defines neither."""
+        if type(self).predict is not Task.predict:
+            return "predict"
+        return "predict_batch" if type(self).predict_batch is not Task.predict_batch else ""
 
 
 class FunctionLayer(nn.Module):

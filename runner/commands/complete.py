@@ -24,7 +24,7 @@ from runner.base.values import Matches
 from runner.config.custom_options import find_custom_hooks
 from runner.config.custom_tables import HOOK, hook_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, task_source
-from runner.config.schema import Key, Signature, read_functions, settings_keys
+from runner.config.schema import Key, Signature, inference_keys, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 
 HELP = """usage: accel-run complete -- WORDS...
@@ -120,9 +120,9 @@ class TypedLine:
                     keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
         if prefix and (HOOK.startswith(prefix) or prefix.startswith(f"{HOOK}.")):
             keys |= {name: key for hook in find_custom_hooks(self.task_file) for name, key in hook_keys(hook).items()}
-        for name, signature in self.task.items():
-            lead = "task" if name == "build" else "inference" if name.endswith(".predict") else ""
-            keys |= {f"{lead}.{key}": value for key, value in signature.keys.items() if lead}
+        build = self.task.get("build")
+        keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
+        keys |= {f"inference.{name}": key for name, key in inference_keys(self.task).items()}
         keys["inference.seed"] = Key("inference.seed", int, 0)
         return {name: key for name, key in keys.items() if name.startswith(prefix)}
 

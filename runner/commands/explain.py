@@ -18,7 +18,7 @@ from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
 from runner.config.phases import LENGTHS, PHASE_GROUPS
 from runner.config.request import Request, format_value, override_key
-from runner.config.schema import Key, did_you_mean, read_functions, settings_keys
+from runner.config.schema import Key, did_you_mean, inference_keys, read_functions, settings_keys
 from runner.config.settings import Settings
 from runner.config.task_file import read_objectives
 
@@ -156,8 +156,8 @@ def _find_key(key: str, configuration: Configuration) -> Key | None:
         return list_objective_keys(read_objectives(source), option_values, signature_of).get(key)
     if group in ("task", "inference") and name:
         functions = read_functions(task_source(configuration.choices["task"].name, configuration.request.task_file))
-        signatures = [functions[of] for of in functions if of == "build" or of.endswith(".predict")]
-        return next((signature.keys[name] for signature in signatures if name in signature.keys), None)
+        keys = functions["build"].keys if group == "task" else inference_keys(functions)
+        return keys.get(name)
     return settings_keys(Settings).get(key)
 
 

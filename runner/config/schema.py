@@ -23,6 +23,7 @@ from typing import Any
 
 from runner.base import values
 from runner.base.errors import to_one_line
+from runner.base.paths import PACKAGE
 from runner.base.values import Matches, Range
 
 MAX_SHOWN = 200  # maximum characters of a value in a message
@@ -82,6 +83,24 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
                 if isinstance(member, ast.FunctionDef):
                     signatures[f"{node.name}.{member.name}"] = _read_signature(member, shared)
     return signatures
+
+
+def inference_keys(functions: Mapping[str, Signature]) -> Keys:
+    """Return the keys `inference.KEY` of a task file: the parameters of `predict`, or those for `predict_batch`.
+
+    functions  signatures of the task file
+    """
+    batched = {function.rpartition(".")[0] for function in functions if function.endswith(".predict_batch")}
+    is_batched = any(f"{owner}.predict" not in functions for owner in batched)
+    if not any(function.endswith(".predict") for function in functions):
+        is_batched |= any(function.endswith(".predict_step") for function in functions)  # of a LightningModule
+    keys: dict[str, Key] = {}
+    if is_batched:
+        keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["predict_batches"].keys
+    for function, signature in functions.items():
+        if function.endswith((".predict", ".predict_batch")):
+            keys |= signature.keys
+    return keys
 
 
 @cache

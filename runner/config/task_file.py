@@ -32,6 +32,7 @@ from runner.config.schema import (
     Keys,
     did_you_mean,
     find_nearest,
+    inference_keys,
     read_functions,
     read_module,
 )
@@ -83,14 +84,9 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
             Problem("has no function build()", str(source), "define it; accel-run new my_task.py writes an example")
         )
         return TaskFile(source, label)
-    problems += find_foreign_methods(tree, source)
+    problems += [*find_foreign_methods(tree, source), *_find_batches_of_predict(tree, source)]
     build = functions["build"].keys
-    predict = {
-        name: key
-        for function in functions
-        if function.endswith(".predict")
-        for name, key in functions[function].keys.items()
-    }
+    predict = inference_keys(functions)
     for argument, key in [*build.items(), *predict.items()]:
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
@@ -222,6 +218,15 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
         if member.name not in used:
             what = f"accel-run never calls {node.name}.{member.name}, a method of another framework"
             yield Problem(what, f"{source}:{member.lineno}", FOREIGN_METHODS[member.name])
+
+
+def _find_batches_of_predict(tree: ast.Module, source: Path) -> Iterator[Problem]:
+    """Yield a problem for each `predict(model, batch)`, as other trainers call it, because it receives a generator."""
+    for node, member in _task_methods(tree):
+        names = [argument.arg for argument in (*member.args.posonlyargs, *member.args.args)]
+        if member.name == "predict" and len(names) == 3 and "batch" in names[2]:
+            what = f"{node.name}.predict receives a random number generator, not a batch"
+            yield Problem(what, f"{source}:{member.lineno}", f"define predict_batch({', '.join(names[1:])})")
 
 
 def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:

@@ -162,7 +162,7 @@ def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task, *, 
         # `resume` trains only, unless the run's own settings select inference.
         is_left = runs_inference and INFERENCE not in (plan.settings.phases or ())
         return [resumed, *([f"accel-run inference {run}   (afterwards)"] if is_left else [])]
-    commands = ["inference"] if type(task).predict is not Task.predict else []
+    commands = ["inference"] if task.predicts else []
     return [f"accel-run {command} {run}" for command in [*commands, "report"]]
 
 

@@ -44,7 +44,8 @@ from runner.plan.run_plan import Plan
 from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console, terminal_log_level
-from runner.trained.trained_run import ModelSource, open_source
+from runner.trained.batch_predictions import PredictedRows, format_table, predict_batches
+from runner.trained.trained_run import ModelSource, TrainedModel, open_source
 
 _END = object()
 
@@ -76,13 +77,14 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         world.gather(None)  # timing starts when every rank has its model
         with run_watchdog(plan, parts.world, traces) as progress_mark:  # not during the wait for other ranks above
-            own, names = _retry_in_smaller_batches(
+            own, names, rows = _retry_in_smaller_batches(
                 lambda plan: _predict_all(plan, parts, directory, progress_mark, console),
-                plan, parts.world.device, console,
+                _choose_batch_size(plan, trained), parts.world.device, console,
             )  # fmt: skip
         result, names = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
+        names |= _write_table(world.gather_on_first(rows), plan, parts, directory, world, console)
         summary = summarize_predictions(result, parts.task.item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
@@ -133,12 +135,45 @@ def _retry_in_smaller_batches(
         release(device)  # after the except clause, which keeps the tensors of the traceback alive
 
 
+def _choose_batch_size(plan: Plan, trained: TrainedModel) -> Plan:
+    """Return the plan with the batch size for `predict_batch`: by default the micro-batch size of the last phase."""
+    phase = plan.phase(trained.phase)
+    if trained.parts.task.predicts != "predict_batch" or plan.inference.get("batch_size") or phase is None:
+        return plan
+    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": phase.batch.micro_batch_size})
+
+
+def _write_table(
+    rows_by_rank: Sequence[Rows], plan: Plan, parts: Parts, directory: RunDirectory, world: World, console: Console
+) -> set[str]:
+    """Write the rows of all ranks to predictions/SPLIT.csv and print the first ones; return the name of the file."""
+    batches = [*itertools.chain.from_iterable(rows_by_rank)]
+    if not batches:
+        return set()
+    split, shard, num_shards = (plan.inference.get(key) for key in ("split", "shard", "num_shards"))
+    is_part = world.world_size == 1 and num_shards not in (None, 1)
+    name = f"predictions/{split or 'val'}{f'-{shard}-of-{num_shards}' if is_part else ''}.csv"
+    try:
+        text = format_table(batches)
+    except ValueError as error:
+        fix = "return the same columns for each batch"
+        raise TaskFault(
+            f"predict_batch(): {error}", where=locate_definition(parts.task.predict_batch, parts.source), fix=fix
+        ) from None
+    directory.write(name, text)
+    lines = text.splitlines()
+    more = ["..."] if len(lines) > MAX_PRINTED + 1 else []
+    console.info("\n".join([f"\n--- {name.partition('/')[2]}", *lines[: MAX_PRINTED + 1], *more]))
+    return {name}
+
+
 def _predict_all(
     plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
 ) -> Predicted:
     """Write all predictions."""
     num = items = 0
     names: set[str] = set()
+    rows: Rows = []
 
     def on_next() -> None:
         progress_mark.advance(PREDICTION, num + 1)
@@ -148,8 +183,12 @@ def _predict_all(
         with closing(iterate_predictions(plan, parts, on_next)) as predictions:
             for prediction in predictions:
                 progress_mark.completed_kinds.add(PREDICTION)
-                num += prediction.items > 0
                 items += prediction.items
+                if isinstance(prediction, PredictedRows):
+                    num += prediction.items
+                    rows.append((prediction.indices, prediction.columns))
+                    continue
+                num += prediction.items > 0
                 _check_names(prediction.files, str(parts.source))
                 contents = {
                     f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
@@ -161,10 +200,12 @@ def _predict_all(
                 names.update(contents)
                 writer.put(contents, printed_text(prediction, num))
         writer.write()
-    return PredictionSummary(num, items, time.perf_counter() - began, calls), names
+    return PredictionSummary(num, items, time.perf_counter() - began, calls), names, rows
 
 
-def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> Predicted:
+def _merge_ranks(
+    result: PredictionSummary, names: Collection[str], world: World, where: str
+) -> tuple[PredictionSummary, set[str]]:
     """Merge the summaries and file names of all ranks; the time is that of the slowest rank."""
     calls = [result.calls.seconds, result.calls.samples]
     gathered = world.gather([result.num, result.items, result.seconds, calls, sorted(names)])
@@ -206,7 +247,8 @@ class PredictionSummary:
     calls: PredictCalls
 
 
-Predicted = tuple[PredictionSummary, Collection[str]]  # with the names of the files
+Rows = list[tuple[Sequence[int], Mapping[str, Sequence[str]]]]  # indices and columns of each batch
+Predicted = tuple[PredictionSummary, Collection[str], Rows]  # with the names of the files
 
 
 @contextmanager
@@ -329,14 +371,19 @@ def iterate_predictions(
     # draw the same random numbers.
     numbers = itertools.count(first, step) if isinstance(first, int) and isinstance(step, int) else itertools.count()
     generator = torch.Generator(parts.world.device).manual_seed(seed)
+    title = f"{parts.task.predicts or 'predict'}()"
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-        with seeded_generators(seed, "predict"), task_errors(parts.source, "predict()"):
-            result = parts.task.predict(parts.model, generator, **options)
+        with seeded_generators(seed, "predict"), task_errors(parts.source, title):
+            result = (
+                predict_batches(parts, seed, **options)
+                if parts.task.predicts == "predict_batch"
+                else parts.task.predict(parts.model, generator, **options)
+            )
         predictions = _get_iterator(result, parts)
         for number in numbers:
             on_next()
             # Random draws in a dataset read by `predict` must not depend on earlier predictions.
-            with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict()"):
+            with seeded_generators(seed, "prediction", number), task_errors(parts.source, title):
                 prediction = next(predictions, _END)
             if prediction is _END:
                 return

@@ -55,7 +55,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
                 where="PHASES",
                 fix="use the task that the run was trained with",
             )
-        fetcher = _make_fetcher(parts, split)
+        fetcher = open_split(parts, split)
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)
         began = time.perf_counter()
@@ -84,12 +84,13 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         return Exit.DONE, record
 
 
-def _make_fetcher(parts: Parts, split: str) -> Fetcher:
+def open_split(parts: Parts, split: str, key: str = "split") -> Fetcher:
+    """Return the samples of a split. Raises ConfigError about the setting `key` if the task has no such split."""
     known, what = (*SPLITS, *_declared_splits(parts.task)), f"the task has no split {split}"
     if split not in known:  # `dataset` would often return the samples of its last branch
         declare = f'if it has one, write in class {type(parts.task).__name__}:\nsplits = ("{split}",)'
-        raise ConfigError(Problem(what, f"split={split}", did_you_mean(split, known) or declare))
-    problem = Problem(what, f"split={split}", "use a split for which dataset(split) of the task returns samples")
+        raise ConfigError(Problem(what, f"{key}={split}", did_you_mean(split, known) or declare))
+    problem = Problem(what, f"{key}={split}", "use a split for which dataset(split) of the task returns samples")
     try:
         return parts.splits.fetcher(split, evaluates=True)
     except NotImplementedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import os
 import re
@@ -130,10 +131,11 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
     assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
     result = server.run(["inference", "inference.samples=5"], folder)
     assert result.code == 0, result.err
-    assert (folder / "outputs" / "mine" / "predictions" / "inside.txt").read_text() in result.out
-    inside = json.loads((folder / "outputs" / "mine" / "predictions" / "inside.txt").read_text())
-    assert len(inside) == 5
-    assert set(inside) <= {0, 1}
+    text = (folder / "outputs" / "mine" / "predictions" / "val.csv").read_text()
+    assert text in result.out
+    rows = list(csv.DictReader(text.splitlines()))
+    assert len(rows) == 5
+    assert all((float(row["probability"]) > 0.5) == (row["inside"] == "1") for row in rows)
 
 
 @pytest.mark.slow

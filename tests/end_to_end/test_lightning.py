@@ -236,3 +236,19 @@ def test_logged_metrics_are_those_of_all_samples(call: str, args: str, server: F
     assert {name: found[name] for name in expected} == expected
     assert "val/mean" in found
     assert found["val/never"] is None, "NaN"
+
+
+def test_predict_step_writes_a_table(server: ForkServer, tmp_path: Path) -> None:
+    trained(server, tmp_path, "epochs=1")
+    result = server.run("inference mine inference.samples=16", tmp_path)
+    assert result.code == 0, result.err
+    rows = (tmp_path / "outputs/mine/predictions/val.csv").read_text(encoding="utf-8").splitlines()
+    assert rows[0] == "index,label"
+    assert len(rows) == 17
+    assert {row.split(",")[1] for row in rows[1:]} <= {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_module_without_predict_step_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
+    trained(server, tmp_path, "epochs=1", EXAMPLE.read_text(encoding="utf-8").replace("predict_step", "_step"))
+    assert server.run("inference mine", tmp_path).code != 0

@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem, rebuild_error
 from runner.base.stopwatch import seconds_between
-from runner.base.task import Progress, Task
+from runner.base.task import Progress
 from runner.base.text import error_line
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -417,7 +417,7 @@ class TrainingVariant:
         The number of items is 0 if the task does not predict.
         """
         parts, items, seconds = self.run.parts, 0, 0.0
-        if type(parts.task).predict is not Task.predict:
+        if parts.task.predicts == "predict":
             with closing(iterate_predictions(self.run.plan, parts)) as predictions:
                 began = time.perf_counter()
                 for prediction in predictions:

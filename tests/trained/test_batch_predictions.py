@@ -1,0 +1,137 @@
+"""`predict_batch`: a table with a row per sample of a split, the same with any reader and on any number of ranks."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.base.errors import Exit
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.rounding import allowed, distance
+from tests.trained.task_with_tables import SIZES, Samples, build
+
+TASK = Path(__file__).with_name("task_with_tables.py")
+RUN = "outputs/one"
+
+
+@pytest.fixture(scope="module")
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tables")
+    result = server.run(f"train --task {TASK} run=one dataloader.bad_samples=skip", folder)
+    assert result.code == 0, result.err
+    assert "accel-run inference" in result.out
+    return folder
+
+
+def predict(server: ForkServer, folder: Path, args: str = "", file: str = "val.csv") -> list[dict[str, str]]:
+    result = server.run(f"inference one {args}", folder)
+    assert result.code == 0, result.err
+    assert file in result.out
+    with (folder / RUN / "predictions" / file).open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def text_of(folder: Path, file: str = "val.csv") -> bytes:
+    return (folder / RUN / "predictions" / file).read_bytes()
+
+
+def test_the_table_has_the_predictions_of_a_plain_loop(server: ForkServer, trained: Path) -> None:
+    rows = predict(server, trained, "inference.split=test inference.scale=2.0", "test.csv")
+
+    model = build().model.eval()
+    newest = newest_valid(trained / RUN / "checkpoints")
+    assert newest is not None
+    model.load_state_dict(load(newest).tensors("model"))
+    samples = Samples("test", bad=False)
+    with torch.no_grad():
+        scores = model(samples.points)
+    assert [int(row["index"]) for row in rows] == [*range(SIZES["test"])]
+    assert [row["name"] for row in rows] == [samples[index][2] for index in range(SIZES["test"])]
+    assert [int(row["label"]) for row in rows] == scores.argmax(-1).tolist()
+    right = [str(samples[index][1] == label) for index, label in enumerate(scores.argmax(-1).tolist())]
+    assert [row["right"] for row in rows] == right
+    written = torch.tensor([[float(row["score.0"]), float(row["score.1"])] for row in rows])
+    assert distance((2 * scores).numpy(), written.numpy()) <= allowed(torch.float32, terms=8)
+    halves = torch.tensor([float(row["half"]) for row in rows])
+    assert torch.equal(halves, halves.bfloat16().float())
+
+
+def test_readers_and_ranks_write_the_same_bytes(server: ForkServer, trained: Path) -> None:
+    predict(server, trained, "dataloader.num_workers=0")
+    alone = text_of(trained)
+    for args in (
+        "dataloader.num_workers=1", "dataloader=thread",
+        "parallelism=ddp parallelism.world_size=2", "parallelism=ddp parallelism.world_size=2 dataloader.num_workers=1",
+    ):  # fmt: skip
+        predict(server, trained, args)
+        assert text_of(trained) == alone, args
+
+
+def test_draws_depend_on_the_sample_and_the_seed_only(server: ForkServer, trained: Path) -> None:
+    draws = [row["draw"] for row in predict(server, trained)]
+    assert len({*draws}) == SIZES["val"]
+    assert [row["draw"] for row in predict(server, trained, "inference.batch_size=5")] == draws
+    assert [row["draw"] for row in predict(server, trained, "inference.seed=1")] != draws
+
+
+def test_shards_of_separate_commands_are_separate_files(server: ForkServer, trained: Path) -> None:
+    whole = [row["index"] for row in predict(server, trained, "inference.batch_size=4")]
+    parts = [
+        predict(server, trained, f"inference.batch_size=4 inference.shard={part} inference.num_shards=2", name)
+        for part, name in enumerate(("val-0-of-2.csv", "val-1-of-2.csv"))
+    ]
+    assert sorted(int(row["index"]) for part in parts for row in part) == [int(index) for index in whole]
+    assert all(parts)
+
+
+def test_some_samples_are_spread_over_the_split(server: ForkServer, trained: Path) -> None:
+    rows = predict(server, trained, "inference.samples=3")
+    assert [row["index"] for row in rows] == ["0", "7", "14"]
+
+
+def test_samples_that_cannot_be_read_have_no_row(server: ForkServer, trained: Path) -> None:
+    rows = predict(server, trained, "task.bad=true")
+    assert {str(index) for index in range(SIZES["val"])} - {row["index"] for row in rows} == {"3", "17"}
+
+
+@pytest.mark.parametrize(
+    "returned", ["tensor", "nothing", "short", "index", "pictures", "objects", "ragged", "changing"]
+)
+@pytest.mark.slow_beyond(3)
+def test_other_results_are_an_error_of_the_task(returned: str, server: ForkServer, trained: Path) -> None:
+    (trained / RUN / "predictions" / "val.csv").unlink(missing_ok=True)
+    result = server.run(f"inference one task.returned={returned}", trained)
+    assert result.code == Exit.SOFTWARE
+    assert "task_with_tables.py" in result.err
+    assert "predict_batch" in result.err
+    assert "Traceback" not in result.err
+    assert not (trained / RUN / "predictions" / "val.csv").exists()
+
+
+def test_a_split_that_the_task_lacks_is_refused(server: ForkServer, trained: Path) -> None:
+    result = server.run("inference one inference.split=rare", trained)
+    assert result.code == Exit.CONFIG
+    assert "inference.split=rare" in result.err
+
+
+def test_a_batch_that_is_out_of_memory_is_predicted_in_smaller_ones(server: ForkServer, trained: Path) -> None:
+    unpacked = "        x, label, names = batch\n"
+    refused = f"{unpacked}        if len(label) > 3:\n            raise MemoryError('planted')\n"
+    text = TASK.read_text(encoding="utf-8").replace(unpacked, refused)
+    (trained / "small_task.py").write_text(text, encoding="utf-8")
+    result = server.run("inference --task small_task.py run=one inference.split=test", trained)
+    assert result.code == 0, result.err
+    assert "batch_size=2" in result.err + result.out
+    assert len(text_of(trained, "test.csv").splitlines()) == SIZES["test"] + 1
+
+
+def test_a_predict_that_expects_a_batch_is_refused_before_training(server: ForkServer, tmp_path: Path) -> None:
+    text = TASK.read_text(encoding="utf-8").replace("def predict_batch(", "def predict(")
+    (tmp_path / "old_task.py").write_text(text, encoding="utf-8")
+    result = server.run("train --task old_task.py", tmp_path)
+    assert result.code == Exit.CONFIG
+    assert "predict_batch" in result.err
