@@ -44,9 +44,6 @@ class Schedule:
     def observe(self, metric: float, update: int) -> None:
         """Record a validation metric after `update` updates; every rank must pass the same value."""
 
-    def compare_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Forget observed values if the settings name another metric than those of the checkpoint; after `load`."""
-
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state, JSON-serializable."""
         return {}
@@ -69,7 +66,7 @@ class Plateau(Schedule):
         self, warmup: int, *, mode: str, gamma: float, patience: int, threshold: float, cooldown: int, floor: float
     ) -> None:
         super().__init__(lambda _: self.level, warmup)
-        self.sign = 1.0 if mode == "min" else -1.0
+        self.mode, self.sign = mode, 1.0 if mode == "min" else -1.0
         self.gamma, self.patience, self.threshold = gamma, patience, threshold
         self.cooldown, self.floor = cooldown, floor
         self.level = 1.0
@@ -91,18 +88,19 @@ class Plateau(Schedule):
             self.level = max(self.level * self.gamma, self.floor)
             self.rest, self.num_bad = self.cooldown, 0
 
-    def compare_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        changed = [key for key, value in now.items() if before.get(key, value) != value]
-        if any(key.endswith(("scheduler.metric", "scheduler.mode")) for key in changed):
-            self.best, self.num_bad = None, 0
-
     def state(self) -> dict[str, Any]:
-        return {"level": self.level, "best": self.best, "num_bad": self.num_bad, "rest": self.rest}
+        return {"level": self.level, "best": self.best, "num_bad": self.num_bad, "rest": self.rest, **self._ranking()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self.level, self.best = state["level"], state["best"]
-        self.num_bad, self.rest = state["num_bad"], state["rest"]
+        # Older checkpoints do not name the metric.
+        super().load({**self._ranking(), **state} if "level" in state else state)
+        self.level, self.rest = state["level"], state["rest"]
+        # A difference means that `resume_allow` has permitted another metric.
+        if all(state.get(key, value) == value for key, value in self._ranking().items()):
+            self.best, self.num_bad = state["best"], state["num_bad"]
+
+    def _ranking(self) -> dict[str, str]:
+        return {"metric": self.metric, "mode": self.mode}
 
     def _is_better(self, metric: float) -> bool:
         if self.best is None:

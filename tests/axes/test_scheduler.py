@@ -172,21 +172,24 @@ def test_plateau_continues_from_its_saved_state() -> None:
         assert before + factors(resumed, stop, len(metrics)) == expected
 
 
-@pytest.mark.parametrize("key", ["scheduler.metric", "phase.train.scheduler.mode"])
-def test_plateau_keeps_its_level_and_no_value_of_another_metric(key: str) -> None:
-    def resumed(now: str) -> Schedule:
-        schedule = plateau(9, patience=0, gamma=0.5)
-        schedule.load({"level": 0.5, "best": 0.1, "num_bad": 0, "rest": 0})
-        schedule.compare_settings({key: "old"}, {key: now, "updates": 9})
-        schedule.observe(2.0, 1)
-        return schedule
-
-    assert resumed("old").factor(1) == 0.25
-    assert resumed("new").factor(1) == 0.5
+@pytest.mark.parametrize(
+    ("saved", "factor"),
+    [
+        ({}, 0.25),  # of an earlier version, whose state does not name the metric
+        ({"metric": "val/error", "mode": "min"}, 0.25),
+        ({"metric": "val/loss", "mode": "min"}, 0.5),
+        ({"metric": "val/error", "mode": "max"}, 0.5),
+    ],
+)
+def test_plateau_keeps_its_level_and_no_value_of_another_metric(saved: dict[str, str], factor: float) -> None:
+    schedule = plateau(9, metric="val/error", patience=0, gamma=0.5)
+    schedule.load({"level": 0.5, "best": 0.1, "num_bad": 0, "rest": 0, **saved})
+    schedule.observe(2.0, 1)
+    assert schedule.factor(1) == factor
 
 
 def test_the_state_of_another_schedule_is_refused() -> None:
-    with pytest.raises(IncompatibleResume, match=r"best, level, num_bad, rest, but the checkpoint contains nothing"):
+    with pytest.raises(IncompatibleResume, match=r"best, level, metric, mode, num_bad, rest, .* nothing"):
         plateau(10).load({})
     with pytest.raises(IncompatibleResume):
         cosine(10).load(plateau(10).state())

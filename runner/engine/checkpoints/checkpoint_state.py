@@ -106,6 +106,13 @@ def _is_best(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_update(value[1])
 
 
+def _is_schedule(value: Any) -> bool:
+    """Return whether all values are numbers or None, except the metric of a plateau and its direction."""
+    return isinstance(value, dict) and all(
+        _is_text(item) if name in ("metric", "mode") else _or_none(_is_number)(item) for name, item in value.items()
+    )
+
+
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() >= _REQUIRED_RECORD_FIELDS and not decode(PhaseRecord, value).wrong
 
@@ -168,5 +175,5 @@ _OPTIONAL: Mapping[str, Predicate] = {
     "shares": _is_mapping,
     "forward_state": _has_fields({"frozen": _list_of(_is_text)}),
     "optimizer": _has_fields({"optimizer": _is_text, "numbers": _mapping_of(is_number)}),
-    "schedule": _mapping_of(_or_none(_is_number)),
+    "schedule": _is_schedule,
 }

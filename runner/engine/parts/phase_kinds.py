@@ -252,7 +252,6 @@ class GradientPhase(PhaseKind):
         is_another = start.state["values"].get("scheduler") != self.parts.plan.choices["scheduler"].name
         if not (is_another and set(saved) != set(schedule.state())):
             schedule.load(saved)
-            schedule.compare_settings(start.state["values"], self.parts.plan.values())
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:

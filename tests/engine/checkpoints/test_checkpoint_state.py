@@ -46,6 +46,15 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedChec
             check_state(changed(start, lambda state, _, name=name: state.update({name: None})))
 
 
+@pytest.mark.parametrize("name", ["level", "metric"])
+def test_only_the_metric_of_a_schedule_is_text(name: str, start: LoadedCheckpoint) -> None:
+    valid = {"level": 0.5, "best": None, "metric": "val/loss", "mode": "min"}
+    check_state(changed(start, lambda state, _: state.update(schedule=valid)))
+    other = {**valid, name: 1.0 if name == "metric" else "val/loss"}
+    with pytest.raises(DataError, match="schedule"):
+        check_state(changed(start, lambda state, _: state.update(schedule=other)))
+
+
 @pytest.mark.parametrize(
     ("change", "args"),
     [
