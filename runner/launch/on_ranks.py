@@ -25,7 +25,7 @@ from runner.forecast.demand import trace_memory_needs
 from runner.host.resources import affinity
 from runner.host.scratch import private_folder
 from runner.launch.local import run_ranks, to_error
-from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.inventory import Device, Inventory, take_inventory
 from runner.plan.planner import apply_allocator_settings, make_plan, may_use_gpu, should_trace_memory
 from runner.plan.rank_devices import RankDevice, number_machines
 from runner.plan.run_plan import Plan
@@ -81,7 +81,7 @@ def join_as_member(
     Raises SharedConfigError if the ranks differ in anything that affects results.
     """
     inventory = prepare_inventory(configuration)
-    devices = _devices_here(configuration, inventory, member)
+    devices = devices_of_local_ranks(configuration, inventory, member.num_local_ranks)
     local_ranks = [rank % member.num_local_ranks for rank in range(member.world_size)]
     # The other machines are not known yet, so they are assumed to be like this one.
     assumed = number_machines([devices[number] for number in local_ranks], local_ranks)
@@ -123,14 +123,12 @@ def join_as_member(
         yield world, _plan_on_first(world, plan_here, error), inventory
 
 
-def _devices_here(configuration: Configuration, inventory: Inventory, member: RankInfo) -> list[RankDevice]:
-    """Return the device of each rank of this machine."""
-    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
-    uses_gpus = gpus and may_use_gpu(configuration)
-    return [
-        RankDevice.of(gpus[number % len(gpus)] if uses_gpus else None, inventory)
-        for number in range(member.num_local_ranks)
-    ]
+def devices_of_local_ranks(configuration: Configuration, inventory: Inventory, num_ranks: int) -> list[RankDevice]:
+    """Return the devices of the ranks of this machine: its GPUs in turn, first the one that `device` selects."""
+    requested = configuration.settings.device
+    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"] if may_use_gpu(configuration) else []
+    ordered: list[Device | None] = [*sorted(gpus, key=lambda gpu: gpu.torch_name != requested)] or [None]
+    return [RankDevice.of(ordered[number % len(ordered)], inventory) for number in range(num_ranks)]
 
 
 def count_sharing(machines: Sequence[int], cores: Sequence[Set[int]], rank: int) -> int:

@@ -21,6 +21,7 @@ from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.request import Request
+from runner.launch.on_ranks import devices_of_local_ranks
 from runner.launch.training_ranks import configuration_for_ranks
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_from_profile
 from runner.plan.memory_fit import Demand, MemoryNeeds, TracedPoint
@@ -242,6 +243,21 @@ def test_another_launcher_must_start_the_requested_ranks(num_ranks: int, request
     asked = configuration("parallelism=ddp", f"parallelism.world_size={requested}")
     assert bool(find_wrong_world_size(asked.choices["parallelism"], num_ranks)) is is_wrong
     assert find_wrong_world_size(configuration("parallelism=ddp").choices["parallelism"], num_ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "expected"),
+    [
+        ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 3, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:1", 1, ["cuda:1"]),
+        ("cuda:1", 2, ["cuda:1", "cuda:0"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+    ],
+)
+def test_ranks_of_another_launcher_use_the_selected_gpu_first(device: str, num_ranks: int, expected: list[str]) -> None:
+    asked = configuration("parallelism=ddp", f"device={device}")
+    assert [rank.device for rank in devices_of_local_ranks(asked, machine(T4, T4_TOO), num_ranks)] == expected
 
 
 def test_an_unusable_gpu_is_named_in_the_reason() -> None:
