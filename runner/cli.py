@@ -25,6 +25,7 @@ from runner.base.errors import (
     find_system_limit,
     format_error,
 )
+from runner.base.rank_env import remove_default_threads
 from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         open_closed_streams()
+        remove_default_threads()
         limit_thread_starts()
         prepare_for_limit()
     is_training = bool(arguments) and arguments[0] in TRAINING

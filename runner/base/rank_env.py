@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from runner.base.errors import ConfigError, Problem, RepeatedConfigError
 
@@ -41,6 +42,21 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     if "RANK" in environment:
         return _read_torchrun(environment)
     return _read_srun(environment) if _is_srun_task(environment) else None
+
+
+def remove_default_threads() -> None:
+    """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its part of the cores. Call before torch loads.
+
+    torchrun exports 1 to several ranks if the user has set nothing. Its initial environment does not have that value.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return
+    try:
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux, or the parent is no process of this user
+        return
+    if not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in given):
+        del os.environ["OMP_NUM_THREADS"]
 
 
 def launcher_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -201,3 +202,28 @@ def test_the_rank_is_known_without_importing_torch() -> None:
     code = "import sys; from runner.base.rank_env import detect_rank; detect_rank({'RANK': '0'})"
     code = f"import sys\ntry: {code}\nexcept Exception as error: sys.exit(10 + ('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "exported", "expected"),
+    [
+        ({}, "1", "None"),  # torchrun's default
+        ({"OMP_NUM_THREADS": "1"}, "1", "1"),
+        ({"OMP_NUM_THREADS": "4"}, "4", "4"),
+    ],
+)
+def test_only_the_number_of_threads_that_torchrun_chose_is_removed(
+    given: dict[str, str], exported: str, expected: str
+) -> None:
+    """The process in between exports the variable to its child, as torchrun does."""
+    child = "import os; from runner.base.rank_env import remove_default_threads as call; call();"
+    child += " print(os.environ.get('OMP_NUM_THREADS'))"
+    agent = f"""
+import os, subprocess, sys
+os.environ.update(OMP_NUM_THREADS={exported!r}, TORCHELASTIC_RUN_ID="none")
+raise SystemExit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)
+"""
+    environment = {**without(dict(os.environ), "OMP_NUM_THREADS"), **given}
+    done = subprocess.run([sys.executable, "-c", agent], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected
