@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     out = parse_path(keys["out"]) if keys["out"] else None
     owner: RunDirectory | None = None
     if len(names) == 1 and (folder := find_sweep(root, names[0])):
-        read = partial(_read_sweep, folder)
+        read = partial(_read_sweep, folder, is_watched=WATCH in argv)
         out = out or folder / "report.html"
     else:
         directories = [RunDirectory.find(root, name) for name in names or [LAST]]
@@ -97,15 +97,13 @@ def _read_runs(directories: list[RunDirectory]) -> Content:
     return Content(page, notes, is_live=any(run.state.word == "running" for run in runs))
 
 
-def _read_sweep(folder: Path) -> Content:
+def _read_sweep(folder: Path, *, is_watched: bool) -> Content:
     from runner.sweeps.trials import Sweep
     from runner.tools.report.sweep_page import make_sweep_page
     from runner.tools.report.watch import Content
 
     sweep = Sweep.read(folder)
-    return Content(
-        make_sweep_page(sweep), (), is_live=any(result.state in ("running", "submitted") for result in sweep.results())
-    )
+    return Content(make_sweep_page(sweep), (), is_live=is_watched and sweep.has_live_trials())
 
 
 def _write_page(out: Path, owner: RunDirectory | None, content: Content, refresh_s: float | None = None) -> int:

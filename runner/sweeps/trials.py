@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from runner.base.errors import Exit
+from runner.base.errors import Exit, SystemLimit
 from runner.base.json_converter import decode, encode
 from runner.base.json_values import is_number, none_to_nan, to_json
 from runner.base.secret import sanitize
@@ -26,7 +26,7 @@ from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import RUN_KEYS
 from runner.host.process_tree import process_identity
-from runner.launch.job_queue import read_exit_code
+from runner.launch.job_queue import queued_jobs, read_exit_code
 from runner.records.run_record import ProcessRecord, RunRecord
 from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
 
@@ -142,6 +142,16 @@ class Sweep:
                 return found
             self._final_results[trial.number] = found
         return self._final_results[trial.number]
+
+    def has_live_trials(self) -> bool:
+        """Return whether a trial is running or submitted; a job counts only while it is in the queue of SLURM."""
+        live = {result.trial.number for result in self.results() if result.state in ("running", "submitted")}
+        if not live <= self.jobs.keys():  # a trial on this machine
+            return True
+        try:
+            return not live.isdisjoint(queued_jobs(self.folder) if live else ())
+        except SystemLimit:  # the queue is not known on this machine, or the controller does not respond
+            return True
 
     def forget_process(self, trial: Trial) -> bool:
         """Forget the last process of a trial that is about to restart; return whether its exit code was known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from runner.cli import main
 from runner.sweeps import job_pool
 from runner.sweeps.trials import Sweep
+from runner.tools.report.watch import watch
 from tests import slurm_stub
 from tests.waiting import wait_until
 
@@ -127,6 +129,30 @@ def test_trials_that_ended_after_the_sweep_stopped_are_not_repeated(cluster: Pat
     assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["finished", "failed"]
     assert main(command) == 70
     assert arrays(cluster) == ["1-2"]
+
+
+@pytest.mark.parametrize(("are_canceled", "num_waits"), [(False, 3), (True, 0)])
+def test_a_watched_page_ends_when_the_jobs_have_left_the_queue(
+    are_canceled: bool, num_waits: int, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("held", "interrupt"):
+        (cluster / name).touch()
+    assert main(SEEDS) == 75
+    (cluster / "interrupt").unlink()
+    for job in (cluster / "queue").iterdir() if are_canceled else ():
+        job.unlink()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("runner.tools.report.watch.watch", partial(watch, wait=wait))
+    assert main(["report", "mine", "--watch"]) == 0
+    assert len(waits) == num_waits
+    assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["submitted"] * 3
+    (cluster / "held").unlink()
 
 
 @pytest.mark.slow
