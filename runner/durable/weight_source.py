@@ -165,12 +165,11 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
     if (path / MANIFEST).is_file():
         return _find_in_checkpoint(load(path.absolute()), f"checkpoint {path.name}")
     names = sorted(path.name for path in path.iterdir() if path.is_file())
-    indexes = [name for name in names if name.endswith(_INDEX)]
-    if indexes:
-        return _find_in_index(
-            path / (_DEFAULT_FILE + ".index.json" if _DEFAULT_FILE + ".index.json" in indexes else indexes[0]), where
-        )
     tensors = [name for name in names if name.endswith(".safetensors")]
+    indexes = [name for name in names if name.endswith(_INDEX)]
+    if indexes and _DEFAULT_FILE not in tensors:  # as in transformers, which prefers the single file
+        name = _DEFAULT_FILE + ".index.json"
+        return _find_in_index(path / (name if name in indexes else indexes[0]), where)
     shards = [match for name in tensors if (match := _SHARD.fullmatch(name))]
     if _DEFAULT_FILE in tensors or (len(tensors) == 1 and not shards):
         name = _DEFAULT_FILE if _DEFAULT_FILE in tensors else tensors[0]

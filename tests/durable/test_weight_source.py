@@ -232,6 +232,14 @@ def test_an_index_names_the_file_of_each_tensor(names: list[str], tmp_path: Path
         assert "2" in source.shown.removeprefix(str(folder))
 
 
+def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Path) -> None:
+    folder = with_index(
+        fill(tmp_path / "a", "model.safetensors", "one.safetensors", "two.safetensors"), {"weight_map": MAP}
+    )
+    assert found(folder, tmp_path).files == (folder / "model.safetensors",)
+    assert found(folder / "model.safetensors.index.json", tmp_path).index == MAP
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[", "[]", {}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}, "[" * 100_000],
