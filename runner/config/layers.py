@@ -311,7 +311,7 @@ def _text_of_number(setting: Setting, kind: Any) -> Any:
 
 
 def _stringify_names(kind: Any, value: Any) -> Any:
-    """Convert integers in lists and mappings of strings to strings: the `0` of a module name is parsed as a number."""
+    """Convert module names in lists and mappings of strings back to text: `0` is parsed as a number."""
     item_types = typing.get_args(kind)[-1:]
     if isinstance(value, list):  # of list[str], or of list[str] | None
         has_names = any(each == list[str] for each in (kind, *typing.get_args(kind)))
@@ -327,7 +327,9 @@ def _stringify(item: Any) -> Any:
 
 
 def _stringify_keys(value: Any) -> Any:
-    return {str(key): _stringify_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {format_value(key): _stringify_keys(item) for key, item in value.items()}  # `true` and `null` as written
 
 
 # ---------------------------------------------------------------- phases

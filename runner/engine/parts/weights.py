@@ -228,36 +228,29 @@ def _suggest_rename(result: WeightMatch) -> str:
 
     The names may have an extra prefix in the source, such as `model.` in Lightning checkpoints, or in the model.
     """
-    stored = dict.fromkeys([*result.matched, *result.ignored])
-    wanted = {*result.matched, *result.missing}
-    candidates: list[tuple[dict[str, str], list[str]]] = [
-        ({prefix: ""}, names) for prefix, names in _count_prefixes(result.ignored, {*result.missing}).items()
-    ]
-    for prefix, names in _count_prefixes(result.missing, {*result.ignored}).items():
-        candidates.append(({(top := name.partition(".")[0]): f"{prefix}.{top}" for name in names}, names))
-    for rename, names in sorted(candidates, key=lambda candidate: -len(candidate[1])):
-        if 2 * len(names) <= len(result.missing):
-            break
+    stored, missing = dict.fromkeys([*result.matched, *result.ignored]), {*result.missing}
+    renames = [{prefix: ""} for prefix in _find_prefixes(result.ignored, missing)]
+    for prefix, names in _find_prefixes(result.missing, {*result.ignored}).items():
+        renames.append({(top := name.partition(".")[0]): f"{prefix}.{top}" for name in names})
+    settings, most = [], len(missing) // 2
+    for rename in renames:
         renamed: Collection[str] = ()
         with suppress(ConfigError):  # two tensors would have the same name
             renamed = _apply_renames(stored, rename)
-        if len(wanted.intersection(renamed)) < len(result.matched) + len(names):  # it breaks other matches
-            continue
-        pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
-        is_complete = wanted == {*renamed} and not result.different
-        settings = [f"weights.rename={{{pairs}}}", *([] if is_complete else ["weights.strict=false"])]
-        return f"use {' '.join(map(shlex.quote, settings))}"
-    return ""
+        if (count := len(missing.intersection(renamed))) > most and result.matched.keys() <= {*renamed}:
+            most, is_complete = count, len(missing) == count == len(result.ignored) and not result.different
+            pairs = ", ".join(f"{old}: {new or chr(34) * 2}" for old, new in rename.items())
+            settings = [f"weights.rename={{{pairs}}}", *([] if is_complete else ["weights.strict=false"])]
+    return f"use {' '.join(map(shlex.quote, settings))}" if settings else ""
 
 
-def _count_prefixes(names: Iterable[str], wanted: Collection[str]) -> dict[str, list[str]]:
+def _find_prefixes(names: Iterable[str], wanted: Collection[str]) -> dict[str, list[str]]:
     """Return prefix -> wanted names that are among `names` with this prefix."""
     found: dict[str, list[str]] = {}
     for name in names:
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            if (rest := ".".join(parts[count:])) in wanted:
-                found.setdefault(".".join(parts[:count]), []).append(rest)
+        for end in (index for index, character in enumerate(name) if character == "."):
+            if name[end + 1 :] in wanted:
+                found.setdefault(name[:end], []).append(name[end + 1 :])
     return found
 
 

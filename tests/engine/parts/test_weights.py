@@ -185,18 +185,21 @@ def test_all_mismatches_are_refused_in_one_message_and_nothing_is_loaded(tmp_pat
     assert refusal(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
 
 
+@pytest.mark.parametrize("prefix", ["net", "true", "null", "0"])
 @pytest.mark.parametrize("is_longer", [True, False])
 @pytest.mark.parametrize("has_more", [True, False])
-def test_a_refusal_suggests_the_rename_that_loads_the_weights(is_longer: bool, has_more: bool, tmp_path: Path) -> None:
+def test_a_refusal_suggests_the_rename_that_loads_the_weights(
+    prefix: str, is_longer: bool, has_more: bool, tmp_path: Path
+) -> None:
     """Names may have a prefix in the source, such as those of a checkpoint of Lightning, or in the model."""
-    tensors = {f"net.{name}" if is_longer else name: tensor for name, tensor in source().items()}
+    tensors = {f"{prefix}.{name}" if is_longer else name: tensor for name, tensor in source().items()}
     save_file(tensors | ({"loss.weight": torch.ones(1)} if has_more else {}), tmp_path / "w.safetensors")
-    model = Net() if is_longer else nn.ModuleDict({"net": Net()})
+    model = Net() if is_longer else nn.ModuleDict({prefix: Net()})
     (problem,) = refusal(model, tmp_path / "w.safetensors").problems
     settings = shlex.split(problem.fix)[1:]
     weights = compose(Request(tuple(settings), TASK)).settings.weights
     begun(model, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
-    assert_has(model if is_longer else model["net"], source())  # type: ignore[index]
+    assert_has(model if is_longer else model[prefix], source())  # type: ignore[index]
     assert weights.strict != has_more
 
 
