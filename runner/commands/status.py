@@ -121,17 +121,16 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
             key: value for key, value in row.items() if key.endswith("loss") and (value is None or is_number(value))
         }
     starts = {str(row.get("phase")): row for row in read_rows(directory.events) if row.get("kind") == "phase"}
-    for phase, row in last_rows.items():
-        total = starts.get(phase, {}).get("total") or plan.updates or "?"
-        update = record.num_updates(phase, row)
-        loss_text = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
-        finished_note = (
-            ", finished" if phase in ended_phases and ended_phases[phase].finished and update != total else ""
-        )
-        _print(f"  phase       {phase}: update {update} of {total}{finished_note}   {loss_text}")
-    if not last_rows:
-        reached = [f"{name}: update {phase.updates} of {phase.total}" for name, phase in ended_phases.items()]
-        _print(f"  phase       {reached[-1] if reached else 'no update yet'}")
+    names = dict.fromkeys([*ended_phases, *last_rows])  # a phase without metrics, such as a fit, has no row
+    for phase in names:
+        ended = ended_phases.get(phase)
+        total = starts.get(phase, {}).get("total") or (ended and ended.total) or plan.updates or "?"
+        update = record.num_updates(phase, last_rows.get(phase, {}))
+        loss_text = "  ".join(f"{name} {format_metric(value)}" for name, value in losses.get(phase, {}).items())
+        finished_note = ", finished" if ended and ended.finished and update != total else ""
+        _print(f"  phase       {phase}: update {update} of {total}{finished_note}   {loss_text}".rstrip())
+    if not names:
+        _print("  phase       no update yet")
     items_per_s = read_throughput(directory.path, record)
     if items_per_s is not None:
         item = starts.get(measured, next(reversed(starts.values()), {})).get("item") or "item"

@@ -250,6 +250,15 @@ def test_a_run_that_stops_between_two_rows_of_metrics_reports_its_update(
     assert reached.replace(" of ", "/") in row
 
 
+def test_a_phase_without_rows_of_metrics_has_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "outputs" / "finished" / "run.json"
+    record = json.loads(file.read_text())
+    fit = {**record["phases"]["train"], "name": "statistics", "kind": "fit", "updates": 3, "total": 3}
+    file.write_text(json.dumps({**record, "phases": {"statistics": fit, **record["phases"]}}))
+    phases = [line.split()[1:6] for line in status(capsys, "finished") if line.startswith("  phase ")]
+    assert phases == [["statistics:", "update", "3", "of", "3"], ["train:", "update", "100", "of", "100"]]
+
+
 def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(
     server: ForkServer, tmp_path: Path
 ) -> None:
