@@ -45,9 +45,10 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def remove_default_threads() -> None:
-    """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its part of the cores. Call before torch loads.
+    """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its part of the cores.
 
     torchrun exports 1 to several ranks if the user has set nothing. Its initial environment does not have that value.
+    Must be called before torch is loaded, because OpenMP reads the variable only once.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return

@@ -234,10 +234,9 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
 def _check_copy_size(planner: Decisions, key: str) -> None:
     """Check the number of ranks per copy of the model.
 
-    It must divide the number of all ranks. A note is added if a copy may span machines that other copies also use.
+    It must divide the number of all ranks. A note is added if a copy spans machines that other copies also use.
     """
     size, count = planner.choices["parallelism"].options[key], len(planner.ranks)
-    machines = ranks_per_machine(planner.ranks)
     if not isinstance(size, int) or count == 1:
         return
     if size == 1 or count % size:
@@ -245,12 +244,15 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
         fix = f"use {sizes}, or parallelism=ddp for a copy of the model on each rank"
         what = f"must divide the {count} ranks into groups of at least 2, each with a copy of the model"
         planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
-    elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
+        return
+    groups = [{rank.machine for rank in planner.ranks[first : first + size]} for first in range(0, count, size)]
+    if any(len(group) > 1 and any(group & other for other in groups if other is not group) for group in groups):
         what = (
-            f"parallelism.{key}={size}: groups of {size} ranks may span machines that other groups also use, and then"
+            f"parallelism.{key}={size}: groups of {size} ranks span machines that other groups also use, and"
             " communicate over the network"
         )
-        planner.notes.append(f"{what} ({', '.join(map(str, machines))} ranks per machine)")
+        machines = ", ".join(map(str, ranks_per_machine(planner.ranks)))
+        planner.notes.append(f"{what} ({machines} ranks per machine)")
 
 
 def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[int | str, str]:

@@ -80,7 +80,16 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(shard_size: int)
 
 
 @pytest.mark.parametrize(
-    ("counts", "shard_size", "is_noted"), [((4, 4), 2, False), ((2, 2), 4, False), ((3, 3), 2, True), ((4, 2), 2, True)]
+    ("counts", "shard_size", "is_noted"),
+    [
+        ((4, 4), 2, False),
+        ((2, 2), 4, False),
+        ((3, 3), 2, True),
+        ((4, 2), 2, False),
+        ((4, 2), 3, True),
+        ((2, 2, 4), 4, False),
+        ((2, 4, 2), 4, True),
+    ],
 )
 def test_groups_that_share_a_machine_and_extend_to_the_next_are_noted(
     counts: tuple[int, ...], shard_size: int, is_noted: bool

@@ -22,6 +22,10 @@ BASELINE = "baseline"
 STEP = "step"  # the first column of the table
 STACK = "up to "  # begins the name of a stack of techniques
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,39}", re.ASCII)
+_NAME_RULE = (
+    "use at most 40 letters, digits, '.', '_' and '-', beginning with a letter or a digit, but none of"
+    f" the names {', '.join(RESERVED_TECHNIQUES)}"
+)
 FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 
 
@@ -147,8 +151,8 @@ def _read_technique(file: Path, root: Path) -> Technique:
 
 def _to_technique(name: str, content: Any, where: str) -> Technique:
     if not is_valid_name(name):
-        what = "cannot be the name of a technique: it is reserved, or not made of letters, digits, '.', '_' and '-'"
-        raise ConfigError(Problem(what, where, f"rename {name}"))
+        what = "cannot be the name of a technique"
+        raise ConfigError(Problem(what, where, f"rename {name}: {_NAME_RULE}"))
     error = find_technique_error(content)
     if error:
         raise ConfigError(Problem(error[0], where, error[1]))
