@@ -15,10 +15,10 @@ from runner.config.request import merge_overrides
 from runner.config.schema import default_values
 from runner.forecast.demand import is_traced, predict_needs
 from runner.plan.inventory import Inventory
-from runner.plan.memory_fit import MemoryNeeds, may_fit
+from runner.plan.memory_fit import MemoryNeeds, choose_micro_batch_size, largest_micro_batch, may_fit
 from runner.plan.planner import make_plan
-from runner.plan.prediction_text import FittingChange, is_settable
-from runner.plan.run_plan import Plan
+from runner.plan.prediction_text import FittingChange, format_size_setting, is_settable
+from runner.plan.run_plan import Plan, rank_part
 from runner.plan.update_time import find_rank_rates, predict_phase_time
 
 Overrides = tuple[str, ...]
@@ -39,7 +39,7 @@ def find_changes(
     profiles  measurements from hardware profiles, used to estimate times
     """
     trial = _Trial(configuration, inventory, plan, needs, profiles, _seconds(plan, needs, profiles))
-    single = list(_candidates(configuration, inventory, plan))
+    single = list(_candidates(configuration, inventory, plan, needs))
     changes: list[FittingChange] = []
     untried: list[Overrides] = []
     failed: set[Overrides] = set()
@@ -75,12 +75,18 @@ def find_changes(
 
 def needs_no_trace(settings: Overrides) -> bool:
     """Return True if the memory demand with these settings follows from existing traces."""
-    return all(setting.partition("=")[0] == "micro_batch_size" or setting == "parallelism=fsdp" for setting in settings)
+    keys = ("micro_batch_size", "cpu_micro_batch_size")
+    return all(setting.partition("=")[0] in keys or setting == "parallelism=fsdp" for setting in settings)
 
 
-def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Overrides]:
+def _candidates(
+    configuration: Configuration, inventory: Inventory, plan: Plan, needs: MemoryNeeds
+) -> Iterator[Overrides]:
     """Yield settings that reduce memory: first those that need no trace, then those with the largest effect."""
-    if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
+    if not any(rank.is_gpu for rank in plan.ranks):  # there, auto does not depend on the memory
+        if size := _find_fitting_size(plan, needs):
+            yield (format_size_setting(plan, plan.batch, size),)
+    elif any(phase.micro_batch_size != "auto" for phase in configuration.phases):
         yield ("micro_batch_size=auto",)
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
     if len(gpus) > 1 and plan.choices["parallelism"].uses("single", "ddp"):
@@ -100,6 +106,20 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
         yield ("parallelism=pipeline",)  # one trace per rank
     if keeps:
         yield BUDGET
+
+
+def _find_fitting_size(plan: Plan, needs: MemoryNeeds) -> int:
+    """Return a micro-batch size that fits on every rank in every phase; 0 if not even one sample does."""
+    sizes = []
+    for phase in plan.selected:
+        part, share = rank_part(plan.choices["parallelism"], phase), max(phase.batch.shares)
+        for demand in needs.select(phase.name):
+            fit = min(
+                largest_micro_batch(demand, rank, share, part.for_rank(number))
+                for number, rank in enumerate(plan.ranks)
+            )
+            sizes.append(choose_micro_batch_size(share, fit) if fit else 0)
+    return min(sizes, default=0)
 
 
 CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)

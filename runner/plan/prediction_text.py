@@ -130,9 +130,17 @@ def _format_micro_batches(plan: Plan, phase: PhasePlan, demand: Demand, memories
     if 0 < fit < share and size < fit:
         steps = -(-share // size)
         even = "of equal size" if share % size == 0 else "of about equal size"
-        setting = f"{size:,}" if is_settable(plan, phase.batch, size) else "micro_batch_size=auto"
+        is_given = is_settable(plan, phase.batch, size)
+        setting = f"{size:,}" if is_given else format_size_setting(plan, phase.batch, size)
         lines += [_format_row("", f"recommended: {setting} ({share:,} samples in {steps:,} micro-batches {even})")]
     return lines
+
+
+def format_size_setting(plan: Plan, batch: Batch, micro_batch_size: int) -> str:
+    """Return the setting with which the plan uses this micro-batch size."""
+    if is_settable(plan, batch, micro_batch_size):
+        return f"micro_batch_size={micro_batch_size}"
+    return "micro_batch_size=auto" if plan.ranks[0].is_gpu else f"cpu_micro_batch_size={micro_batch_size}"
 
 
 def is_settable(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:

@@ -13,6 +13,7 @@ from runner.forecast import demand as engine_needs
 from runner.forecast import remedies
 from runner.plan.memory_fit import GIB, MemoryNeeds
 from runner.plan.planner import make_plan
+from runner.plan.prediction_text import format_prediction
 from tests.plan.test_memory_fit import HERE, composed, demand, plan
 
 WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
@@ -63,6 +64,24 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
         again = plan(*args, *change.overrides, needs=needs)
         assert again.memory[0].prediction.fits
         assert again.memory[0].prediction.total == change.bytes
+
+
+@pytest.mark.parametrize("samples", [64, 61])
+def test_the_size_that_is_recommended_on_a_cpu_is_a_setting_that_fits(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, auto does not depend on the memory, and 61 has no divisor."""
+    needs = MemoryNeeds({"train": demand(*range(1, samples + 1))})
+    monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
+    args = (f"global_batch_size={samples}", "device=cpu", "memory=budget", "memory.limit_gib=10", "memory.recompute=[]")
+    made = plan(*args, needs=needs)
+    assert not made.memory[0].prediction.fits
+    changes, _ = remedies.find_changes(composed(*args), HERE, made, needs, ())
+    ((setting,),) = (change.overrides for change in changes)
+    assert f"recommended: {setting.removeprefix('micro_batch_size=')} " in " ".join(
+        " ".join(format_prediction(made, needs, {}, changes)).split()
+    )
+    assert plan(*args, setting, needs=needs).memory[0].prediction.fits
 
 
 def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
