@@ -10,6 +10,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, repeat
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -424,7 +425,8 @@ def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
 def _suggest_objectives(module: Any) -> str:
     """Return the OBJECTIVES with which a task trains the parameters of each optimizer of the module.
 
-    They are a template if configure_optimizers fails, because the module has not been set up.
+    They are a template if configure_optimizers fails, because the module has not been set up, or if optimizers share a
+    parameter.
     """
     try:
         answer = module.configure_optimizers()
@@ -432,26 +434,25 @@ def _suggest_objectives(module: Any) -> str:
             return "return the loss from training_step, without manual_backward and optimizer steps"
         answer = answer[0] if isinstance(answer[0], (list, tuple)) else answer
         optimizers = [each["optimizer"] if isinstance(each, Mapping) else each for each in answer]
-        names = {id(weight): name.partition(".")[0] for name, weight in module.named_parameters()}
-        declared = "\n".join(["OBJECTIVES = {", *(_declare_objective(each, names) for each in optimizers), "}"])
+        paths = {id(each): [*accumulate(name.split("."), "{}.{}".format)] for name, each in module.named_parameters()}
+        owned = [[paths[id(each)] for group in one.param_groups for each in group["params"]] for one in optimizers]
+        declared = "\n".join(["OBJECTIVES = {", *map(_declare_objective, optimizers, owned, repeat(owned)), "}"])
     except Exception:  # any code of the user
         declared = 'OBJECTIVES = {"NAME": {"trains": ["MODULE"], "optimizer": "adam", "optimizer.lr": 0.001}}'
     use = "write a task whose loss(self, model, batch, objective) returns the loss of each optimizer"
     return f"{use}, as in docs/examples/own_gan.py:\n{declared}"
 
 
-def _declare_objective(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """Return the entry of OBJECTIVES for an optimizer.
+def _declare_objective(optimizer: Optimizer, paths: Sequence[list[str]], all_paths: Iterable[Any]) -> str:
+    """Return the entry of OBJECTIVES for an optimizer, with the largest modules that only it trains.
 
-    names  id of a parameter -> its part of the module
+    paths  for each of its parameters, the modules that contain it, the largest first, and its own name
     """
-    trains = list({names[id(weight)]: None for group in optimizer.param_groups for weight in group["params"]})
-    options = {
-        "trains": trains,
-        "optimizer": type(optimizer).__name__.lower(),
-        "optimizer.lr": optimizer.defaults["lr"],
-    }
-    return f'"{"_".join(trains)}": {json.dumps(options)},'
+    taken = {part for other in all_paths if other is not paths for path in other for part in path}
+    trains = list(dict.fromkeys(next(part for part in path if part not in taken) for path in paths))
+    kind, lr = type(optimizer).__name__.lower(), optimizer.defaults["lr"]
+    options = {"trains": trains, "optimizer": kind, "optimizer.lr": lr}
+    return f'"{"_".join(trains).replace(".", "_")}": {json.dumps(options)},'
 
 
 def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[str, int]]:

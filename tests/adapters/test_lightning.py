@@ -279,6 +279,30 @@ def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual:
     }
 
 
+def test_suggested_objectives_have_the_parts_of_a_module_that_two_optimizers_train() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.net[0], self.net[1], self.other)]
+
+    module = with_methods(configure_optimizers=configure_optimizers)
+    module.net, module.other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Linear(1, 1)  # type: ignore[assignment]
+    with pytest.raises(TaskFault) as caught:
+        configure(LightningTask(module).module)
+    declared = ast.literal_eval(caught.value.problems[0].fix.partition("OBJECTIVES = ")[2])
+    assert {name: options["trains"] for name, options in declared.items()} == {
+        "net_0": ["net.0"], "net_1": ["net.1"], "other": ["other"],
+    }  # fmt: skip
+
+
+def test_a_template_of_objectives_is_suggested_if_optimizers_share_a_parameter() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.5), torch.optim.SGD(self.net.parameters(), lr=0.5)]
+
+    with pytest.raises(TaskFault) as caught:
+        configure(LightningTask(with_methods(configure_optimizers=configure_optimizers)).module)
+    declared = ast.literal_eval(caught.value.problems[0].fix.partition("OBJECTIVES = ")[2])
+    assert [*declared] == ["NAME"]
+
+
 def by_epoch(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
