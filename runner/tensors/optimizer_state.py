@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.base.errors import IncompatibleResume
+from runner.base.errors import IncompatibleResume, TaskFault
 from runner.base.text import abbreviate
 from runner.tensors.module_buffers import overwrite
 from runner.tensors.step_counters import changed_numbers, restore_numbers, select_changed
 from runner.tensors.stored_tensor import Saved, StoredTensor, first_row, in_memory
+
+_TENSOR = {"<tensor>": True}  # stands for a tensor in a stored list or dictionary
 
 
 class StepChangeDetector:
@@ -63,9 +65,8 @@ def state_bytes(optimizer: Optimizer) -> int:
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the plain tensors of this rank's state; a shared one once per use."""
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield from (part for _, part in _plain_tensors(value, into_shards=True))
+        for _, value in _nested_tensors(state):
+            yield from (part for _, part in _plain_tensors(value, into_shards=True))
 
 
 def expected_state_bytes(optimizer: Optimizer) -> int:
@@ -95,14 +96,16 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
     """Return the state as tensors by "<parameter name>.<key>" and a JSON-serializable rest.
 
     The tensors are the optimizer's own, not copies; sharded parameters give DTensors. Learning rates and other options
-    are not state: they come from the configuration.
+    are not state: they come from the configuration. Raises TaskFault for a value that a checkpoint cannot store.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = changed_numbers(optimizer, _weights(optimizer))
     seen: set[int] = set()
     for slot in _slots(optimizer):
         state = optimizer.state.get(slot.parameter, {})
-        numbers |= {f"{slot.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                numbers[f"{slot.name}.{key}"] = _without_tensors(value, f"{slot.name}: state[{key!r}]", optimizer)
         for key, part in _flatten_state(state):
             # bitsandbytes shares one table among all parameters; safetensors requires separate memory per tensor
             tensors[f"{slot.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
@@ -142,7 +145,8 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
         if not problems:
             for full_name, part in parts.items():
                 copy_values(part, tensors[full_name])
-            state.update({key: numbers[full_name] for full_name, key in counts.items()})
+            if new_state is not None:  # otherwise, `_state_like_saved` has set the numbers
+                state.update({key: numbers[full_name] for full_name, key in counts.items()})
             restored[slot.parameter] = state
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:
@@ -196,9 +200,35 @@ def _plain_tensors(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tup
 
 
 def _flatten_state(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield from ((f"{key}{suffix}", part) for suffix, part in _plain_tensors(value))
+    for name, value in _nested_tensors(state):
+        yield from ((f"{name}{suffix}", part) for suffix, part in _plain_tensors(value))
+
+
+def _nested_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in lists, tuples and dictionaries by "<key>.<index>", such as the factors of Shampoo."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        lead = f"{name}." if name else ""
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _nested_tensors(item, f"{lead}{key}")
+
+
+def _without_tensors(value: Any, where: str, optimizer: Optimizer) -> Any:
+    """Return a JSON-serializable copy of a value, with a marker instead of each tensor; tuples become lists."""
+    if isinstance(value, Tensor):
+        return _TENSOR
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(item, where, optimizer) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _without_tensors(item, where, optimizer) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TaskFault(
+        f"the state of the optimizer {type(optimizer).__name__} contains a value of type {type(value).__name__}, which"
+        f" a checkpoint cannot store: {where}",
+        fix="keep only tensors, numbers, strings, lists, and dictionaries with string keys in `state`",
+    )
 
 
 def _state_like_saved(
@@ -209,19 +239,26 @@ def _state_like_saved(
     Step counts are on the host, as in torch's optimizers; tensors of the parameter's shape get its memory layout.
     """
     lead = f"{slot.name}."
-    state: dict[str, Any] = {}
-    for name in names:
-        key = name.removeprefix(lead)
-        if not name.startswith(lead):
-            continue
-        if name in numbers:
-            state[key] = numbers[name]
-        elif tensors[name].shape == slot.parameter.shape:
-            state[key] = torch.zeros_like(slot.parameter, dtype=tensors[name].dtype, requires_grad=False)
-        else:
-            device = slot.parameter.device if tensors[name].shape else "cpu"
-            state[key] = torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=device)
-    return state
+
+    def fill(value: Any, name: str) -> Any:
+        if value == _TENSOR:
+            return empty(tensors[name]) if name in tensors else torch.zeros(())  # reported as missing
+        if isinstance(value, list):
+            return [fill(item, f"{name}.{index}") for index, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {key: fill(item, f"{name}.{key}") for key, item in value.items()}
+        return value
+
+    def empty(saved: Tensor | StoredTensor) -> Tensor:
+        if saved.shape == slot.parameter.shape:
+            return torch.zeros_like(slot.parameter, dtype=saved.dtype, requires_grad=False)
+        device = slot.parameter.device if saved.shape else "cpu"
+        return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
+
+    own = [name for name in names if name.startswith(lead)]
+    state = {name.removeprefix(lead): fill(numbers[name], name) for name in own if name in numbers}
+    nested = {f"{lead}{name}" for name, _ in _nested_tensors(state)}
+    return state | {name.removeprefix(lead): empty(tensors[name]) for name in own if name not in {*numbers, *nested}}
 
 
 def _differences(name: str, part: Tensor, saved: Tensor | StoredTensor | None) -> list[str]:

@@ -82,7 +82,12 @@ def changed_numbers(optimizer: Optimizer, weights: Iterable[Tensor]) -> dict[str
 def select_changed(optimizer: Optimizer, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved numbers that came from `changed_numbers`."""
     is_kept = _AT_START in vars(optimizer)
-    return {name: value for name, value in numbers.items() if is_kept and any(f".{kind}." in name for kind in _KINDS)}
+    return {name: value for name, value in numbers.items() if is_kept and is_changed_number(name)}
+
+
+def is_changed_number(name: str) -> bool:
+    """Return whether the name is one of `changed_numbers`; other numbers belong to the state of a parameter."""
+    return any(f".{kind}." in name for kind in _KINDS)
 
 
 def restore_numbers(optimizer: Optimizer, numbers: Mapping[str, Any], weights: Iterable[Tensor]) -> None:

@@ -74,6 +74,20 @@ class Mine(Task):
 )
 
 
+KEEPS_A_LIST = """
+
+class Listed(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state.setdefault("means", [torch.zeros_like(weight), torch.zeros(3)])
+                state["means"][0].mul_(0.5).add_(weight.grad)
+                state["means"][1].add_(weight.grad.sum())
+                weight.data -= group["lr"] * (state["means"][0] + 1e-3 * state["means"][1][0])
+"""
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that writes a task file with a module name that is unique to the test."""
@@ -255,10 +269,12 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
+@pytest.mark.parametrize("keeps_a_list", [False, True])
 def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
-    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, keeps_a_list: bool
 ) -> None:
-    file = write(TASK)
+    listed = TASK.replace("lr=lr, momentum=beta", "{'lr': lr}").replace("torch.optim.SGD", "Listed") + KEEPS_A_LIST
+    file = write(listed if keeps_a_list else TASK)
     monkeypatch.chdir(tmp_path)
     args = ["train", "--task", str(file), "device=cpu", "monitor=off", "log_every=1"]
     assert main([*args, "run=straight", "updates=12"]) == 0

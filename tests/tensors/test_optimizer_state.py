@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from runner.axes.optimizer import Lion
-from runner.base.errors import IncompatibleResume
+from runner.base.errors import IncompatibleResume, TaskFault
 from runner.tensors.optimizer_state import (
     StepChangeDetector,
     expected_state_bytes,
@@ -210,6 +211,78 @@ def test_an_imported_state_continues_bitwise(name: str) -> None:
     for (_, other), (_, weight) in zip(others, weights, strict=True):
         assert torch.equal(other, weight)
     assert [[*state] for state in resumed.state.values()] == [[*state] for state in optimizer.state.values()]
+
+
+class Factors(Optimizer):
+    """An optimizer of a task with tensors in nested containers, like the factors of Shampoo and SOAP."""
+
+    def __init__(self, weights: Any, extra: Any = None) -> None:
+        super().__init__(weights, {})
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["step"] = 0
+                    state["factors"] = [torch.eye(size) for size in weight.shape]
+                    state["roots"] = {"left": [None, torch.ones(weight.shape[0])], "names": ["a"], "none": []}
+                if self.extra is not None:
+                    state["extra"] = self.extra
+                state["step"] += 1
+                state["factors"][0] += weight.grad @ weight.grad.T
+                state["roots"]["left"][1] += state["factors"][0].sum(1)
+                weight.sub_(state["roots"]["left"][1][:, None] * weight.grad, alpha=0.01)
+
+
+def test_tensors_in_containers_of_the_state_are_restored_bitwise() -> None:
+    weights, others = make_weights(), make_weights()
+    optimizer, resumed = Factors(grouped(weights)), Factors(grouped(others))
+    give_gradients(weights)
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    import_state(resumed, tensors, json.loads(json.dumps(rest)))
+    for (_, other), (_, weight) in zip(others, weights, strict=True):
+        other.data.copy_(weight)
+        assert resumed.state[other]["roots"]["left"][0] is None
+        assert resumed.state[other]["roots"]["names"] == ["a"]
+        assert resumed.state[other]["roots"]["none"] == []
+        assert resumed.state[other]["step"] == 1
+    for each, its in ((optimizer, weights), (resumed, others)):
+        give_gradients(its, 0.25)
+        each.step()
+    for (_, other), (_, weight) in zip(others, weights, strict=True):
+        assert torch.equal(other, weight)
+        assert torch.equal(resumed.state[other]["factors"][1], optimizer.state[weight]["factors"][1])
+
+
+def test_tensors_in_containers_of_the_state_count_in_its_size() -> None:
+    optimizer = Factors(grouped(weights := make_weights()))
+    give_gradients(weights)
+    optimizer.step()
+    rows, columns = weights[0][1].shape
+    assert state_bytes(optimizer) == len(weights) * 4 * (rows * rows + columns * columns + rows)
+
+
+def test_a_missing_tensor_of_a_container_is_reported() -> None:
+    optimizer = Factors(grouped(weights := make_weights()))
+    give_gradients(weights)
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    del tensors["layer0.factors.1"]
+    with pytest.raises(IncompatibleResume):
+        import_state(Factors(grouped(make_weights())), tensors, rest)
+
+
+@pytest.mark.parametrize("value", [{1: 2.0}, {3}, [object()]])
+def test_a_value_that_a_checkpoint_cannot_store_is_refused(value: Any) -> None:
+    optimizer = Factors(grouped(weights := make_weights()), value)
+    give_gradients(weights)
+    optimizer.step()
+    with pytest.raises(TaskFault):
+        export_state(optimizer)
 
 
 def test_the_state_of_an_unknown_optimizer_is_restored_as_it_was() -> None:

@@ -16,7 +16,7 @@ from runner.distributed.peer_loss import is_peer_loss
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.save_policy import SaveTimes
 from runner.records.phase_record import PhaseRecord
-from runner.tensors.step_counters import is_number
+from runner.tensors.step_counters import is_changed_number, is_number
 
 Predicate = Callable[[Any], bool]
 
@@ -133,6 +133,16 @@ def _is_random(value: Any) -> bool:
 _is_count, _is_update, _is_uint32 = _is_below(1 << 53), _is_below(10**10), _is_below(1 << 32)
 _is_text, _is_mapping, _is_flag = _is_a(str), _is_a(dict), _is_a(bool)
 _TIME_FIELDS = tuple(field.name for field in fields(SaveTimes))
+
+
+def _are_optimizer_numbers(value: Any) -> bool:
+    """Return whether these can be the numbers of `export_state`: the state of a parameter may contain containers."""
+    return isinstance(value, dict) and all(
+        is_number(item) or (isinstance(item, (list, dict)) and not is_changed_number(name))
+        for name, item in value.items()
+    )
+
+
 _MT_SIZE = 624  # number of 32-bit words of the state of a Mersenne Twister
 _REQUIRED_RECORD_FIELDS = {"kind", "updates", "total", "finished", "seconds", "metrics"}  # in records of all versions
 _STATE: Mapping[str, Predicate] = {
@@ -174,6 +184,6 @@ _OPTIONAL: Mapping[str, Predicate] = {
     "saving": _list_of(_has_fields(dict.fromkeys(_TIME_FIELDS, _is_amount))),
     "shares": _is_mapping,
     "forward_state": _has_fields({"frozen": _list_of(_is_text)}),
-    "optimizer": _has_fields({"optimizer": _is_text, "numbers": _mapping_of(is_number)}),
+    "optimizer": _has_fields({"optimizer": _is_text, "numbers": _are_optimizer_numbers}),
     "schedule": _is_schedule,
 }

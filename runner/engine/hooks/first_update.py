@@ -29,6 +29,7 @@ from runner.engine.parts.phase_kinds import GradientPhase
 from runner.engine.update.loop import StepInfo
 from runner.host.gc_pause import end_pause
 from runner.tensors.module_buffers import list_buffers
+from runner.tensors.optimizer_state import export_state
 
 
 class FirstUpdate(Hook):
@@ -101,6 +102,7 @@ class FirstUpdate(Hook):
         if self._is_first:
             self._is_first = False
             self._refuse_added_buffers()
+            self._refuse_optimizer_state()
             self._warn_missing_gradients()
             if note := describe_calls(self.phase.work.batch_dependent, self.phase.run.plan.batch):
                 self.phase.run.observers.screen.info(f"{self.phase.name}: {note}")
@@ -126,6 +128,12 @@ class FirstUpdate(Hook):
                 fix="register each in __init__ with its final shape, or with persistent=False:"
                 f' self.register_buffer("{key}", torch.zeros(...))',
             )
+
+    def _refuse_optimizer_state(self) -> None:
+        """Raise TaskFault if the state that the first step has created contains a value that cannot be stored."""
+        if isinstance(self.phase.work, GradientPhase):
+            for training in self.phase.work.trainings.values():
+                export_state(training.optimizer)
 
     def _warn_missing_gradients(self) -> None:
         parts = self.phase.parts
