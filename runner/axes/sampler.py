@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.base.errors import ConfigError, DataError, Problem
+from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.order import EvenUpdates, Indices, IntArray, Sampler, order_rng, shuffled_sampler
 from runner.base.text import abbreviate
 from runner.base.values import PositiveInt
@@ -45,8 +45,19 @@ class TrainingSamples:
         order        (seed, epoch) -> the samples of the epoch, (num_samples,); it must depend on nothing else
         num_samples  samples in an epoch; None: as many as there are
         content      arrays that the order depends on; a resumed run must have the same
+        Raises TaskFault when an epoch is drawn whose order has another length, or indices outside of the dataset.
         """
         count = self.num_samples if num_samples is None else num_samples
+
+        def checked(seed: int, epoch: int) -> IntArray:
+            return _check_order(order(seed, epoch), count, self.num_samples, epoch)
+
+        return self.in_numbered_order(checked, count, content)
+
+    def in_numbered_order(
+        self, order: Callable[[int, int], IntArray], count: int, content: Sequence[Any] = ()
+    ) -> Sampler:
+        """Like `in_order`, for an order without errors that adds `self.num_samples` for each repetition of a sample."""
         sampler = EvenUpdates(count, self.global_batch_size, order, drop_last=self.drop_last)
         sampler.content = _hash(*content) if len(content) else ""
         return sampler
@@ -100,7 +111,7 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
             times = rng.exponential(size=size) / weights
         return np.argsort(times, kind="stable")[:count]
 
-    return samples.in_order(draw_epoch, count, [weights])
+    return samples.in_numbered_order(draw_epoch, count, [weights])
 
 
 def mixture(
@@ -151,7 +162,7 @@ def mixture(
         order = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(parts)[order]
 
-    return samples.in_order(draw_epoch, count, [np.asarray(sizes), shares])
+    return samples.in_numbered_order(draw_epoch, count, [np.asarray(sizes), shares])
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
@@ -280,6 +291,25 @@ def _hash(*content: np.ndarray[Any, Any]) -> str:
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+def _check_order(order: Any, count: int, size: int, epoch: int) -> IntArray:
+    """Return the order of an epoch as an array in which each repetition of a sample has `size` added."""
+    indices: Any = np.asarray(order)
+    fix = "return the indices of all samples of an epoch: samples.in_order(f, num_samples=N) with f(seed, epoch)"
+    if indices.shape != (count,) or (count and indices.dtype.kind not in "iu"):
+        found = f"shape {indices.shape} and type {indices.dtype}"
+        what = f"the order of epoch {epoch} must be {count:,} integers, but has {found}"
+        raise TaskFault(what, where="samples.in_order", fix=fix)
+    if count and not 0 <= indices.min() <= indices.max() < size:
+        what = (
+            f"the order of epoch {epoch} contains {indices.min():,} to {indices.max():,}, outside of 0 to {size - 1:,}"
+        )
+        raise TaskFault(what, where="samples.in_order", fix="return indices of training samples")
+    places = np.argsort(indices, kind="stable")
+    numbered: IntArray = np.empty(count, dtype=np.int64)
+    numbered[places] = _offset_repeats(indices[places].astype(np.int64), size)
+    return numbered
 
 
 def _offset_repeats(drawn: IntArray, size: int) -> IntArray:

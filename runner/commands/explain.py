@@ -100,6 +100,8 @@ def describe_source(key: str, configuration: Configuration) -> str:
         return f"the profile {name} ({_config_file(f'hardware/{name}', request)})"
     if request.task_file and key == "task":
         return f"the command line (--task {request.task_file})"
+    if group == OBJECTIVE and source == "default" and _is_declared(key, configuration):
+        source_kind, name = "task", configuration.choices["task"].name
     if request.task_file and (source_kind == "task" or group in ("task", "inference")):
         return f"the task ({request.task_file})"
     if source_kind == "task":
@@ -120,6 +122,13 @@ def describe_source(key: str, configuration: Configuration) -> str:
     if group == "inference":
         return f"the default (tasks/{configuration.choices['task'].name}/task.py)"
     return f"{'your folder' if source == 'config folder' else 'the default'} ({_config_file('config', request)})"
+
+
+def _is_declared(key: str, configuration: Configuration) -> bool:
+    """Return whether OBJECTIVES of the task contains the key `objective.NAME.KEY`."""
+    _, name, declared = key.split(".", 2)
+    objectives = read_objectives(task_source(configuration.choices["task"].name, configuration.request.task_file))
+    return declared in objectives.get(name, {})
 
 
 def _override_for(key: str, request: Request) -> str:

@@ -30,7 +30,9 @@ def list_objective_keys(
             continue
         prefix = f"{OBJECTIVE}.{name}."
         every, max_norm = declaration.get("every", 1), declaration.get("max_grad_norm")
-        keys[f"{prefix}every"] = Key(f"{prefix}every", PositiveInt, every, "train it in one of this many updates")
+        keys[f"{prefix}every"] = Key(
+            f"{prefix}every", PositiveInt, every, "train it in the first update and in every n-th one after it"
+        )
         norm_help = "maximum gradient norm for clipping; null: max_grad_norm of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)
         for group in PHASE_GROUPS:

@@ -56,7 +56,8 @@ class Fetcher:
         self.read_rows = tensor_rows(dataset) if _is_default(collate) else None
         self.read_many: Callable[[list[int]], Any] | None = batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
-        self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
+        self._length = len(dataset)
+        self.num_samples = self._length if num_samples is None else min(num_samples, self._length)
         self.may_be_empty = False  # True: a batch without readable samples is no error, as other ranks may have some
         self._epoch = -1
 
@@ -69,6 +70,13 @@ class Fetcher:
         if self.set_epoch is not None and (key.epoch != self._epoch or Fetcher._set_last_by != id(self)):
             with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
+            if len(self.dataset) != self._length:  # the order of the samples is computed for all epochs at the start
+                raise TaskFault(
+                    f"set_epoch({key.epoch}) changed the length of the {self.streams.split} dataset from"
+                    f" {self._length} to {len(self.dataset)}, but all epochs must have the same number of samples",
+                    fix="return the same len() in every epoch, and select the samples of an epoch with your own"
+                    " sampler: SAMPLERS",
+                )
             self._epoch, Fetcher._set_last_by = key.epoch, id(self)
         if self.read_rows is not None:  # runs no code that could draw random numbers
             with suppress(IndexError):  # raised by a Subset with an invalid index; `_read` reports the sample

@@ -694,6 +694,20 @@ def test_reading_for_an_evaluation_does_not_change_the_epoch_of_the_training() -
     assert epochs == [3, 0, 3, 3, 0]
 
 
+class Growing(Epochs):
+    """A curriculum whose epochs have more and more samples."""
+
+    def __len__(self) -> int:
+        return 8 * (1 + max(self.epoch, 0))
+
+
+def test_a_dataset_whose_length_changes_with_the_epoch_is_refused() -> None:
+    fetcher = Fetcher(Growing(), default_collate, bad_samples="stop")
+    assert int(fetcher[MicroBatchKey(0, [1], last=True)].batch) == 0
+    with pytest.raises(TaskFault):
+        fetcher[MicroBatchKey(1, [1], last=True)]
+
+
 def test_views_of_one_dataset_share_its_epoch() -> None:
     class View(Epochs):
         """Samples of a part of a dataset, whose epoch it sets."""

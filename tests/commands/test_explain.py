@@ -10,6 +10,7 @@ from runner.cli import main
 
 TASK = """
 SETTINGS = {"optimizer.lr": 0.02}
+OBJECTIVES = {"generator": {"trains": ["generator"], "optimizer": "adam", "optimizer.lr": 0.5}}
 
 def build(*, hidden: int = 8):
     '''Build it.
@@ -87,6 +88,16 @@ seed = 3
   set by the command line (seed=3)
   without seed=3: 0, set by the default (conf/config.yaml)
   meaning: random seed of weights, data order and dropout
+""",
+    "objective.generator.optimizer.lr --task my_task.py": """\
+objective.generator.optimizer.lr = 0.5
+  set by the task (FOLDER/my_task.py)
+  meaning: learning rate at the peak of the schedule; null: as if not set
+""",
+    "objective.generator.every --task my_task.py": """\
+objective.generator.every = 1
+  set by the default (conf/config.yaml)
+  meaning: train it in the first update and in every n-th one after it
 """,
     "task --task my_task.py": """\
 task = my_task

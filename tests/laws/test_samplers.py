@@ -25,7 +25,7 @@ from runner.axes.sampler import (
     token_budget,
     weighted,
 )
-from runner.base.errors import AccelRunError, ConfigError, DataError
+from runner.base.errors import AccelRunError, ConfigError, DataError, TaskFault
 from runner.base.order import Order, Sampler
 from runner.loading.fetcher import Fetcher
 
@@ -233,6 +233,23 @@ def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
     rows = torch.cat(read(0, Order(8, 8, 8, seed=0, sampler=sampler), 1, size=2))
     assert set(rows[:, 0].tolist()) <= {0.0, 1.0}
     assert len(set(rows[:, 1].tolist())) == 8
+
+
+def test_a_sample_repeated_by_a_custom_order_gets_other_random_numbers() -> None:
+    facts = samples()
+    sampler = facts.in_order(lambda seed, epoch: np.asarray([3, 1, 3, epoch, 3]), num_samples=5)
+    assert sampler.draw(0, 1, 0) == [3, 1, 3 + SIZE, 1 + SIZE, 3 + 2 * SIZE]
+
+
+@pytest.mark.parametrize(
+    "wrong", [range(SIZE - 1), range(SIZE + 1), range(1, SIZE + 1), [-1] * SIZE, [0.5] * SIZE, [[0]] * SIZE]
+)
+def test_an_epoch_without_an_index_for_each_place_is_refused(wrong: Any) -> None:
+    """A shorter epoch, for example, would otherwise give updates without samples."""
+    sampler = samples().in_order(lambda seed, epoch: list(range(SIZE)) if epoch == 0 else list(wrong))
+    assert sampler.draw(0, 0, 0) == list(range(8))
+    with pytest.raises(TaskFault):
+        sampler.draw(0, 1, 0)
 
 
 def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> None:

@@ -16,7 +16,7 @@ def parse_number(name: str, value: Tensor | float) -> float:
     if name in ("update", "phase"):
         raise ValueError(f"{name} is a column of every row: choose another name")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)  # torch warns if it requires gradients
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a number or a tensor with one element, not {type(value).__name__}") from error
 
