@@ -117,7 +117,7 @@ class MetricStates:
 
     def _make_state(self, name: str, metric: Any) -> _State:
         if isinstance(metric, Gather):
-            return _GatherState(name, metric.compute, self.source)
+            return _GatherState(name, metric.compute, self.task.evaluate, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
             return _TorchMetricState(name, metric, self.source, self.world)
         raise TaskFault(
@@ -138,8 +138,8 @@ class _Rows:
         self.source = source
         self.blocks: list[tuple[int, Embedding]] = []
 
-    def add(self, answer: Any, first: int, method: Callable[..., Any]) -> None:
-        rows = validate_embedding(answer, method, self.source)
+    def add(self, answer: Any, first: int, method: Callable[..., Any], name: str = "embed()") -> None:
+        rows = validate_embedding(answer, method, self.source, name=name)
         self.blocks.append((first, rows._replace(tensors=tuple(tensor.detach().clone() for tensor in rows.tensors))))
 
     def gather(self, world: World) -> list[tuple[int, Embedding]]:
@@ -167,12 +167,12 @@ def _concatenate(blocks: Iterable[tuple[int, Embedding]]) -> Embedding:
 class _GatherState:
     """Rows of all samples, from which a function computes the metric."""
 
-    def __init__(self, name: str, compute: Callable[..., Any], source: Path) -> None:
-        self.name, self.compute, self.source = name, compute, source
+    def __init__(self, name: str, compute: Callable[..., Any], evaluate: Callable[..., Any], source: Path) -> None:
+        self.name, self.compute, self.evaluate, self.source = name, compute, evaluate, source
         self.rows = _Rows(source)
 
     def add(self, contribution: Any, first: int) -> None:
-        self.rows.add(contribution, first, self.compute)
+        self.rows.add(contribution, first, self.evaluate, f"{self.name!r} of evaluate()")
 
     def result(self, world: World) -> Mapping[str, float]:
         blocks = self.rows.gather(world)

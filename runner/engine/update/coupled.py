@@ -81,8 +81,10 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
         )
 
 
-def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, sync: bool = False) -> Embedding:
-    """Return the value that `embed` returned as an Embedding.
+def validate_embedding(
+    result: Any, embed: Callable[..., Any], source: Path, *, sync: bool = False, name: str = "embed()"
+) -> Embedding:
+    """Return the value that `embed`, or the method that `name` states, returned as an Embedding.
 
     Raises TaskFault for anything but dense tensors with a batch dimension, or if gradients are enabled and no tensor
     requires grad.
@@ -96,14 +98,13 @@ def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, 
         embedding = Embedding(tuple(result), "tuple")
     else:
         raise TaskFault(
-            f"embed() must return tensors, but returned {describe_value(result)}", where=where, fix=EMBED_FIX
+            f"{name} must return tensors, but returned {describe_value(result)}", where=where, fix=EMBED_FIX
         )
     tensors: tuple[Any, ...] = embedding.tensors
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.layout is not torch.strided:
-            what = (
-                f"embed() must return tensors whose first dimension is the samples, but one is {describe_value(tensor)}"
-            )
+            found = describe_value(tensor)
+            what = f"{name} must return tensors whose first dimension is the samples, but one is {found}"
             raise TaskFault(what, where=where, fix=EMBED_FIX)
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in embedding.tensors):
         what = "embed() must return a tensor that requires grad, but none does"

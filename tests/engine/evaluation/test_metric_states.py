@@ -139,6 +139,15 @@ def test_metrics_start_empty_and_are_nan_without_samples() -> None:
     assert own.calls == [], "the metric of the task is copied"
 
 
+@pytest.mark.parametrize("value", [0.5, (0.5, 1), torch.tensor(0.5), None])
+def test_a_value_without_rows_is_refused_with_the_name_of_the_metric(value: Any) -> None:
+    """Such as an F1 score of the batch, instead of its predictions and labels."""
+    states = states_of({"f1_macro": Gather(len)}, lambda batch: {"f1_macro": value})
+    with pytest.raises(TaskFault) as caught:
+        evaluate(states, batch_of(None))
+    assert "f1_macro" in caught.value.problems[0].what
+
+
 @pytest.mark.parametrize(
     ("rows", "result"),
     [
