@@ -7,10 +7,8 @@ with these methods works. Methods that accel-run would never call are rejected b
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, repeat
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -26,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from runner.adapters.lightning_objectives import suggest_objectives
 from runner.adapters.logged_metrics import LoggedMetrics, MetricRecorder
 from runner.base.errors import TaskFault
 from runner.base.foreign_methods import LIGHTNING_UNSUPPORTED
@@ -62,7 +61,7 @@ class LightningTask(Task):
             raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
         if not getattr(module, "automatic_optimization", True):
             what = f"{type(module).__name__}.automatic_optimization is False, but accel-run steps the optimizer itself"
-            raise TaskFault(what, fix=_suggest_objectives(module))
+            raise TaskFault(what, fix=suggest_objectives(module))
         for name, fix in LIGHTNING_UNSUPPORTED.items():
             if _has(module, name):
                 raise TaskFault(f"accel-run never calls {type(module).__name__}.{name}", fix=fix)
@@ -418,41 +417,8 @@ def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
         found = f"{len(answer)} optimizers" if several else "no optimizer" if answer is None else type(answer).__name__
         what = f"configure_optimizers must return one optimizer, alone or with one schedule, but returned {found}"
         fix = "return an optimizer, such as torch.optim.Adam(self.parameters())"
-        raise TaskFault(what, fix=_suggest_objectives(module) if several else fix)
+        raise TaskFault(what, fix=suggest_objectives(module) if several else fix)
     return answer, config if config is None or isinstance(config, Mapping) else {"scheduler": config}  # type: ignore[return-value]
-
-
-def _suggest_objectives(module: Any) -> str:
-    """Return the OBJECTIVES with which a task trains the parameters of each optimizer of the module.
-
-    They are a template if configure_optimizers fails, because the module has not been set up, or if optimizers share a
-    parameter.
-    """
-    try:
-        answer = module.configure_optimizers()
-        if isinstance(answer, Optimizer):
-            return "return the loss from training_step, without manual_backward and optimizer steps"
-        answer = answer[0] if isinstance(answer[0], (list, tuple)) else answer
-        optimizers = [each["optimizer"] if isinstance(each, Mapping) else each for each in answer]
-        paths = {id(each): [*accumulate(name.split("."), "{}.{}".format)] for name, each in module.named_parameters()}
-        owned = [[paths[id(each)] for group in one.param_groups for each in group["params"]] for one in optimizers]
-        declared = "\n".join(["OBJECTIVES = {", *map(_declare_objective, optimizers, owned, repeat(owned)), "}"])
-    except Exception:  # any code of the user
-        declared = 'OBJECTIVES = {"NAME": {"trains": ["MODULE"], "optimizer": "adam", "optimizer.lr": 0.001}}'
-    use = "write a task whose loss(self, model, batch, objective) returns the loss of each optimizer"
-    return f"{use}, as in docs/examples/own_gan.py:\n{declared}"
-
-
-def _declare_objective(optimizer: Optimizer, paths: Sequence[list[str]], all_paths: Iterable[Any]) -> str:
-    """Return the entry of OBJECTIVES for an optimizer, with the largest modules that only it trains.
-
-    paths  for each of its parameters, the modules that contain it, the largest first, and its own name
-    """
-    taken = {part for other in all_paths if other is not paths for path in other for part in path}
-    trains = list(dict.fromkeys(next(part for part in path if part not in taken) for path in paths))
-    kind, lr = type(optimizer).__name__.lower(), optimizer.defaults["lr"]
-    options = {"trains": trains, "optimizer": kind, "optimizer.lr": lr}
-    return f'"{"_".join(trains).replace(".", "_")}": {json.dumps(options)},'
 
 
 def _shorten(names: Iterable[str], prefixes: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -266,7 +266,10 @@ def test_other_than_one_optimizer_is_refused(answer: Any) -> None:
 @pytest.mark.parametrize("is_manual", [True, False])
 def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual: bool) -> None:
     def configure_optimizers(self: Any) -> Any:
-        return [torch.optim.Adam(self.net.parameters(), lr=0.5), torch.optim.SGD(self.other.parameters(), lr=0.25)]
+        adam = torch.optim.Adam(self.net.parameters(), lr=0.5, betas=(0.5, 0.9), weight_decay=0.25)
+        sgd = torch.optim.SGD(self.other.parameters(), lr=0.25)
+        schedule = torch.optim.lr_scheduler.StepLR(adam, 10)
+        return ([adam, sgd], [schedule]) if is_manual else [{"optimizer": adam, "lr_scheduler": schedule}, sgd]
 
     module = with_methods(configure_optimizers=configure_optimizers)
     module.other, module.automatic_optimization = nn.Linear(2, 1), not is_manual  # type: ignore[assignment]
@@ -274,8 +277,15 @@ def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual:
         configure(LightningTask(module).module)
     declared = caught.value.problems[0].fix.partition("OBJECTIVES = ")[2]
     assert ast.literal_eval(declared) == {
-        "net": {"trains": ["net"], "optimizer": "adam", "optimizer.lr": 0.5},
-        "other": {"trains": ["other"], "optimizer": "sgd", "optimizer.lr": 0.25},
+        "net": {
+            "trains": ["net"],
+            "optimizer": "adam",
+            "optimizer.lr": 0.5,
+            "optimizer.betas": [0.5, 0.9],
+            "optimizer.weight_decay": 0.25,
+            "optimizer.decay_1d": True,
+        },
+        "other": {"trains": ["other"], "optimizer": "sgd", "optimizer.lr": 0.25, "optimizer.momentum": 0},
     }
 
 
