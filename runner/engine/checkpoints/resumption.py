@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, Problem
 from runner.base.paths import PACKAGE, shipped_path
+from runner.config.request import format_value
 from runner.config.schema import read_functions
 from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, newest_name, recover, set_aside
 from runner.durable.directory import RunDirectory
@@ -58,7 +59,7 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {self.before} -> {self.now}"
+        return f"{self.key} {format_value(self.before)} -> {format_value(self.now)}"
 
 
 def compare(
@@ -85,7 +86,8 @@ def compare(
     to_allow = [key for key in refused if classes[key] == "by name" and key not in too_short]
     problems = []
     for key in refused:
-        what, fix = f"was {before.get(key)} in the checkpoint and is {now.get(key)} now", ""
+        what = f"was {format_value(before.get(key))} in the checkpoint and is {format_value(now.get(key))} now"
+        fix = ""
         if classes[key] == "fixed":
             what = f"{what}; a run cannot be resumed with another value"
             fix = "restore the old value, or start a new run with another run=NAME"
