@@ -112,6 +112,7 @@ MirrorURL = Annotated[
         rf"(?!.*::)(?:abfss?://[a-z0-9-]+@|{URL}){_NAMED_IN_URL}",
     ),
 ]
+EvaluationInterval = Annotated[str, Matches("200updates, 2epochs, auto", r"auto|(?=\d*[1-9])\d+\s*(updates?|epochs?)")]
 Every = Annotated[
     str,
     Matches(

@@ -23,9 +23,9 @@ from runner.commands.arguments import parse_options
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
-Lists the runs, most recently written first: task, state, updates, last metric, throughput, time of the last write, and
-size on disk. Commands that take a run accept a name from this list, `last`, or a folder. A sweep or search is one row
-with its best trial; status and report show its trials.
+Lists the runs, most recently written first: task, state, updates, last value of the metric checkpoint.best,
+throughput, time of the last write, and size on disk. Commands that take a run accept a name from this list, `last`, or
+a folder. A sweep or search is one row with its best trial; status and report show its trials.
 
 examples
   accel-run runs
@@ -48,7 +48,8 @@ class RunRow:
 
     phase    the current or last phase if the run has several; "trials" for a sweep
     update   number of completed updates of that phase, or of finished trials of a sweep, out of `total`
-    metrics  metrics of the last evaluation (None for a metric without items); before the first one, the training loss
+    metrics  metrics of the last evaluation (None for a metric without items), that of `checkpoint.best` first; before
+             the first evaluation, the training loss
     items_per_s  throughput
     written  time of the last write, in seconds since 1970
     """
@@ -101,6 +102,8 @@ def read_run_row(path: Path) -> RunRow:
     reached = [*record.result.phases.values()][-1:]  # fallback if the run stopped before its first row of metrics
     phase = last.get("phase") if last or not reached else reached[0].name
     update = record.num_updates(str(phase), last)
+    metrics = record.result.metrics or _read_metrics(path / "metrics.jsonl")
+    best = plan.choice("checkpoint").options.get("best")
     totals = {phase_plan.name: phase_plan.updates for phase_plan in plan.phases}
     return RunRow(
         path.name,
@@ -111,7 +114,7 @@ def read_run_row(path: Path) -> RunRow:
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         totals.get(str(phase)),
-        record.result.metrics or _read_metrics(path / "metrics.jsonl"),
+        {best: metrics[best], **metrics} if isinstance(best, str) and metrics.get(best) is not None else metrics,
         last_modified(path),
         _folder_size(path),
         read_throughput(path, record),

@@ -123,7 +123,8 @@ _EQUIVALENTS: Mapping[str, str] = {
     "checkpoint=off": "no_save",
     "evaluate.every={}": "eval_every eval_steps eval_interval val_every val_check_interval eval_freq "
     "val_interval validation_steps",
-    "evaluate.every=100 (updates)": "check_val_every_n_epoch evaluation_strategy eval_strategy do_eval",
+    "evaluate.every={}epochs": "check_val_every_n_epoch",
+    "evaluate.every=1epochs, or evaluate.every=100 (updates)": "evaluation_strategy eval_strategy do_eval",
     "log_every={}": "log_interval logging_steps log_every_n_steps print_freq log_freq",
     "early_stopping.patience={}": "patience early_stopping_patience early_stopping early_stop",
     "early_stopping.patience=5": "callbacks",

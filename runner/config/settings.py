@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from runner.base.paths import parse_path
-from runner.base.values import Count, DeviceName, LocalPath, NonNegative, Positive, PositiveInt, RunsFolder, Seed
+from runner.base.values import (
+    Count,
+    DeviceName,
+    EvaluationInterval,
+    LocalPath,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    RunsFolder,
+    Seed,
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +41,11 @@ class DataSettings:
 class EvaluateSettings:
     """When and on how much the model is evaluated while it trains.
 
-    every    updates between evaluations; auto: ten evaluations per phase; 0: only at the end of a phase
+    every    evaluation interval: 200 or 200updates, 2epochs; auto: ten evaluations per phase; 0: only at its end
     samples  number of validation samples, evenly spaced and always the same; null: all
     """
 
-    every: Count | Literal["auto"] = "auto"
+    every: Count | EvaluationInterval = "auto"
     samples: PositiveInt | None = None
 
 

@@ -149,7 +149,7 @@ LIGHTNING = {
     "trainer.accumulate_grad_batches=4": "global_batch_size=64 micro_batch_size=16",
     "trainer.log_every_n_steps=5": "log_every=5",
     "trainer.val_check_interval=100": "evaluate.every=100",
-    "check_val_every_n_epoch=1": "evaluate.every=100",
+    "check_val_every_n_epoch=1": "evaluate.every=1epochs",
     "fast_dev_run=true": "updates=2",
     "overfit_batches=10": "data.train_samples=320",
     "limit_train_batches=10": "data.train_samples=320",

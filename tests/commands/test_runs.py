@@ -98,6 +98,28 @@ def test_an_unfinished_run_shows_its_last_evaluation(
     assert [line[4] for line in lines if line[0] == "killed"] == [shown]
 
 
+@pytest.mark.parametrize(
+    ("best", "shown"),
+    [
+        ("val/accuracy", "val/accuracy 0.5"),
+        ("val/none", "val/loss 1.5"),
+        ("val/f1", "val/loss 1.5"),
+        ([1], "val/loss 1.5"),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_is_shown(
+    best: object, shown: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "outputs" / "fine"
+    choices = {"checkpoint": {"name": "default", "options": {"best": best}}}
+    (path / "plan.json").write_text(json.dumps({"choices": choices}))
+    metrics = {"val/loss": 1.5, "val/accuracy": 0.5, "val/none": None}
+    (path / "run.json").write_text(json.dumps({"state": "done", "exit_code": 0, "metrics": metrics}))
+    assert main(["runs"]) == 0
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[4] for line in lines if line[0] == "fine"] == [shown]
+
+
 def test_the_suggested_resume_command_names_the_run() -> None:
     """The name may have been generated, so the typed arguments alone would start another run."""
     known = {"state": "preempted", "name": "gpt-1"}

@@ -11,6 +11,7 @@ from typing import Any
 from runner.base.order import Indices, spread_evenly
 from runner.base.task import Task
 from runner.config.schema import did_you_mean
+from runner.engine.checkpoints.save_policy import parse_every
 from runner.engine.checks.metric_names import find_metric_names
 from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -44,7 +45,10 @@ class Evaluation(Hook):
         """Updates between evaluations; 0: only at the end."""
         work, setting = self.phase.work, self.phase.planned.evaluate.every
         every = setting if work.has_interim_evaluation else 0
-        return max(1, work.total // 10) if every == "auto" else int(every)
+        if every == "auto":
+            return max(1, work.total // 10)
+        number, unit = parse_every(every)
+        return int(number) * (self.phase.order.updates_per_epoch if unit == "epochs" else 1)
 
     @property
     def is_done(self) -> bool:

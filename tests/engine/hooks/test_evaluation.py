@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evaluated
         (4, True, [4, 8, 10]),
         (5, True, [5, 10]),  # the last one once
         (0, True, [10]),
+        ("4updates", True, [4, 8, 10]),
+        ("1epochs", True, [3, 6, 9, 10]),
+        ("2 epochs", True, [6, 10]),
         (4, False, [10]),
         ("auto", True, list(range(1, 11))),
     ],
@@ -90,6 +94,7 @@ def phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evaluated
 def test_evaluations_are_due_every_so_many_updates_and_at_the_end(
     every: Any, has_interim: bool, expected: list[int], phase: Evaluated
 ) -> None:
+    phase.phase.order = replace(phase.phase.order, num_samples=3, global_batch_size=1, sampler=None)
     phase.every(every, has_interim=has_interim)
     assert phase.run() == expected
     assert phase.hook.is_done
