@@ -148,9 +148,14 @@ class LoraAdapter(Adapter):
             if (not self.target and isinstance(module, nn.Linear) and name not in tied)
             or any(_has_suffix(name, target) for target in self.target)
         ]
-        available = f"the model has {abbreviate(sorted({name.rpartition('.')[2] for name in layers}), 8) or 'none'}"
+        ends = sorted({name.rpartition(".")[2] for name in layers})
+        available = f"the model has {abbreviate(ends, 8) or 'none'}"
         problems = [
-            Problem(f"no layer is called {target}; {available}", "adapter.target", did_you_mean(target, layers))
+            Problem(
+                f"no layer is called {target}; {available}",
+                "adapter.target",
+                did_you_mean(target, layers if "." in target else ends),  # the full name is only one of the layers
+            )
             for target in self.target
             if not any(_has_suffix(name, target) for name in layers)
         ]

@@ -15,6 +15,7 @@ from runner.base.order import permutation
 from runner.base.task import Task
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.config.schema import did_you_mean
 from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.engine.contract.lora import lora
@@ -223,6 +224,18 @@ def test_a_layer_with_a_shared_weight_is_refused(layer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         lora(target=[layer, "body"]).add_to(Tied())
     assert [problem.where for problem in caught.value.problems] == ["adapter.target"]
+
+
+@pytest.mark.parametrize(
+    ("target", "suggestion"), [("q_prj", "q_proj"), ("blocks.1.q_prj", "blocks.1.q_proj")], ids=["end", "full name"]
+)
+def test_a_typo_in_the_end_of_a_name_is_not_corrected_to_one_of_the_layers(target: str, suggestion: str) -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(2))
+    task = Tied()
+    task.model.blocks = blocks
+    with pytest.raises(ConfigError) as caught:
+        lora(target=[target]).add_to(task)
+    assert caught.value.problems[0].fix == did_you_mean(target, [suggestion])
 
 
 def test_a_layer_with_a_shared_weight_is_not_adapted_by_default() -> None:
