@@ -78,9 +78,10 @@ def _groups() -> Iterator[str]:
 
 def _tasks() -> Iterator[str]:
     for task in sorted(file.stem for file in (shipped_path("conf") / "task").glob("*.yaml")):
-        functions = read_functions(task_source(task, None))
+        source = task_source(task, None)
+        functions = read_functions(source)
         keys = {f"task.{name}": key for name, key in functions["build"].keys.items()}
-        keys |= {f"inference.{name}": key for name, key in inference_keys(functions).items()}
+        keys |= {f"inference.{name}": key for name, key in inference_keys(source).items()}
         yield f"## task={task}\n\n{functions['build'].summary}\n"
         yield from _table(keys)
 

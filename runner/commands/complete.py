@@ -24,7 +24,7 @@ from runner.base.values import Matches
 from runner.config.custom_options import find_custom_hooks
 from runner.config.custom_tables import HOOK, hook_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, task_source
-from runner.config.schema import Key, Signature, inference_keys, read_functions, settings_keys
+from runner.config.schema import Key, inference_keys, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 
 HELP = """usage: accel-run complete -- WORDS...
@@ -101,13 +101,16 @@ class TypedLine:
         return Path(self.overrides.get("output_root", "outputs")).expanduser()
 
     @cached_property
-    def task(self) -> Mapping[str, Signature]:
-        """Functions of the task's file by name; empty if it cannot be read."""
+    def task_keys(self) -> Mapping[str, Key]:
+        """The keys task.KEY and inference.KEY of the task's file; empty if it cannot be read."""
         with suppress(OSError, SyntaxError, ValueError):
             # Matched as text, because importing a YAML parser would take longer than everything else.
             defaults = (shipped_path("conf") / "config.yaml").read_text(encoding="utf-8")
             name = self.overrides.get("task") or re.findall(r"- task: (\w+)", defaults)[0]
-            return read_functions(task_source(name, self.task_file))
+            source = task_source(name, self.task_file)
+            build = read_functions(source).get("build")
+            keys = {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
+            return keys | {f"inference.{name}": key for name, key in inference_keys(source).items()}
         return {}
 
     def keys(self, prefix: str) -> dict[str, Key]:
@@ -120,9 +123,7 @@ class TypedLine:
                     keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
         if prefix and (HOOK.startswith(prefix) or prefix.startswith(f"{HOOK}.")):
             keys |= {name: key for hook in find_custom_hooks(self.task_file) for name, key in hook_keys(hook).items()}
-        build = self.task.get("build")
-        keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
-        keys |= {f"inference.{name}": key for name, key in inference_keys(self.task).items()}
+        keys |= self.task_keys
         keys["inference.seed"] = Key("inference.seed", int, 0)
         return {name: key for name, key in keys.items() if name.startswith(prefix)}
 

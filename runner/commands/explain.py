@@ -164,8 +164,8 @@ def _find_key(key: str, configuration: Configuration) -> Key | None:
         signature_of = partial(find_signature, task_file=configuration.request.task_file)
         return list_objective_keys(read_objectives(source), option_values, signature_of).get(key)
     if group in ("task", "inference") and name:
-        functions = read_functions(task_source(configuration.choices["task"].name, configuration.request.task_file))
-        keys = functions["build"].keys if group == "task" else inference_keys(functions)
+        source = task_source(configuration.choices["task"].name, configuration.request.task_file)
+        keys = read_functions(source)["build"].keys if group == "task" else inference_keys(source)
         return keys.get(name)
     return settings_keys(Settings).get(key)
 

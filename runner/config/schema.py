@@ -85,22 +85,34 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
     return signatures
 
 
-def inference_keys(functions: Mapping[str, Signature]) -> Keys:
+def inference_keys(source: Path) -> Keys:
     """Return the keys `inference.KEY` of a task file: the parameters of `predict`, or those for `predict_batch`.
 
-    functions  signatures of the task file
+    Methods of modules are left out, because `inference` calls those of the task. A file that uses LightningTask has the
+    keys for `predict_batch` in any case, because the module with `predict_step` may be imported.
     """
-    batched = {function.rpartition(".")[0] for function in functions if function.endswith(".predict_batch")}
-    is_batched = any(f"{owner}.predict" not in functions for owner in batched)
-    if not any(function.endswith(".predict") for function in functions):
-        is_batched |= any(function.endswith(".predict_step") for function in functions)  # of a LightningModule
+    modules = _find_modules(source)
+    methods: dict[str, dict[str, Keys]] = {"predict": {}, "predict_batch": {}}  # method -> class -> keys
+    for function, signature in read_functions(source).items():
+        owner, _, method = function.partition(".")
+        if method in methods and owner not in modules:
+            methods[method][owner] = signature.keys
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(read_module(source))}
     keys: dict[str, Key] = {}
-    if is_batched:
+    if methods["predict_batch"].keys() - methods["predict"] or ("LightningTask" in names and not methods["predict"]):
         keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["predict_batches"].keys
-    for function, signature in functions.items():
-        if function.endswith((".predict", ".predict_batch")):
-            keys |= signature.keys
+    for own in (*methods["predict"].values(), *methods["predict_batch"].values()):
+        keys |= own
     return keys
+
+
+def _find_modules(source: Path) -> set[str]:
+    """Return the classes of a file that derive from a class named Module, such as nn.Module, or LightningModule."""
+    found: set[str] = set()
+    for name, node in read_classes(source).items():
+        if any(base.endswith("Module") or base in found for base in map(ast.unparse, node.bases)):
+            found.add(name)
+    return found
 
 
 @cache

@@ -86,7 +86,7 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         return TaskFile(source, label)
     problems += [*find_foreign_methods(tree, source), *_find_batches_of_predict(tree, source)]
     build = functions["build"].keys
-    predict = inference_keys(functions)
+    predict = inference_keys(source)
     for argument, key in [*build.items(), *predict.items()]:
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"

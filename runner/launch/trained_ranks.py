@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runner.base.errors import ConfigError, Exit, SharedConfigError
+from runner.base.errors import ConfigError, Exit, Problem, SharedConfigError
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.config.request import Request
@@ -41,6 +41,7 @@ def start_inference(request: Request, checkpoint: str | None = None, *, is_alone
     try:
         source = find_source(request, Console(level=terminal_log_level(), is_enabled=is_first), checkpoint)
         configuration = source.configuration
+        _check_shard(configuration)
         if source.run is not None and not is_alone and _splits_into_shards(configuration):
             return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
         if member and not is_first and _shard(configuration) in ((0, 1), (None, None)):  # no shard is requested
@@ -58,6 +59,14 @@ def _report_once(error: ConfigError, *, is_first: bool) -> Exit:
     if is_first or not isinstance(error, SharedConfigError):
         raise error
     return Exit(error.exit_code)
+
+
+def _check_shard(configuration: Configuration) -> None:
+    """Raise ConfigError if the settings name a shard that does not exist."""
+    shard, num_shards = _shard(configuration)
+    if isinstance(shard, int) and isinstance(num_shards, int) and shard >= num_shards:
+        what = f"there is no such shard with inference.num_shards={num_shards}; shards are counted from 0"
+        raise ConfigError(Problem(what, f"inference.shard={shard}", "use a number below inference.num_shards"))
 
 
 def _splits_into_shards(configuration: Configuration) -> bool:

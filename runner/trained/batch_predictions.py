@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from runner.base.task import Prediction
 from runner.base.values import Count, PositiveInt
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.evaluation.evaluate import split_batches
 from runner.engine.parts.assemble import Parts
 from runner.trained.trained_evaluation import open_split
 
@@ -41,6 +41,7 @@ class PredictedRows(Prediction):
 def predict_batches(
     parts: Parts,
     seed: int,
+    shared_size: int,
     *,
     split: str = "val",
     samples: PositiveInt | None = None,
@@ -51,25 +52,28 @@ def predict_batches(
 ) -> Iterator[PredictedRows]:
     """Yield the rows of each batch of a split; they are written to predictions/SPLIT.csv.
 
-    split       split of the samples, such as test
-    samples     number of samples, evenly spaced over the split; null: all
-    batch_size  samples per batch; null: the micro-batch size of the run
-    shard       predict only batches i with i % num_shards == shard; the ranks of parallelism=ddp set it
-    num_shards  number of shards
-    options     further options, which `predict_batch` receives
+    shared_size  samples in each batch that the shards divide; after an out-of-memory error, it is predicted in parts
+                 of `batch_size`, which may differ between shards
+    split        split of the samples, such as test
+    samples      number of samples, evenly spaced over the split; null: all
+    batch_size   samples per batch; null: the micro-batch size of the run
+    shard        predict only batches i with i % num_shards == shard; the ranks of parallelism=ddp set it
+    num_shards   number of shards
+    options      further options, which `predict_batch` receives
     Raises TaskFault if `predict_batch` does not return columns with a value per sample.
     """
     assert batch_size is not None, "`infer` sets it"
     task, source = parts.task, parts.source
     fetcher = open_split(parts, split, "inference.split")
     indices = spread_evenly(len(fetcher), samples)
-    starts = range(0, len(indices), batch_size)
+    starts = range(0, len(indices), shared_size)
     keys = [
-        MicroBatchKey(0, indices[start : start + batch_size], last=start == starts[-1], first=start, seed=seed)
+        MicroBatchKey(0, indices[start : start + shared_size], last=start == starts[-1], first=start, seed=seed)
         for start in starts
     ]
+    batches = split_batches(keys[shard::num_shards], batch_size)
     with closing(parts.splits.evaluation_loader(fetcher)) as loader, noise.without_samples():
-        for micro in parts.prefetch(iter(loader.batches(iter(keys[shard::num_shards])))):
+        for micro in parts.prefetch(iter(loader.batches(batches))):
             assert micro.samples is not None, "the samples of a dataset are known"
             noise.start_pass(micro.samples._replace(epoch=noise.EVALUATION))
             returned = task.predict_batch(parts.model, micro.batch, **options)
@@ -92,11 +96,15 @@ def format_table(batches: Sequence[tuple[Sequence[int], Mapping[str, Sequence[st
         if [*columns] != names:
             raise ValueError(f"the columns of two batches differ: {', '.join(names)} and {', '.join(columns)}")
         rows += zip(indices, zip(*columns.values(), strict=True), strict=True)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([INDEX, *names])
-    writer.writerows([index, *values] for index, values in sorted(rows))
-    return text.getvalue()
+    lines = [[INDEX, *names], *([str(index), *values] for index, values in sorted(rows))]
+    text = "".join(f"{','.join(map(_quote, line))}\n" for line in lines)
+    return text.encode("utf-8", "backslashreplace").decode()  # file names may have bytes that are not UTF-8
+
+
+def _quote(text: str) -> str:
+    """Return the text of a cell. Before Python 3.13, csv.writer leaves a carriage return unquoted, which ends a row."""
+    quoted = text.replace('"', '""')
+    return f'"{quoted}"' if re.search(r'[,"\r\n]', text) else text
 
 
 def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
@@ -118,12 +126,15 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
             raise ValueError(f"{what}; write other results in predict()")
         if len(array) != num_samples:
             raise ValueError(f"column {name} has {len(array)} values, but the batch has {num_samples} samples")
+        if array.ndim == 2 and not array.shape[1]:
+            raise ValueError(f"column {name} has vectors without elements")
         texts = array.astype(str)  # the shortest text from which the number can be restored
-        result |= (
-            {name: texts.tolist()}
-            if array.ndim == 1
-            else {f"{name}.{number}": column for number, column in enumerate(texts.T.tolist())}
-        )
+        columns = {name: texts.tolist()}
+        if array.ndim == 2:
+            columns = {f"{name}.{number}": column for number, column in enumerate(texts.T.tolist())}
+        if repeated := [*columns.keys() & result]:
+            raise ValueError(f"two columns have the name {repeated[0]}")
+        result |= columns
     return result
 
 
@@ -139,6 +150,6 @@ def _to_array(values: Any) -> np.ndarray[Any, Any] | None:
         return None
     try:
         array = np.asarray(values)
-    except ValueError:  # lists of different lengths
+    except (ValueError, TypeError):  # lists of different lengths; lists of lists of tensors on a GPU
         return None
     return array if array.dtype.kind in "biufU" else None

@@ -23,9 +23,10 @@ from runner.base.batch import first_shape
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
 from runner.base.oom_errors import halve
 from runner.base.sample_rng import seeded_generators
+from runner.base.secret import redact
 from runner.base.stopwatch import Lap, new_stopwatch
 from runner.base.task import Content, Prediction
-from runner.base.text import abbreviate, format_rate
+from runner.base.text import abbreviate, format_rate, truncate
 from runner.config.chosen_option import make_chosen
 from runner.config.phases import INFERENCE
 from runner.distributed.world import World
@@ -76,16 +77,18 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         world.gather(None)  # timing starts when every rank has its model
+        plan = _choose_batch_size(plan, trained, world)
         with run_watchdog(plan, parts.world, traces) as progress_mark:  # not during the wait for other ranks above
             own, names, rows = _retry_in_smaller_batches(
-                lambda plan: _predict_all(plan, parts, directory, progress_mark, console),
-                _choose_batch_size(plan, trained), parts.world.device, console,
+                lambda less: _predict_all(plan, less, parts, directory, progress_mark, console),
+                plan, parts.world.device, console,
             )  # fmt: skip
         result, names = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         names |= _write_table(world.gather_on_first(rows), plan, parts, directory, world, console)
-        summary = summarize_predictions(result, parts.task.item, trained.update)
+        item = "sample" if parts.task.predicts == "predict_batch" else parts.task.item
+        summary = summarize_predictions(result, item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
         if peak := get_accelerator(parts.world.device).peak_memory():
@@ -98,7 +101,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         directory.write(f"predictions/monitor{suffix}.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
-        console.info(f"\n{_format_summary(result, parts.task.item)}")
+        console.info(f"\n{_format_summary(result, item)}")
         # With one shard per command, other files may be shards of other commands, so they are not reported.
         is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1
         others = "" if is_part else _describe_others(folder, names)
@@ -135,12 +138,15 @@ def _retry_in_smaller_batches(
         release(device)  # after the except clause, which keeps the tensors of the traceback alive
 
 
-def _choose_batch_size(plan: Plan, trained: TrainedModel) -> Plan:
-    """Return the plan with the batch size for `predict_batch`: by default the micro-batch size of the last phase."""
-    phase = plan.phase(trained.phase)
-    if trained.parts.task.predicts != "predict_batch" or plan.inference.get("batch_size") or phase is None:
+def _choose_batch_size(plan: Plan, trained: TrainedModel, world: World) -> Plan:
+    """Return the plan with the batch size for `predict_batch`: by default the micro-batch size of the trained phase.
+
+    It is that of rank 0, because the ranks share the batches.
+    """
+    if trained.parts.task.predicts != "predict_batch":
         return plan
-    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": phase.batch.micro_batch_size})
+    size = world.broadcast(plan.inference.get("batch_size") or trained.phase_plan.batch.micro_batch_size)
+    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": size})
 
 
 def _write_table(
@@ -163,14 +169,18 @@ def _write_table(
     directory.write(name, text)
     lines = text.splitlines()
     more = ["..."] if len(lines) > MAX_PRINTED + 1 else []
-    console.info("\n".join([f"\n--- {name.partition('/')[2]}", *lines[: MAX_PRINTED + 1], *more]))
+    shown = truncate(redact("\n".join(lines[: MAX_PRINTED + 1] + more)))
+    console.info(f"\n--- {name.partition('/')[2]}\n{shown}")
     return {name}
 
 
 def _predict_all(
-    plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
+    requested: Plan, plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
 ) -> Predicted:
-    """Write all predictions."""
+    """Write all predictions.
+
+    plan  with a smaller batch size than `requested` after an out-of-memory error
+    """
     num = items = 0
     names: set[str] = set()
     rows: Rows = []
@@ -180,7 +190,7 @@ def _predict_all(
 
     began = time.perf_counter()
     with time_calls(parts.model, parts.world.device) as calls, PredictionWriter(directory, console.info) as writer:
-        with closing(iterate_predictions(plan, parts, on_next)) as predictions:
+        with closing(iterate_predictions(plan, parts, on_next, requested)) as predictions:
             for prediction in predictions:
                 progress_mark.completed_kinds.add(PREDICTION)
                 items += prediction.items
@@ -270,7 +280,8 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
         depth += 1
         if depth == 1:
             stopwatch.lap("between")
-            shape = first_shape([*args, *kwargs.values()])
+            values = [value for value in (*args, *kwargs.values()) if not isinstance(value, str)]  # the step's name
+            shape = first_shape(values)
             calls.samples.append(int(shape[0]) if isinstance(shape, tuple) and shape else 1)
 
     def leave(*_: object) -> None:
@@ -358,11 +369,12 @@ class PredictionWriter:
 
 
 def iterate_predictions(
-    plan: Plan, parts: Parts, on_next: Callable[[], object] = lambda: None
+    plan: Plan, parts: Parts, on_next: Callable[[], object] = lambda: None, requested: Plan | None = None
 ) -> Generator[Prediction]:
     """Yield the predictions of the task with the current model.
 
-    on_next  called before each prediction
+    on_next    called before each prediction
+    requested  plan with the batch size for which shards are defined; by default `plan`
     """
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
@@ -375,7 +387,7 @@ def iterate_predictions(
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
         with seeded_generators(seed, "predict"), task_errors(parts.source, title):
             result = (
-                predict_batches(parts, seed, **options)
+                predict_batches(parts, seed, (requested or plan).inference["batch_size"], **options)
                 if parts.task.predicts == "predict_batch"
                 else parts.task.predict(parts.model, generator, **options)
             )
@@ -475,7 +487,7 @@ def _format_summary(result: PredictionSummary, item: str) -> str:
     text += f", {format_rate(summary['items_per_s'])} {item}s/s including reading and writing"
     model, latency = summary["model"], summary["latency_ms"]
     if not model["calls"]:
-        return f"{text}; predict() does not call model(...), so its latency is unknown"
+        return f"{text}; model(...) is not called, so its latency is unknown"
     latencies = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
     calls = f"{model['calls']} call{'s' * (model['calls'] != 1)}"
     samples = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"

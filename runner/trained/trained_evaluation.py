@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from runner.base.errors import ConfigError, Exit, IncompatibleResume, Problem, TaskFault
+from runner.base.errors import ConfigError, Exit, Problem, TaskFault
 from runner.base.json_values import replace_nonfinite
 from runner.base.oom_errors import find_oom_cause, halve
 from runner.base.order import spread_evenly
@@ -48,13 +48,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         progress_mark = stack.enter_context(
             run_watchdog(plan, world, HangTraces(lambda text: directory.write(stacks, text), file=stacks))
         )
-        phase = plan.phase(trained.phase)
-        if phase is None:
-            raise IncompatibleResume(
-                f"the checkpoint belongs to phase {trained.phase}, which the task does not have",
-                where="PHASES",
-                fix="use the task that the run was trained with",
-            )
+        phase = trained.phase_plan
         fetcher = open_split(parts, split)
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _make_sizes(trained, phase, console.warning)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError, IncompatibleResume, Problem
 from runner.base.task import Progress, Task
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, format_override, merge_overrides, override_key
@@ -29,7 +29,7 @@ from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.weights import load_initial_weights
 from runner.host.gc_pause import end_pause
 from runner.plan.planner import plan_this_process
-from runner.plan.run_plan import Plan
+from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.events import Console
 from runner.tensors.global_rng import random_state, restore_random_state
 
@@ -64,6 +64,18 @@ class TrainedModel:
     parts: Parts
     phase: str
     update: int
+
+    @property
+    def phase_plan(self) -> PhasePlan:
+        """The plan of the phase. Raises IncompatibleResume if the task has no such phase now."""
+        found = self.plan.phase(self.phase)
+        if found is None:
+            raise IncompatibleResume(
+                f"the checkpoint belongs to phase {self.phase}, which the task does not have",
+                where="PHASES",
+                fix="use the task that the run was trained with",
+            )
+        return found
 
 
 def find_source(request: Request, console: Console, checkpoint: str | None = None) -> ModelSource:

@@ -33,6 +33,7 @@ from runner.config.schema import (
     describe_type,
     did_you_mean,
     find_nearest,
+    inference_keys,
     read_functions,
     settings_keys,
 )
@@ -181,6 +182,30 @@ def test_functions_are_read_without_running_the_file(sample: Path) -> None:
     }
     assert functions["Model.predict"].runner == ("self", "model", "generator")
     assert functions["Model.predict"].keys["samples"].default == 3
+
+
+BATCHED = {"split", "samples", "batch_size", "shard", "num_shards"}
+TASK, BATCH_TASK = (f"class Own(Task):\n    def {head}, *, a: int = 1): ...\n" for head in (
+    "predict(self, model, generator", "predict_batch(self, model, batch"
+))  # fmt: skip
+NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b: int = 1): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TASK, {"a"}),
+        (BATCH_TASK, {"a", *BATCHED}),
+        (NET.format("predict_batch") + TASK, {"a"}),
+        (NET.format("predict") + BATCH_TASK, {"a", *BATCHED}),
+        ("def build():\n    return LightningTask(imported.Net())", BATCHED),
+        (NET.format("predict") + "def build():\n    return lightning.LightningTask(Net())", BATCHED),
+        (f"{TASK.replace('(Task', '(LightningTask')}", {"a"}),
+    ],
+)
+def test_inference_has_the_keys_of_the_method_that_it_calls(text: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(text, encoding="utf-8")
+    assert {*inference_keys(tmp_path / "task.py")} == expected
 
 
 def test_help_is_the_entry_of_the_docstring_also_if_continued(sample: Path) -> None:

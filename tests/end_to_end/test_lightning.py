@@ -240,12 +240,14 @@ def test_logged_metrics_are_those_of_all_samples(call: str, args: str, server: F
 
 def test_predict_step_writes_a_table(server: ForkServer, tmp_path: Path) -> None:
     trained(server, tmp_path, "epochs=1")
+    folder = tmp_path / "outputs/mine/predictions"
     result = server.run("inference mine inference.samples=16", tmp_path)
     assert result.code == 0, result.err
-    rows = (tmp_path / "outputs/mine/predictions/val.csv").read_text(encoding="utf-8").splitlines()
+    rows = (folder / "val.csv").read_text(encoding="utf-8").splitlines()
     assert rows[0] == "index,label"
     assert len(rows) == 17
     assert {row.split(",")[1] for row in rows[1:]} <= {"0", "1"}
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["model"]["samples_per_call"] == 16
 
 
 @pytest.mark.slow

@@ -7,16 +7,18 @@ from torch import nn
 from runner import Task, per_sample_noise
 
 SETTINGS = {"global_batch_size": 8, "updates": 6, "log_every": 2}
+TEXTS = ("a\rb", 'a,b "c"\nd', " a", "", "é\u2028", "\udc80")  # the last one: a file name that is not UTF-8
 SIZES = {"train": 22, "val": 21, "test": 50}
 
 
-def build(*, bad: bool = False, returned: str = "") -> Task:
+def build(*, bad: bool = False, returned: str = "", item: str = "sample") -> Task:
     """Build the task.
 
     bad       some samples cannot be read
     returned  what predict_batch returns instead
+    item      unit of the loss
     """
-    return Tables(bad, returned)
+    return Tables(bad, returned, item)
 
 
 class Samples:
@@ -34,9 +36,9 @@ class Samples:
 
 
 class Tables(Task):
-    def __init__(self, bad, returned):
+    def __init__(self, bad, returned, item):
         self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
-        self.bad, self.returned = bad, returned
+        self.bad, self.returned, self.item = bad, returned, item
 
     def dataset(self, split):
         return Samples(split, self.bad)
@@ -68,6 +70,13 @@ class Tables(Task):
             "pictures": {"picture": scores[:, :, None, None]},
             "objects": {"label": [None] * len(label)},
             "ragged": {"score": [[0.0] * (row % 2) for row in range(len(label))]},
+            "no_elements": {"score": scores[:, :0]},
+            "two_columns": {"score": scores, "score.1": scores[:, 0]},
+            "nested": {"score": [[value.bfloat16() for value in row] for row in scores]},
+            "texts": {
+                "text": [TEXTS[index % len(TEXTS)] for index in range(len(label))],
+                "wide": scores.repeat(1, 500),
+            },
             "changing": {f"score{len(label)}": scores[:, 0]},
         }
         return wrong.get(self.returned, columns)

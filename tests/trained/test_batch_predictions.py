@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from runner.base.errors import Exit
 from runner.durable.checkpoint import load, newest_valid
 from tests.forkserver import ForkServer
 from tests.rounding import allowed, distance
-from tests.trained.task_with_tables import SIZES, Samples, build
+from tests.trained.task_with_tables import SIZES, TEXTS, Samples, build
 
 TASK = Path(__file__).with_name("task_with_tables.py")
 RUN = "outputs/one"
@@ -99,8 +100,10 @@ def test_samples_that_cannot_be_read_have_no_row(server: ForkServer, trained: Pa
 
 
 @pytest.mark.parametrize(
-    "returned", ["tensor", "nothing", "short", "index", "pictures", "objects", "ragged", "changing"]
-)
+    "returned",
+    ["tensor", "nothing", "short", "index", "pictures", "objects", "ragged", "changing", "no_elements", "two_columns",
+     "nested"],
+)  # fmt: skip
 @pytest.mark.slow_beyond(3)
 def test_other_results_are_an_error_of_the_task(returned: str, server: ForkServer, trained: Path) -> None:
     (trained / RUN / "predictions" / "val.csv").unlink(missing_ok=True)
@@ -127,6 +130,44 @@ def test_a_batch_that_is_out_of_memory_is_predicted_in_smaller_ones(server: Fork
     assert result.code == 0, result.err
     assert "batch_size=2" in result.err + result.out
     assert len(text_of(trained, "test.csv").splitlines()) == SIZES["test"] + 1
+
+
+def test_an_out_of_memory_error_on_one_rank_loses_no_sample(server: ForkServer, trained: Path) -> None:
+    unpacked = "        x, label, names = batch\n"
+    refused = (
+        f"{unpacked}        if len(label) > 3 and 'name, \"0\"' in names:\n            raise MemoryError('planted')\n"
+    )
+    text = TASK.read_text(encoding="utf-8").replace(unpacked, refused)
+    (trained / "small_task.py").write_text(text, encoding="utf-8")
+    args = "--task small_task.py inference.batch_size=4 parallelism=ddp parallelism.world_size=2"
+    rows = predict(server, trained, args)
+    assert [int(row["index"]) for row in rows] == [*range(SIZES["val"])]
+
+
+def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(server: ForkServer, trained: Path) -> None:
+    result = server.run("inference one task.returned=texts task.item=token", trained)
+    assert result.code == 0, result.err
+    assert max(map(len, result.out.splitlines())) < 1000, "long rows are only in the file"
+    with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
+        texts = [row["text"] for row in csv.DictReader(lines)]
+    assert len(texts) == SIZES["val"]
+    assert texts[: len(TEXTS)] == [*TEXTS[:-1], "\\udc80"]
+    summary = json.loads((trained / RUN / "predictions" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["item"], summary["items"]) == ("sample", SIZES["val"])
+
+
+def test_a_shard_that_does_not_exist_is_refused(server: ForkServer, trained: Path) -> None:
+    result = server.run("inference one inference.shard=2 inference.num_shards=2", trained)
+    assert result.code == Exit.CONFIG
+    assert "inference.shard" in result.err
+
+
+def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(server: ForkServer, trained: Path) -> None:
+    text = TASK.read_text(encoding="utf-8") + '\n\nPHASES = {"other": {"kind": "train"}}\n'
+    (trained / "phase_task.py").write_text(text, encoding="utf-8")
+    result = server.run("inference --task phase_task.py run=one", trained)
+    assert result.code == Exit.INCOMPATIBLE_RESUME
+    assert "PHASES" in result.err
 
 
 def test_a_predict_that_expects_a_batch_is_refused_before_training(server: ForkServer, tmp_path: Path) -> None:

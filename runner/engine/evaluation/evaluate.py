@@ -116,7 +116,7 @@ def evaluate(
             parallel.gather_parameters(parts.model),
             closing(loader),
         ):
-            for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
+            for micro in parts.prefetch(iter(loader.batches(split_batches(local_batches, sizes.current)))):
                 on_batch()
                 if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
                     return True, pairs
@@ -249,7 +249,8 @@ def _to_floats(numbers: Sequence[Number], world: World) -> list[list[float]]:
     ]
 
 
-def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
+def split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
+    """Yield the batches, those of more than `size` samples in parts."""
     for key in keys:
         for first in range(0, len(key.indices), size):
             yield key._replace(
