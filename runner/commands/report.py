@@ -103,7 +103,7 @@ def _read_sweep(folder: Path, *, is_watched: bool) -> Content:
     from runner.tools.report.watch import Content
 
     sweep = Sweep.read(folder)
-    return Content(make_sweep_page(sweep), (), is_live=is_watched and sweep.has_live_trials())
+    return Content(make_sweep_page(sweep), (), is_live=is_watched and sweep.is_live())
 
 
 def _write_page(out: Path, owner: RunDirectory | None, content: Content, refresh_s: float | None = None) -> int:

@@ -143,11 +143,14 @@ class Sweep:
             self._final_results[trial.number] = found
         return self._final_results[trial.number]
 
-    def has_live_trials(self) -> bool:
-        """Return whether a trial is running or submitted; a job counts only while it is in the queue of SLURM."""
+    def is_live(self) -> bool:
+        """Return whether the command or a trial is running; a job counts only while it is in the queue of SLURM."""
         live = {result.trial.number for result in self.results() if result.state in ("running", "submitted")}
-        if not live <= self.jobs.keys():  # a trial on this machine
+        # The command submits the next trial of a search some time after the last job has left the queue.
+        if process_state_name(self.record.process) == "running" or not live <= self.jobs.keys():
             return True
+        if self.folder.stat().st_uid != os.getuid():  # squeue lists the jobs of this user only
+            return bool(live)
         try:
             return not live.isdisjoint(queued_jobs(self.folder) if live else ())
         except SystemLimit:  # the queue is not known on this machine, or the controller does not respond

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -152,6 +154,31 @@ def test_a_watched_page_ends_when_the_jobs_have_left_the_queue(
     assert main(["report", "mine", "--watch"]) == 0
     assert len(waits) == num_waits
     assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["submitted"] * 3
+    (cluster / "held").unlink()
+
+
+def test_a_sweep_is_live_while_its_command_may_submit_the_next_job(cluster: Path) -> None:
+    assert main(SEEDS) == 0
+    ended = Sweep.read(cluster / "outputs" / "mine")
+    assert not ended.is_live()
+    process = replace(ended.record.process, state="running")
+    assert replace(ended, record=replace(ended.record, process=process)).is_live()
+
+
+def test_the_jobs_of_another_user_are_live_although_squeue_does_not_list_them(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("held", "interrupt"):
+        (cluster / name).touch()
+    assert main(SEEDS) == 75
+    (cluster / "interrupt").unlink()
+    for job in (cluster / "queue").iterdir():
+        job.unlink()
+    sweep = Sweep.read(cluster / "outputs" / "mine")
+    assert not sweep.is_live()
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert sweep.is_live()
     (cluster / "held").unlink()
 
 
