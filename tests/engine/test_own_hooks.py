@@ -509,7 +509,7 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
     assert histogram(torch.tensor([float("nan")]), bins=2)[1] == [0, 0]
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (7,)])
+@pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (0, 3, 4, 5), (7,)])
 def test_a_tensor_that_is_not_an_image_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         encode_png(torch.zeros(shape))

@@ -40,7 +40,7 @@ def encode_png(images: Tensor) -> list[bytes]:
     stack = images.detach()
     while stack.ndim < 4:
         stack = stack[None]
-    if stack.ndim != 4 or stack.shape[1] not in (1, 3) or not stack[0].numel() or images.ndim < 2:
+    if stack.ndim != 4 or stack.shape[1] not in (1, 3) or not stack.numel() or images.ndim < 2:
         raise ValueError(f"images must be (B, C, H, W) with C of 1 or 3, (C, H, W) or (H, W), not {(*images.shape,)}")
     if stack.dtype != torch.uint8:
         stack = stack.float().clamp(0, 1).mul(255).round().to(torch.uint8)

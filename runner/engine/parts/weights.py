@@ -229,11 +229,13 @@ def _suggest_rename(result: WeightMatch) -> str:
     The names may have an extra prefix in the source, such as `model.` in Lightning checkpoints, or in the model.
     """
     stored, missing = dict.fromkeys([*result.matched, *result.ignored]), {*result.missing}
-    renames = [{prefix: ""} for prefix in _find_prefixes(result.ignored, missing)]
+    renames = [({prefix: ""}, names) for prefix, names in _find_prefixes(result.ignored, missing).items()]
     for prefix, names in _find_prefixes(result.missing, {*result.ignored}).items():
-        renames.append({(top := name.partition(".")[0]): f"{prefix}.{top}" for name in names})
+        renames.append(({(top := name.partition(".")[0]): f"{prefix}.{top}" for name in names}, names))
     settings, most = [], len(missing) // 2
-    for rename in renames:
+    for rename, names in renames:
+        if len(names) <= most:  # no more can match; there may be as many candidates as modules
+            continue
         renamed: Collection[str] = ()
         with suppress(ConfigError):  # two tensors would have the same name
             renamed = _apply_renames(stored, rename)
