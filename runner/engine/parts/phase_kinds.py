@@ -16,7 +16,7 @@ from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, un
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule, build_schedule
 from runner.base.batch import MicroBatch
-from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
+from runner.base.errors import ConfigError, IncompatibleResume, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.task import Fit, State
 from runner.base.text import abbreviate
@@ -249,9 +249,15 @@ class GradientPhase(PhaseKind):
 
     def _load_schedule(self, schedule: Schedule, saved: Mapping[str, Any], start: LoadedCheckpoint) -> None:
         """Restore a schedule, unless `resume_allow` has permitted a different one whose state has other keys."""
-        is_another = start.state["values"].get("scheduler") != self.parts.plan.choices["scheduler"].name
-        if not (is_another and set(saved) != set(schedule.state())):
+        try:
             schedule.load(saved)
+        except IncompatibleResume:
+            before, now = (  # of the run, its phases and objectives
+                {key: name for key, name in values.items() if key.endswith("scheduler")}
+                for values in (start.state["values"], self.parts.plan.values())
+            )
+            if before == now:
+                raise
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:

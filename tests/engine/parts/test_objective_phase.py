@@ -98,6 +98,22 @@ def test_skipped_updates_of_all_objectives_are_counted_once_after_a_resume(tmp_p
             assert num_skipped == sum(by_objective)
 
 
+def test_one_objective_may_be_resumed_with_another_scheduler(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    settings = ("run=mine", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
+    settings += ("scheduler=plateau", "scheduler.patience=0", "scheduler.gamma=0.5", "backend.threads=1")
+    another = ("objective.first.scheduler=constant", "resume_allow=[updates,objective.first.scheduler]")
+    factors = []
+    for args in (("updates=2",), ("updates=4", *another)):
+        with open_phase(Request((*settings, *args), tmp_path / "mine.py")) as phase:
+            if phase.position.update == 0:
+                for _ in range(2):
+                    phase.work.observe({"val/loss": 1.0})
+            factors.append([each.schedule.factor(2) for each in phase.work.trainings.values()])  # type: ignore[attr-defined]
+            phase.run_updates()
+    assert factors == [[0.5, 0.5], [1.0, 0.5]]
+
+
 def test_the_smallest_loss_scale_applies_to_each_objective(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("(x - 1).square())", "(x - 1).square() * 1e30)"))
     settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")

@@ -274,6 +274,17 @@ def test_a_schedule_is_restored() -> None:
     assert again.training.schedule.state() == phase.training.schedule.state()
 
 
+@pytest.mark.parametrize("are_values_of_phases", [False, True])
+def test_a_plateau_of_an_earlier_version_keeps_its_level(are_values_of_phases: bool) -> None:
+    """Its state does not name the metric; a run whose task declares phases has no value `scheduler`."""
+    phase, _ = training(None, "scheduler=plateau")
+    start = saved(phase)
+    start.state["schedule"] = {"level": 0.5, "best": 1.0, "num_bad": 0, "rest": 0}
+    start.state["values"] = {"phase.train.scheduler" if are_values_of_phases else "scheduler": "plateau"}
+    phase.load(start)
+    assert phase.training.schedule.factor(4) == 0.5
+
+
 def test_the_strategy_is_told_which_parameters_a_phase_trains_and_when_it_ends() -> None:
     class Recorded(Parallel):
         calls: list[Any]
