@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from runner.engine.parts.assemble import Parts
 from runner.trained.trained_evaluation import open_split
 
 INDEX = "index"  # the first column
+_SPECIAL = re.compile(r'[,"\r\n]')  # characters that must be quoted
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def predict_batches(
         for start in starts
     ]
     batches = split_batches(keys[shard::num_shards], batch_size)
+    names: list[str] = []
     with closing(parts.splits.evaluation_loader(fetcher)) as loader, noise.without_samples():
         for micro in parts.prefetch(iter(loader.batches(batches))):
             assert micro.samples is not None, "the samples of a dataset are known"
@@ -80,6 +82,8 @@ def predict_batches(
             read = [*map(int, micro.samples.indices)]  # without bad samples
             try:
                 columns = _format_columns(returned, len(read))
+                names = names or [*columns]
+                _check_names(columns, names)
             except ValueError as error:
                 fix = 'return {"label": scores.argmax(-1)}, with a value per sample'
                 raise TaskFault(
@@ -93,18 +97,24 @@ def format_table(batches: Sequence[tuple[Sequence[int], Mapping[str, Sequence[st
     names = [*batches[0][1]]
     rows: list[tuple[int, tuple[str, ...]]] = []
     for indices, columns in batches:
-        if [*columns] != names:
-            raise ValueError(f"the columns of two batches differ: {', '.join(names)} and {', '.join(columns)}")
+        _check_names(columns, names)
         rows += zip(indices, zip(*columns.values(), strict=True), strict=True)
     lines = [[INDEX, *names], *([str(index), *values] for index, values in sorted(rows))]
     text = "".join(f"{','.join(map(_quote, line))}\n" for line in lines)
     return text.encode("utf-8", "backslashreplace").decode()  # file names may have bytes that are not UTF-8
 
 
+def _check_names(columns: Collection[str], names: Sequence[str]) -> None:
+    if [*columns] != names:
+        raise ValueError(f"the columns of two batches differ: {', '.join(names)} and {', '.join(columns)}")
+
+
 def _quote(text: str) -> str:
     """Return the text of a cell. Before Python 3.13, csv.writer leaves a carriage return unquoted, which ends a row."""
+    if not _SPECIAL.search(text):
+        return text
     quoted = text.replace('"', '""')
-    return f'"{quoted}"' if re.search(r'[,"\r\n]', text) else text
+    return f'"{quoted}"'
 
 
 def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
@@ -128,7 +138,8 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
             raise ValueError(f"column {name} has {len(array)} values, but the batch has {num_samples} samples")
         if array.ndim == 2 and not array.shape[1]:
             raise ValueError(f"column {name} has vectors without elements")
-        texts = array.astype(str)  # the shortest text from which the number can be restored
+        # For a number, the shortest text from which it can be restored.
+        texts = array if array.dtype == object else array.astype(str)
         columns = {name: texts.tolist()}
         if array.ndim == 2:
             columns = {f"{name}.{number}": column for number, column in enumerate(texts.T.tolist())}
@@ -149,7 +160,9 @@ def _to_array(values: Any) -> np.ndarray[Any, Any] | None:
     if not isinstance(values, list | tuple | np.ndarray):
         return None
     try:
-        array = np.asarray(values)
+        is_text = all(isinstance(value, str) for value in values)
+        # As objects, because numpy pads texts to the length of the longest one, and removes trailing NUL characters.
+        array = np.asarray(values, dtype=object if is_text else None)
     except (ValueError, TypeError):  # lists of different lengths; lists of lists of tensors on a GPU
         return None
-    return array if array.dtype.kind in "biufU" else None
+    return array if is_text or array.dtype.kind in "biufU" else None

@@ -1,5 +1,6 @@
 """A classifier whose predictions are a table: numbers, vectors, texts and truth values."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,7 +8,7 @@ from torch import nn
 from runner import Task, per_sample_noise
 
 SETTINGS = {"global_batch_size": 8, "updates": 6, "log_every": 2}
-TEXTS = ("a\rb", 'a,b "c"\nd', " a", "", "é\u2028", "\udc80")  # the last one: a file name that is not UTF-8
+TEXTS = ("a\rb", 'a,b "c"\nd', " a", "", "é\u2028", "nul\0", "\udc80")  # the last one: a file name that is not UTF-8
 SIZES = {"train": 22, "val": 21, "test": 50}
 
 
@@ -76,6 +77,7 @@ class Tables(Task):
             "texts": {
                 "text": [TEXTS[index % len(TEXTS)] for index in range(len(label))],
                 "wide": scores.repeat(1, 500),
+                "objects": np.array([*names], dtype=object),
             },
             "changing": {f"score{len(label)}": scores[:, 0]},
         }

@@ -149,8 +149,9 @@ def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(server: Fork
     assert result.code == 0, result.err
     assert max(map(len, result.out.splitlines())) < 1000, "long rows are only in the file"
     with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
-        texts = [row["text"] for row in csv.DictReader(lines)]
-    assert len(texts) == SIZES["val"]
+        rows = [*csv.DictReader(lines)]
+    texts = [row["text"] for row in rows]
+    assert [row["objects"] for row in rows] == [f'name, "{index}"' for index in range(SIZES["val"])]
     assert texts[: len(TEXTS)] == [*TEXTS[:-1], "\\udc80"]
     summary = json.loads((trained / RUN / "predictions" / "summary.json").read_text(encoding="utf-8"))
     assert (summary["item"], summary["items"]) == ("sample", SIZES["val"])
@@ -162,6 +163,7 @@ def test_a_shard_that_does_not_exist_is_refused(server: ForkServer, trained: Pat
     assert "inference.shard" in result.err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(server: ForkServer, trained: Path) -> None:
     text = TASK.read_text(encoding="utf-8") + '\n\nPHASES = {"other": {"kind": "train"}}\n'
     (trained / "phase_task.py").write_text(text, encoding="utf-8")

@@ -414,7 +414,7 @@ class TrainingVariant:
     def predict(self, least_s: float) -> Reply:
         """Predict as `accel-run inference` does, for at least `least_s` seconds; return seconds and items.
 
-        The number of items is 0 if the task does not predict.
+        The number of items is 0 if the task does not define `predict`.
         """
         parts, items, seconds = self.run.parts, 0, 0.0
         if parts.task.predicts == "predict":
