@@ -16,7 +16,8 @@ SWEEP_KEYS = {**TRIAL_KEYS, "retry": "false"}
 TOGETHER_HELP = """\
   together=2                   trials that run at the same time (default: 1; with launcher=slurm, all trials of a sweep)
   metric=NAME, goal=min|max    metric of the last evaluation by which trials are compared, and whether lower or higher
-                               is better (default: early_stopping.metric and early_stopping.best_is)"""
+                               is better (default: early_stopping.metric and early_stopping.best_is if set,
+                               otherwise checkpoint.best and checkpoint.best_is)"""
 
 
 def parse_sweep_options(keys: Mapping[str, str]) -> SweepOptions:

@@ -52,8 +52,8 @@ from runner.trackers.tracker import require_installed
 class SweepOptions:
     """Options of a sweep besides its settings.
 
-    metric    metric by which trials are compared; None: early_stopping.metric
-    best_is   whether lower (min) or higher (max) is better; None: early_stopping.best_is
+    metric    metric by which trials are compared; None: early_stopping.metric if it is set, otherwise checkpoint.best
+    best_is   whether lower (min) or higher (max) is better; None: the best_is of the group that names the metric
     together  number of trials that run concurrently; None: one, or for a sweep whose trials are cluster jobs, all
     retry     run failed trials again
     """
@@ -142,7 +142,6 @@ def open_sweep(
     name = settings.run or generate_run_name(f"{task}-{kind}")
     check_run_name(name)
     with RunDirectory.create_or_open(settings.root, name, for_sweep=True) as directory:
-        early = settings.early_stopping
         earlier = Sweep.read(directory.path)
         axes = [axis.as_recorded(earlier.record.space.get(axis.key, "")) for axis in axes]
         overrides = (*fixed.overrides, *varied, *(value for axis in axes for value in axis.values))
@@ -153,7 +152,7 @@ def open_sweep(
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             command=fixed.command_line,
             fixed=tuple(override for override in fixed.overrides if not _is_location(override)),
-            goal=Goal(options.metric or early.metric, options.best_is or early.best_is),
+            goal=_choose_goal(options, configuration),
             space={axis.key: str(axis) for axis in axes},
             runs=_find_named_runs(overrides, settings.root, earlier.record.runs),
             process=ProcessRecord(started=earlier.record.process.started),
@@ -341,6 +340,17 @@ def _as_recorded(override: str, recorded: Collection[str]) -> str:
     key, _, text = override.partition("=")
     plain = f"{key}={plain_number(text)}"
     return plain if override not in recorded and plain in recorded else override
+
+
+def _choose_goal(options: SweepOptions, configuration: Configuration) -> Goal:
+    early, saves = configuration.settings.early_stopping, configuration.choices["checkpoint"].options
+    goals = [Goal(early.metric, early.best_is)]
+    if saves.get("best"):  # null: no checkpoint is kept as the best
+        is_set = not configuration.sources.keys().isdisjoint({"early_stopping.metric", "early_stopping.best_is"})
+        goals.insert(1 if is_set else 0, Goal(saves["best"], saves["best_is"]))
+    metric = options.metric or goals[0].metric
+    best_is = next((goal.best_is for goal in goals if goal.metric == metric), early.best_is)
+    return Goal(metric, options.best_is or best_is)
 
 
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:

@@ -28,7 +28,7 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps import sweep
-from runner.sweeps.sweep import Packing, assign_slots, divide_resources
+from runner.sweeps.sweep import Packing, SweepOptions, assign_slots, divide_resources, open_sweep
 from runner.sweeps.sweep_syntax import SearchSpace
 from runner.sweeps.trials import Result, Sweep, Trial, find_best, format_result, format_trial_table, to_csv
 from tests.faults.tallies import SEED
@@ -268,6 +268,27 @@ def test_a_search_runs_as_many_trials_at_once_as_requested(
     code, out, err = run(server, [*SEARCH, f"together={requested}"], tmp_path)
     assert code == 0, err
     assert Sweep.read(tmp_path / "outputs" / "mine").record.together.split()[0] == expected, out
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "goal"),
+    [
+        ("", SweepOptions(), "min of val/loss"),
+        ("checkpoint.best=val/acc checkpoint.best_is=max", SweepOptions(), "max of val/acc"),
+        ("checkpoint.best=val/acc checkpoint.best_is=max", SweepOptions("val/loss"), "min of val/loss"),
+        ("checkpoint.best=val/acc checkpoint.best_is=max", SweepOptions(best_is="min"), "min of val/acc"),
+        ("checkpoint.best=val/acc early_stopping.metric=val/f1", SweepOptions(), "min of val/f1"),
+        ("checkpoint.best=val/acc checkpoint.best_is=max early_stopping.metric=val/f1", SweepOptions("val/acc"),
+         "max of val/acc"),
+        ("checkpoint.best=null early_stopping.best_is=max", SweepOptions(), "max of val/loss"),
+    ],
+)  # fmt: skip
+def test_trials_are_compared_by_the_metric_that_the_settings_name(
+    args: str, options: SweepOptions, goal: str, tmp_path: Path
+) -> None:
+    request = Request((*args.split(), f"output_root={tmp_path}", "run=mine"), Path(TASK[1]))
+    with open_sweep("sweep", request, compose(request), options) as (_, opened):
+        assert str(opened.goal) == goal
 
 
 @pytest.mark.slow
