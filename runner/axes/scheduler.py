@@ -17,6 +17,7 @@ from typing import Any, Literal
 from runner.base.errors import ConfigError, IncompatibleResume, Problem, TaskFault
 from runner.base.values import Count, Factor, Fraction, NonNegative, Part, Positive, PositiveInt
 from runner.config.option_table import call_option
+from runner.config.value_checks import long_warmup_problem
 
 
 class Schedule:
@@ -337,13 +338,7 @@ def _check_factors(curve: Callable[[int], float], updates: int, function: str) -
 def _warmup(value: float, updates: int) -> int:
     warmup = _count(value, updates)
     if warmup > updates:
-        raise ConfigError(
-            Problem(
-                f"must be at most the number of updates ({updates}), but is {warmup}",
-                "scheduler.warmup",
-                f"use scheduler.warmup={updates} or less, or a fraction of all updates such as scheduler.warmup=0.02",
-            )
-        )
+        raise ConfigError(long_warmup_problem(warmup, updates, "scheduler.warmup"))
     return warmup
 
 

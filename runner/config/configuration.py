@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.base.errors import ConfigError, InputMissing
+from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.secret_refusal import refuse_secrets
 from runner.config.config_files import flatten, shadowing_notes
 from runner.config.custom_options import find_custom_hooks, table_problems
@@ -44,7 +44,7 @@ from runner.config.request import Request
 from runner.config.schema import find_nearest, settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.config.task_file import read_task
-from runner.config.value_checks import check_values, find_contradictions
+from runner.config.value_checks import check_values, find_contradictions, long_warmup_problem
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:
         raise ConfigError(omit_consequences(problems))
-    return _build_configuration(
+    configuration = _build_configuration(
         setting_values(merged),
         choices,
         schema,
@@ -222,6 +222,24 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
         notes=tuple(notes),
         has_updates=has_updates,
     )
+    if has_updates and (problems := _find_long_warmups(configuration)):
+        raise ConfigError(problems)
+    return configuration
+
+
+def _find_long_warmups(configuration: Configuration) -> list[Problem]:
+    """Return a problem for each shipped schedule whose warm-up is longer than its phase, if the length is in updates.
+
+    A length in epochs is known only after the data is loaded; then the schedule itself checks its warm-up.
+    """
+    problems = []
+    for phase in configuration.phases:
+        if phase.name in (configuration.settings.phases or [phase.name]) and not phase.scheduler.location:
+            warmup = phase.scheduler.options.get("warmup", 0)
+            if phase.updates is not None and warmup > max(1, phase.updates):
+                key = f"phase.{phase.name}.scheduler.warmup" if configuration.phase_keys else "scheduler.warmup"
+                problems.append(long_warmup_problem(warmup, phase.updates, key))
+    return problems
 
 
 def to_yaml(configuration: Configuration) -> str:

@@ -81,6 +81,15 @@ def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, checks_divis
     return problems + _phase_contradictions(tree, schema)
 
 
+def long_warmup_problem(warmup: int, updates: int, key: str) -> Problem:
+    """Return the problem of a warm-up that is longer than the training; `key` is the full key of the warm-up."""
+    return Problem(
+        f"must be at most the number of updates ({updates}), but is {warmup}",
+        key,
+        f"use {key}={updates} or less, or a fraction of all updates such as {key}=0.02",
+    )
+
+
 def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Problem]:
     selected = tree.get("phases")
     kinds = {phase.declared.name: phase.declared.kind for phase in schema.phases} or {"train": "train"}

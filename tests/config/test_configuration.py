@@ -679,6 +679,22 @@ def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
     screen(as_text(problems))
 
 
+def test_a_warmup_longer_than_the_training_is_refused_before_a_run_is_created() -> None:
+    (problem,) = refused("updates=2", "scheduler.warmup=40")
+    assert problem.where == "scheduler.warmup"
+    assert "scheduler.warmup=2 " in problem.fix
+    for accepted in (["scheduler.warmup=2"], ["scheduler.warmup=0.9"], ["scheduler.warmup=40", "epochs=1"]):
+        composed(*([] if "epochs=1" in accepted else ["updates=2"]), *accepted)
+
+
+def test_a_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
+    args = ("updates=2", "phase.one.updates=100", "scheduler.warmup=40")
+    assert where(refused(*args, task=file)) == ["phase.two.scheduler.warmup"]
+    composed(*args, "phases=[one]", task=file)
+
+
 @pytest.mark.slow
 def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
