@@ -59,10 +59,11 @@ _EQUIVALENTS: Mapping[str, str] = {
     "averaging=ema": "ema use_ema model_ema",
     "averaging=ema averaging.decay={}": "ema_decay",
     "adapter=lora": "lora use_lora peft use_peft",
-    "adapter=lora adapter.rank={}": "lora_r lora_rank",
+    "adapter=lora adapter.rank={}": "lora_r lora_rank adapter.r",
     "adapter=lora adapter.alpha={}": "lora_alpha",
     "adapter=lora adapter.dropout={}": "lora_dropout",
     "adapter=lora adapter.target={}": "lora_target_modules target_modules",
+    "adapter=lora adapter.train={}": "modules_to_save",
     "sharpness=sam": "sam use_sam asam",
     "sharpness=sam sharpness.rho={}": "rho sam_rho",
     "optimizer=schedulefree scheduler=constant": "schedule_free use_schedule_free",
@@ -200,6 +201,7 @@ ABSENT: Mapping[str, str] = {key: reason for reason, keys in _ABSENT_REASONS.ite
 _CONTAINERS = (
     "trainer training train model module args hparams params cfg config opts options data datamodule dataset dataloader"
     " loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval parallelism"
+    " adapter"
     " memory precision hf lightning deepspeed dist distributed"
 )
 

@@ -188,6 +188,11 @@ LIGHTNING = {
     "early_stopping.monitor=val/loss": "early_stopping.metric=val/loss",
     "early_stopping.mode=max": "early_stopping.best_is=max",
     "trainer.fast_dev_run=false": "leave it out",
+    "adapter=lora adapter.r=8": "adapter.rank=8",
+    "adapter=lora adapter.lora_alpha=8": "adapter.alpha=8",
+    "adapter=lora adapter.lora_dropout=0.1": "adapter.dropout=0.1",
+    "adapter=lora adapter.target_modules=[q_proj]": "adapter.target=[q_proj]",
+    "adapter=lora adapter.modules_to_save=[head]": "adapter.train=[head]",
 }  # fmt: skip
 
 HUGGING_FACE = {
