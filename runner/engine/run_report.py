@@ -227,14 +227,19 @@ def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
 
 
 def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
-    """Yield a line for each phase, or each of its objectives: optimizer, schedule and gradient clipping."""
+    """Yield a line for each phase, or each of its objectives: optimizer, schedule, gradient clipping, techniques."""
     phases = [phase for phase in plan.selected if phase.kind == "train"]
+    shared = "".join(
+        f"; {group} {_describe_choice(plan.choices[group])}"
+        for group in ("averaging", "adapter", "sharpness")
+        if plan.choices[group].name != "none"
+    )
     for phase in phases:
         owner = f"{phase.name}: " if len(phases) > 1 else ""
         for part in parse_objectives(task, phase) or (phase,):
             name = owner if part is phase else f"{owner}{part.name}: "
             clipping = "" if part.max_grad_norm is None else f"; max_grad_norm {part.max_grad_norm:g}"
-            yield f"{name}{_describe_choice(part.optimizer)}; {_describe_choice(part.scheduler)}{clipping}"
+            yield f"{name}{_describe_choice(part.optimizer)}; {_describe_choice(part.scheduler)}{clipping}{shared}"
 
 
 def _describe_choice(choice: Choice) -> str:

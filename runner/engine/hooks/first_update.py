@@ -40,6 +40,8 @@ class FirstUpdate(Hook):
         self._is_first = True
         self._start = 0.0
         self._saved_buffers: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+        # Printed after the first update: if the loss also raises there, its error is reported only once.
+        self._skipped_note = ""
 
     def begin(self) -> None:
         self._saved_buffers = _list_saved_buffers(self.phase.parts.bare)
@@ -77,7 +79,7 @@ class FirstUpdate(Hook):
                 phase.run.observers.screen.warn(f"{phase.name}: {warning}")
             phase.stopwatch.lap("starting")
         if reason:
-            phase.run.observers.screen.info(
+            self._skipped_note = (
                 f"{phase.name}: the check that loss() returns a sum was skipped: {reason}. loss() must return the"
                 ' sum over the items of a batch, such as with reduction="sum", and their number'
             )
@@ -101,6 +103,8 @@ class FirstUpdate(Hook):
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:
             self._is_first = False
+            if self._skipped_note:
+                self.phase.run.observers.screen.info(self._skipped_note)
             self._refuse_added_buffers()
             self._refuse_optimizer_state()
             self._warn_missing_gradients()

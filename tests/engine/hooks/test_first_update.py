@@ -9,12 +9,32 @@ from typing import Any
 import pytest
 import torch
 
-from runner.base.errors import TaskFault
+from runner.base.errors import Exit, TaskFault
+from runner.cli import main
 from runner.distributed.world import World
 from runner.engine.hooks.first_update import FirstUpdate
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.update.loop import StepInfo
 from tests.opened import opened
+
+TASK = """
+import torch
+from runner import Task
+
+class Own(Task):
+    def __init__(self):
+        self.model = torch.nn.Linear(2, 1)
+    def dataset(self, split):
+        if split != "train":
+            raise NotImplementedError
+        return torch.utils.data.TensorDataset(torch.ones(8, 2))
+    def loss(self, model, batch):
+        total = model(batch[0]).square().sum()
+        return total if WHEN else (total, len(batch[0]))
+
+def build():
+    return Own()
+"""
 
 
 class First:
@@ -149,3 +169,21 @@ def test_a_model_that_is_not_compiled_as_requested_is_reported(
     monkeypatch.setattr("runner.engine.hooks.first_update.nothing_was_compiled", lambda: not was_compiled)
     first.update()
     assert ["compile=" in text for text in first.warned] == [True] * (not is_off and not was_compiled)
+
+
+@pytest.mark.parametrize("when", ["True", "not model.training"])
+def test_a_loss_without_a_count_is_reported_once(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If it is invalid in eval mode only, the run trains and reports that the check of the sum was skipped."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(TASK.replace("WHEN", when))
+    args = ("updates=2", "global_batch_size=4", "device=cpu", "monitor=off", "backend.threads=1", "sharpness=sam")
+    code = main(["train", "--task", "own.py", "averaging=ema", "sharpness.rho=0.07", *args])
+    output = "".join(capfd.readouterr())
+    assert code == (0 if "training" in when else Exit.SOFTWARE), output
+    assert output.count("loss() must return (") == 1
+    (line,) = [line for line in output.splitlines() if line.startswith("training ")]
+    assert "sharpness sam, rho 0.07" in line
+    assert "averaging ema" in line
+    assert "adapter" not in line
