@@ -97,11 +97,12 @@ def inference_keys(source: Path) -> Keys:
         owner, _, method = function.partition(".")
         if method in methods and owner not in modules:
             methods[method][owner] = signature.keys
+    batched = [keys for owner, keys in methods["predict_batch"].items() if owner not in methods["predict"]]
     names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(read_module(source))}
     keys: dict[str, Key] = {}
-    if methods["predict_batch"].keys() - methods["predict"] or ("LightningTask" in names and not methods["predict"]):
+    if batched or ("LightningTask" in names and not methods["predict"]):
         keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["predict_batches"].keys
-    for own in (*methods["predict"].values(), *methods["predict_batch"].values()):
+    for own in (*methods["predict"].values(), *batched):
         keys |= own
     return keys
 

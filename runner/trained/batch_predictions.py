@@ -85,7 +85,7 @@ def predict_batches(
                 names = names or [*columns]
                 _check_names(columns, names)
             except ValueError as error:
-                fix = 'return {"label": scores.argmax(-1)}, with a value per sample'
+                fix = 'return the same columns for each batch, with a value per sample: {"label": scores.argmax(-1)}'
                 raise TaskFault(
                     f"predict_batch(): {error}", where=locate_definition(task.predict_batch, source), fix=fix
                 ) from None

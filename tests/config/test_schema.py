@@ -197,6 +197,7 @@ NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b:
         (TASK, {"a"}),
         (BATCH_TASK, {"a", *BATCHED}),
         (NET.format("predict_batch") + TASK, {"a"}),
+        (TASK + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n", {"a"}),  # calls predict
         (NET.format("predict") + BATCH_TASK, {"a", *BATCHED}),
         ("def build():\n    return LightningTask(imported.Net())", BATCHED),
         (NET.format("predict") + "def build():\n    return lightning.LightningTask(Net())", BATCHED),
