@@ -148,7 +148,7 @@ def _warn_of_old_variables() -> None:
     from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, uses_old_level_variable
 
     if uses_old_level_variable():
-        _print_error(f"note: {OLD_LEVEL_VARIABLE} is now called {LEVEL_VARIABLE}; the old name works until version 0.3")
+        _print_error(f"note: {OLD_LEVEL_VARIABLE} is now called {LEVEL_VARIABLE}; the old name works until version 0.4")
 
 
 def _option_names(argv: Sequence[str]) -> Collection[str]:
