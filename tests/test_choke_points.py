@@ -54,7 +54,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/update/non_finite.py", "_unpack", "getattr"): "fields that a dataclass itself lists",
     ("runner/host/output.py", "__getattr__", "getattr"): "what code asks of standard output, from that itself",
     ("runner/axes/backend.py", "*", "setattr"): "two switches of cuDNN that the lines spell out, put back at the end",
-    ("runner/durable/safetensors_writer.py", "_allocate_pages", "getattr"): "two names of advice that the loop spells out",
     ("tasks/dynamo/model.py", "*", "getattr"): "heads of the model, checked when it is built",
     ("tasks/hyperspectral/task.py", "fits", "getattr"): "a literal of the option statistics",
 }  # fmt: skip

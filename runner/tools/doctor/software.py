@@ -127,5 +127,6 @@ _MODULES = {
     "hydra-core": "hydra",
     "matplotlib": "matplotlib.figure",
     "nvidia-ml-py": "pynvml",
+    "pillow": "PIL",
     "scikit-image": "skimage.filters",
 }
