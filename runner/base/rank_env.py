@@ -47,14 +47,14 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 def remove_default_threads() -> None:
     """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its part of the cores.
 
-    torchrun exports 1 to several ranks if the user has set nothing. Its initial environment does not have that value.
-    Must be called before torch is loaded, because OpenMP reads the variable only once.
+    If the user has not set it, torchrun exports 1 to its ranks. The environment in which torchrun itself was started
+    then lacks the variable. Must be called before torch is loaded, because OpenMP reads the variable only once.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return
     try:
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:  # not Linux, or the parent is no process of this user
+    except OSError:  # the parent has exited or belongs to another user
         return
     if not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in given):
         del os.environ["OMP_NUM_THREADS"]

@@ -201,8 +201,7 @@ ABSENT: Mapping[str, str] = {key: reason for reason, keys in _ABSENT_REASONS.ite
 _CONTAINERS = (
     "trainer training train model module args hparams params cfg config opts options data datamodule dataset dataloader"
     " loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval parallelism"
-    " adapter"
-    " memory precision hf lightning deepspeed dist distributed"
+    " adapter memory precision hf lightning deepspeed dist distributed"
 )
 
 

@@ -67,12 +67,8 @@ def predict_batches(
     task, source = parts.task, parts.source
     fetcher = open_split(parts, split, "inference.split")
     indices = spread_evenly(len(fetcher), samples)
-    starts = range(0, len(indices), shared_size)
-    keys = [
-        MicroBatchKey(0, indices[start : start + shared_size], last=start == starts[-1], first=start, seed=seed)
-        for start in starts
-    ]
-    batches = split_batches(keys[shard::num_shards], batch_size)
+    shared = [*split_batches([MicroBatchKey(0, indices, last=True, seed=seed)], shared_size)]
+    batches = split_batches(shared[shard::num_shards], batch_size)
     names: list[str] = []
     with closing(parts.splits.evaluation_loader(fetcher)) as loader, noise.without_samples():
         for micro in parts.prefetch(iter(loader.batches(batches))):

@@ -274,7 +274,7 @@ def test_every_configuration_is_valid_or_refused_with_a_message(
 ) -> None:
     judge = Judge(tmp_path)
     bad = []
-    for number, case in enumerate(cases(known, amount(150, 100_000))):
+    for number, case in enumerate(cases(known, amount(250, 100_000))):
         tally.tried += 1
         bad += [f"{number}: {case}\n    {wrong}" for wrong in [*judge.judge(case)][:2]]
         if len(bad) > int(os.environ.get("ACCEL_RUN_SHOWN", "50")):

@@ -416,7 +416,7 @@ def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
     To kill 300 runs: `scripts/faults.sh --count 300 --seed N drawing_runs`.
     """
     matrix = Matrix(server, fast_disk, tally)
-    chosen = cells_whose_readers_change(random.Random(f"draws {SEED}"), amount(1, 300))
+    chosen = cells_whose_readers_change(random.Random(f"draws {SEED}"), amount(2, 300))
     bad = []
     for cell in chosen:
         try:
