@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from tests.gpu.runs import OF_OUTPUT, OTHER_KERNELS, SAME_CURVE, Runs, losses, p
 from tests.rounding import allowed, distance
 
 pytestmark = pytest.mark.gpu
+TABLES = Path(__file__).parents[1] / "trained/task_with_tables.py"
 PLAIN = "device=cuda:0 precision=fp32"
 RANDOM = "task.dropout=0.5"
 SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -160,3 +163,20 @@ def test_inference_predicts_the_same_on_every_device(runs: Runs) -> None:
         assert distance(scores[0], other) <= allowed(
             torch.float32, OF_OUTPUT, growth=4
         )  # tanh: 2 units, see OTHER_KERNELS
+
+
+def test_a_table_of_predictions_is_the_same_on_every_device(runs: Runs) -> None:
+    """Apart from rounding: the rows, their order, and the random numbers of each sample."""
+    result = runs.end(f"train --task {TABLES} run=tables device=cpu precision=fp32 monitor=off")
+    assert result.code == 0, result.err
+    tables = []
+    for device in ("cpu", "cuda:0"):
+        result = runs.end(f"inference tables device={device} inference.split=test inference.batch_size=8")
+        assert result.code == 0, result.err
+        with (runs.folder / "outputs/tables/predictions/test.csv").open(encoding="utf-8", newline="") as lines:
+            tables.append([*csv.DictReader(lines)])
+    host, device_ = tables
+    for column in ("index", "name", "draw"):
+        assert [row[column] for row in host] == [row[column] for row in device_]
+    scores = [[[float(row["score.0"]), float(row["score.1"])] for row in table] for table in tables]
+    assert distance(*scores) <= allowed(torch.float32, terms=12)

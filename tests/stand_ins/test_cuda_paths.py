@@ -198,6 +198,7 @@ assert pytest.main({args}) == 0
 COUNTS = {
     "test_device.py": (12, 38, 9),
     "test_parts.py": (2, 5, 0),
+    "test_projects.py": (1, 15, 0),
     "test_ranks.py": (9, 20, 0),
     "test_runs.py": (15, 30, 0),
     "test_stream_and_precision.py": (7, 13, 0),
