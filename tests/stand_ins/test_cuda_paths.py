@@ -203,13 +203,12 @@ COUNTS = {
     "test_runs.py": (15, 30, 0),
     "test_stream_and_precision.py": (7, 13, 0),
 }
+SLOW = ("test_projects.py", "test_ranks.py")
 LEFT_OUT = {"test_advice.py", "test_profile.py"}  # they need kernels that take time, or that a profiler records
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "file", [pytest.param(name, marks=[pytest.mark.slow] * (name == "test_ranks.py")) for name in COUNTS]
-)
+@pytest.mark.parametrize("file", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COUNTS])
 def test_all_tests_of_gpus_pass_on_the_stand_in(file: str, stand_in: StandIn) -> None:
     """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
     # --capture=sys, so that the message of an abort in C++ is not lost
