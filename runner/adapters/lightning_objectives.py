@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -11,12 +12,14 @@ from torch.optim import Optimizer
 
 from runner.config.options import find_signature
 
+KERNELS = ("foreach", "fused", "capturable", "differentiable")  # parameters that do not change the update
+
 
 def suggest_objectives(module: Any) -> str:
     """Return the OBJECTIVES with which a task trains the parameters of each optimizer of the module.
 
-    They are a template if configure_optimizers fails, because the module has not been set up, or if optimizers share a
-    parameter.
+    A comment names what its options cannot express. They are a template if configure_optimizers fails, because the
+    module has not been set up, or if optimizers share a parameter.
     """
     settings = ""
     try:
@@ -63,22 +66,51 @@ def _declare_objective(
     """
     taken = {part for other in others for path in other for part in path}
     trains = list(dict.fromkeys(next(part for part in path if part not in taken) for path in paths))
-    options = {"trains": trains, "optimizer": type(optimizer).__name__.lower(), **dict(_differing_options(optimizer))}
+    values, by_group = _optimizer_values(optimizer, has_schedule=bool(schedule))
+    signature = find_signature("optimizer", type(optimizer).__name__.lower())
+    known = {} if signature is None else signature.keys
+    options = {"trains": trains, "optimizer": type(optimizer).__name__.lower(), **dict(_options(values, known))}
     content = ", ".join(f'"{key}": {_format_literal(value)}' for key, value in options.items())
-    note = f'  # with {schedule}: set "scheduler" and its keys' if schedule else ""
+    notes = [f'with {schedule}: set "scheduler" and its keys'] if schedule else []
+    missing = [f"{key}={_format_literal(value)}" for key, value in _missing_options(optimizer, values, known)]
+    if missing := [*missing, *(f"{key} of each parameter group" for key in by_group)]:
+        notes.append(f"for {', '.join(missing)}: define the optimizer in OPTIMIZERS")
+    note = f"  # {'; '.join(notes)}" if notes else ""
     return f'"{"_".join(trains).replace(".", "_")}": {{{content}}},{note}'
 
 
-def _differing_options(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the learning rate, and other options of the optimizer that differ from those of the option of its name."""
-    yield "optimizer.lr", optimizer.defaults["lr"]
-    signature = find_signature("optimizer", type(optimizer).__name__.lower())
-    known = {} if signature is None else signature.keys
-    for key, value in optimizer.defaults.items():
-        if key in known and key != "lr" and _as_plain(value) != _as_plain(known[key].default):
-            yield f"optimizer.{key}", _as_plain(value)
-    if optimizer.defaults.get("weight_decay") and "decay_1d" in known:
+def _optimizer_values(optimizer: Optimizer, *, has_schedule: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of the optimizer, and the names of those that differ between its parameter groups.
+
+    A schedule changes options of the groups when it is constructed, so the options are those of the constructor then.
+    """
+    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    values, by_group = dict(optimizer.defaults), []
+    for key in optimizer.defaults:
+        if any(group[key] != groups[0][key] for group in groups):
+            by_group.append(key)
+        elif not has_schedule:
+            values[key] = groups[0][key]
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}, by_group
+
+
+def _options(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the learning rate, and other options that differ from the defaults of the option of the same name."""
+    yield "optimizer.lr", values["lr"]
+    for key, value in values.items():
+        if key in known and key != "lr" and value != _as_plain(known[key].default):
+            yield f"optimizer.{key}", value
+    if values.get("weight_decay") and "decay_1d" in known:
         yield "optimizer.decay_1d", True  # torch decays all parameters
+
+
+def _missing_options(
+    optimizer: Optimizer, values: Mapping[str, Any], known: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield options that change the update, differ from torch's defaults, and are not settings."""
+    for key, parameter in inspect.signature(type(optimizer)).parameters.items():
+        if key not in (*KERNELS, "lr", *known) and values.get(key, parameter.default) != _as_plain(parameter.default):
+            yield key, values[key]
 
 
 def _as_plain(value: Any) -> Any:

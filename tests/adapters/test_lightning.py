@@ -303,6 +303,26 @@ def test_suggested_objectives_have_the_parts_of_a_module_that_two_optimizers_tra
     }  # fmt: skip
 
 
+def test_suggested_objectives_name_what_their_options_cannot_express() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        groups = [{"params": self.net.weight}, {"params": self.net.bias, "lr": 0.125}]
+        adam = torch.optim.Adam(groups, lr=0.5, amsgrad=True, foreach=False)
+        sgd = torch.optim.SGD([{"params": self.other.parameters(), "momentum": 0.75}], lr=0.5, maximize=False)
+        torch.optim.lr_scheduler.OneCycleLR(rmsprop := torch.optim.RMSprop(self.third.parameters(), lr=0.5), 1.0, 8)
+        return [adam, sgd, rmsprop]
+
+    module = with_methods(configure_optimizers=configure_optimizers)
+    module.other, module.third = nn.Linear(1, 1), nn.Linear(1, 1)  # type: ignore[assignment]
+    with pytest.raises(TaskFault) as caught:
+        configure(LightningTask(module).module)
+    fix = caught.value.problems[0].fix
+    notes = [line.partition("#")[2] for line in fix.splitlines() if '"trains"' in line]
+    words = ("amsgrad", "lr", "foreach", "momentum", "maximize")
+    assert [{word for word in words if word in note} for note in notes] == [{"amsgrad", "lr"}, set(), set()]
+    declared = ast.literal_eval(fix.partition("OBJECTIVES = ")[2])
+    assert declared["other"]["optimizer.momentum"] == 0.75
+
+
 def test_a_template_of_objectives_is_suggested_if_optimizers_share_a_parameter() -> None:
     def configure_optimizers(self: Any) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.5), torch.optim.SGD(self.net.parameters(), lr=0.5)]
