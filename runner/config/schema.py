@@ -101,7 +101,7 @@ def inference_keys(source: Path) -> Keys:
     names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(read_module(source))}
     keys: dict[str, Key] = {}
     if batched or ("LightningTask" in names and not methods["predict"]):
-        keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["predict_batches"].keys
+        keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["open_batches"].keys
     for own in (*methods["predict"].values(), *batched):
         keys |= own
     return keys

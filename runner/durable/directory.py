@@ -413,7 +413,8 @@ def _suggest_runs(run: str, existing: list[Path]) -> str:
 
 
 # Names in predictions/ that inference uses itself; predictions of a task must have other names.
-INFERENCE_FILES = re.compile(r"summary\.json|(gpu|monitor|stacks)(-rank\d+)?\.(csv|json|txt)")
+INCOMPLETE = "incomplete"  # folder for the parts of tables
+INFERENCE_FILES = re.compile(rf"summary\.json|{INCOMPLETE}|(gpu|monitor|stacks)(-rank\d+)?\.(csv|json|txt)")
 _LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_NAME_LENGTH = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...

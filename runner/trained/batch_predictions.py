@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,16 @@ from torch import Tensor
 from runner.base import noise
 from runner.base.errors import TaskFault
 from runner.base.order import MicroBatchKey, spread_evenly
+from runner.base.sample_rng import seeded_generators
+from runner.base.secret import redact
 from runner.base.task import Prediction
 from runner.base.values import Count, PositiveInt
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.task_loading import task_errors
 from runner.engine.evaluation.evaluate import split_batches
 from runner.engine.parts.assemble import Parts
+from runner.loading.fetcher import Fetcher
 from runner.trained.trained_evaluation import open_split
 
 INDEX = "index"  # the first column
@@ -29,20 +33,46 @@ _SPECIAL = re.compile(r'[,"\r\n]')  # characters that must be quoted
 
 @dataclass(frozen=True)
 class PredictedRows(Prediction):
-    """The rows of one batch.
+    """The rows of a batch, or of a part of it.
 
-    indices  index of each sample in its dataset
-    columns  name -> one text per sample
+    batch    number of the batch among those that the shards divide
+    names    names of the columns after the index
+    rows     CSV without a header
+    is_last  the batch is complete with these rows
     """
 
-    indices: Sequence[int] = ()
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    batch: int = 0
+    names: Sequence[str] = ()
+    rows: str = ""
+    is_last: bool = True
 
 
-def predict_batches(
+class PredictedBatch(NamedTuple):
+    """All rows of a batch: their number, the names of their columns, and CSV without a header."""
+
+    num_rows: int
+    names: Sequence[str]
+    rows: str
+
+
+@dataclass(frozen=True)
+class SplitBatches:
+    """The batches of a split that `predict_batch` receives.
+
+    keys     all batches; shard `shard` of `num_shards` has batches i with i % num_shards == shard
+    options  further options of `predict_batch`
+    """
+
+    fetcher: Fetcher
+    keys: Sequence[MicroBatchKey]
+    shard: int
+    num_shards: int
+    options: Mapping[str, Any]
+
+
+def open_batches(
     parts: Parts,
     seed: int,
-    shared_size: int,
     *,
     split: str = "val",
     samples: PositiveInt | None = None,
@@ -50,31 +80,47 @@ def predict_batches(
     shard: Count = 0,
     num_shards: PositiveInt = 1,
     **options: Any,
-) -> Iterator[PredictedRows]:
-    """Yield the rows of each batch of a split; they are written to predictions/SPLIT.csv.
+) -> SplitBatches:
+    """Return the batches of a split; their rows are written to predictions/SPLIT.csv.
 
-    shared_size  samples in each batch that the shards divide; after an out-of-memory error, it is predicted in parts
-                 of `batch_size`, which may differ between shards
     split        split of the samples, such as test
     samples      number of samples, evenly spaced over the split; null: all
     batch_size   samples per batch; null: the micro-batch size of the run
     shard        predict only batches i with i % num_shards == shard; the ranks of parallelism=ddp set it
     num_shards   number of shards
     options      further options, which `predict_batch` receives
-    Raises TaskFault if `predict_batch` does not return columns with a value per sample.
+    Raises ConfigError if the task has no such split.
     """
     assert batch_size is not None, "`infer` sets it"
-    task, source = parts.task, parts.source
-    fetcher = open_split(parts, split, "inference.split")
+    with task_errors(parts.source, "predict_batch()"):
+        fetcher = open_split(parts, split, "inference.split")
     indices = spread_evenly(len(fetcher), samples)
-    shared = [*split_batches([MicroBatchKey(0, indices, last=True, seed=seed)], shared_size)]
-    batches = split_batches(shared[shard::num_shards], batch_size)
+    keys = [*split_batches([MicroBatchKey(0, indices, last=True, seed=seed)], batch_size)]
+    return SplitBatches(fetcher, keys, shard, num_shards, options)
+
+
+def predict_batches(
+    parts: Parts, batches: SplitBatches, seed: int, batch_size: int, finished: Collection[int] = ()
+) -> Iterator[PredictedRows]:
+    """Yield the rows of each batch of a shard.
+
+    batch_size  after an out-of-memory error, batches are predicted in parts of this size
+    finished    numbers of batches that are left out
+    Raises TaskFault if `predict_batch` does not return columns with a value per sample.
+    """
+    task, source = parts.task, parts.source
+    own = [number for number in range(batches.shard, len(batches.keys), batches.num_shards) if number not in finished]
+    split = [(number, part) for number in own for part in split_batches([batches.keys[number]], batch_size)]
     names: list[str] = []
-    with closing(parts.splits.evaluation_loader(fetcher)) as loader, noise.without_samples():
-        for micro in parts.prefetch(iter(loader.batches(batches))):
+    with closing(parts.splits.evaluation_loader(batches.fetcher)) as loader, noise.without_samples():
+        micros = parts.prefetch(iter(loader.batches([part for _, part in split])))
+        for (number, part), micro in zip(split, micros, strict=True):
             assert micro.samples is not None, "the samples of a dataset are known"
             noise.start_pass(micro.samples._replace(epoch=noise.EVALUATION))
-            returned = task.predict_batch(parts.model, micro.batch, **options)
+            offset = part.first - batches.keys[number].first
+            # The draws of a batch do not depend on the batches that this process has predicted before.
+            with seeded_generators(seed, "prediction", number, *([offset] if offset else [])):
+                returned = task.predict_batch(parts.model, micro.batch, **batches.options)
             read = [*map(int, micro.samples.indices)]  # without bad samples
             try:
                 columns = _format_columns(returned, len(read))
@@ -85,19 +131,18 @@ def predict_batches(
                 raise TaskFault(
                     f"predict_batch(): {error}", where=locate_definition(task.predict_batch, source), fix=fix
                 ) from None
-            yield PredictedRows({}, items=len(read), indices=read, columns=columns)
+            is_last = offset + len(part.indices) == len(batches.keys[number].indices)
+            rows = "".join(map(_format_row, zip(map(str, read), *columns.values(), strict=True)))
+            yield PredictedRows({}, items=len(read), batch=number, names=names, rows=rows, is_last=is_last)
 
 
-def format_table(batches: Sequence[tuple[Sequence[int], Mapping[str, Sequence[str]]]]) -> str:
-    """Return (indices, columns) of all batches as CSV, ordered by index. Raises ValueError if their columns differ."""
-    names = [*batches[0][1]]
-    rows: list[tuple[int, tuple[str, ...]]] = []
-    for indices, columns in batches:
-        _check_names(columns, names)
-        rows += zip(indices, zip(*columns.values(), strict=True), strict=True)
-    lines = [[INDEX, *names], *([str(index), *values] for index, values in sorted(rows))]
-    text = "".join(f"{','.join(map(_quote, line))}\n" for line in lines)
-    return text.encode("utf-8", "backslashreplace").decode()  # file names may have bytes that are not UTF-8
+def format_table(batches: Mapping[int, PredictedBatch]) -> bytes:
+    """Return all batches, by number, as a CSV file. Raises ValueError if their columns differ."""
+    names = next(iter(batches.values())).names
+    for batch in batches.values():
+        _check_names(batch.names, names)
+    rows = (batches[number].rows for number in sorted(batches))
+    return "".join((_format_row([INDEX, *names]), *rows)).encode()
 
 
 def _check_names(columns: Collection[str], names: Sequence[str]) -> None:
@@ -105,8 +150,12 @@ def _check_names(columns: Collection[str], names: Sequence[str]) -> None:
         raise ValueError(f"the columns of two batches differ: {', '.join(names)} and {', '.join(columns)}")
 
 
+def _format_row(cells: Iterable[str]) -> str:
+    """Return a row as CSV. Before Python 3.13, csv.writer leaves a carriage return, which ends a row, unquoted."""
+    return ",".join(map(_quote, cells)) + "\n"
+
+
 def _quote(text: str) -> str:
-    """Return the text of a cell. Before Python 3.13, csv.writer leaves a carriage return unquoted, which ends a row."""
     if not _SPECIAL.search(text):
         return text
     quoted = text.replace('"', '""')
@@ -136,13 +185,26 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
             raise ValueError(f"column {name} has vectors without elements")
         # For a number, the shortest text from which it can be restored.
         texts = array if array.dtype == object else array.astype(str)
-        columns = {name: texts.tolist()}
+        (label,) = _clean([name])
+        columns = {label: texts.tolist()}
         if array.ndim == 2:
-            columns = {f"{name}.{number}": column for number, column in enumerate(texts.T.tolist())}
+            columns = {f"{label}.{number}": column for number, column in enumerate(texts.T.tolist())}
+        if array.dtype.kind in "OU":
+            columns = {name: _clean(column) for name, column in columns.items()}
         if repeated := [*columns.keys() & result]:
             raise ValueError(f"two columns have the name {repeated[0]}")
         result |= columns
     return result
+
+
+def _clean(texts: list[str]) -> list[str]:
+    """Return the texts without secrets, and with an escape for each byte that is not UTF-8, as in names of files.
+
+    Each is redacted alone: in a row, the URL of one cell and the address of a later one look like a password.
+    """
+    if redact(joined := "\n".join(texts)) != joined:  # faster than one by one
+        texts = [*map(redact, texts)]
+    return [text.encode("utf-8", "backslashreplace").decode() for text in texts]
 
 
 def _to_array(values: Any) -> np.ndarray[Any, Any] | None:

@@ -20,7 +20,16 @@ from torch import nn
 
 from runner.base.accelerator import get_accelerator
 from runner.base.batch import first_shape
-from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
+from runner.base.errors import (
+    AccelRunError,
+    ConfigError,
+    DeviceMemoryError,
+    Exit,
+    HostMemoryError,
+    Problem,
+    StorageError,
+    TaskFault,
+)
 from runner.base.oom_errors import halve
 from runner.base.sample_rng import seeded_generators
 from runner.base.secret import redact
@@ -45,7 +54,8 @@ from runner.plan.run_plan import Plan
 from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console, terminal_log_level
-from runner.trained.batch_predictions import PredictedRows, format_table, predict_batches
+from runner.trained.batch_predictions import PredictedRows, format_table, open_batches, predict_batches
+from runner.trained.table_parts import TableParts, decode_batches, open_table
 from runner.trained.trained_run import ModelSource, TrainedModel, open_source
 
 _END = object()
@@ -78,16 +88,20 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         world.gather(None)  # timing starts when every rank has its model
         plan = _choose_batch_size(plan, trained, world)
+        is_table = parts.task.predicts == "predict_batch"
+        table = stack.enter_context(open_table(source, trained, plan, world, console)) if is_table else None
         with run_watchdog(plan, parts.world, traces) as progress_mark:  # not during the wait for other ranks above
-            own, names, rows = _retry_in_smaller_batches(
-                lambda less: _predict_all(plan, less, parts, directory, progress_mark, console),
+            result, names = _retry_in_smaller_batches(
+                lambda less: _predict_all(less, parts, table, directory, progress_mark, console),
                 plan, parts.world.device, console,
             )  # fmt: skip
-        result, names = _merge_ranks(own, names, world, str(parts.source))
-        if not result.num:
+        result, names = _merge_ranks(result, names, world, str(parts.source))
+        if table is not None:
+            names.add(_write_table(table, parts, world, console))
+            result = dataclasses.replace(result, kept=table.num_rows - result.num if world.is_first else 0)
+        elif not result.num:
             raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
-        names |= _write_table(world.gather_on_first(rows), plan, parts, directory, world, console)
-        item = "sample" if parts.task.predicts == "predict_batch" else parts.task.item
+        item = "sample" if is_table else parts.task.item
         summary = summarize_predictions(result, item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
@@ -149,54 +163,66 @@ def _choose_batch_size(plan: Plan, trained: TrainedModel, world: World) -> Plan:
     return dataclasses.replace(plan, inference={**plan.inference, "batch_size": size})
 
 
-def _write_table(
-    rows_by_rank: Sequence[Rows], plan: Plan, parts: Parts, directory: RunDirectory, world: World, console: Console
-) -> set[str]:
+def _write_table(table: TableParts, parts: Parts, world: World, console: Console) -> str:
     """Write the rows of all ranks to predictions/SPLIT.csv and print the first ones; return the name of the file."""
-    batches = [*itertools.chain.from_iterable(rows_by_rank)]
-    if not batches:
-        return set()
-    split, shard, num_shards = (plan.inference.get(key) for key in ("split", "shard", "num_shards"))
-    is_part = world.world_size == 1 and num_shards not in (None, 1)
-    name = f"predictions/{split or 'val'}{f'-{shard}-of-{num_shards}' if is_part else ''}.csv"
+    name = f"predictions/{table.name}"
+    for batches in world.gather_on_first(table.batches)[1:]:
+        table.batches |= decode_batches(batches)
+    if not world.is_first:
+        return name
+    if not table.batches:
+        what = f"there is no such shard, because the split has only {len(table.split.keys)} batches"
+        fix = "use fewer shards, or a smaller inference.batch_size"
+        raise ConfigError(Problem(what, f"inference.shard={table.split.shard}", fix))
     try:
-        text = format_table(batches)
+        content = format_table(table.batches)
     except ValueError as error:
         fix = "return the same columns for each batch"
         raise TaskFault(
             f"predict_batch(): {error}", where=locate_definition(parts.task.predict_batch, parts.source), fix=fix
         ) from None
-    directory.write(name, text)
-    lines = text.splitlines()
+    table.directory.write(name, content)
+    table.remove()
+    lines = content[: MAX_PRINTED * 10**4].decode(errors="ignore").splitlines()  # the first rows
     more = ["..."] if len(lines) > MAX_PRINTED + 1 else []
     shown = truncate(redact("\n".join(lines[: MAX_PRINTED + 1] + more)))
-    console.info(f"\n--- {name.partition('/')[2]}\n{shown}")
-    return {name}
+    console.info(f"\n--- {table.name}\n{shown}")
+    return name
 
 
 def _predict_all(
-    requested: Plan, plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
+    plan: Plan,
+    parts: Parts,
+    table: TableParts | None,
+    directory: RunDirectory,
+    progress_mark: ProgressMark,
+    console: Console,
 ) -> Predicted:
     """Write all predictions.
 
-    plan  with a smaller batch size than `requested` after an out-of-memory error
+    plan   with a smaller batch size after an out-of-memory error
+    table  receives the rows of `predict_batch`; None: the task defines `predict`
     """
     num = items = 0
     names: set[str] = set()
-    rows: Rows = []
+    rows = None
+    if table is not None:
+        batch_size, finished = plan.inference["batch_size"], table.restart()
+        rows = predict_batches(parts, table.split, plan.inference["seed"], batch_size, finished)
 
     def on_next() -> None:
         progress_mark.advance(PREDICTION, num + 1)
 
     began = time.perf_counter()
     with time_calls(parts.model, parts.world.device) as calls, PredictionWriter(directory, console.info) as writer:
-        with closing(iterate_predictions(plan, parts, on_next, requested)) as predictions:
+        with closing(iterate_predictions(plan, parts, on_next, rows)) as predictions:
             for prediction in predictions:
                 progress_mark.completed_kinds.add(PREDICTION)
                 items += prediction.items
                 if isinstance(prediction, PredictedRows):
+                    assert table is not None, "it has opened the batches"
                     num += prediction.items
-                    rows.append((prediction.indices, prediction.columns))
+                    table.add(prediction)
                     continue
                 num += prediction.items > 0
                 _check_names(prediction.files, str(parts.source))
@@ -210,7 +236,7 @@ def _predict_all(
                 names.update(contents)
                 writer.put(contents, printed_text(prediction, num))
         writer.write()
-    return PredictionSummary(num, items, time.perf_counter() - began, calls), names, rows
+    return PredictionSummary(num, items, time.perf_counter() - began, calls), names
 
 
 def _merge_ranks(
@@ -249,16 +275,19 @@ class PredictCalls:
 
 @dataclass(frozen=True)
 class PredictionSummary:
-    """Number of predictions and items, and the seconds from the start until all are on disk."""
+    """Number of predictions and items, and the seconds from the start until all are on disk.
+
+    kept  number of rows of a table that an earlier command has predicted, not included in `num`
+    """
 
     num: int
     items: int
     seconds: float
     calls: PredictCalls
+    kept: int = 0
 
 
-Rows = list[tuple[Sequence[int], Mapping[str, Sequence[str]]]]  # indices and columns of each batch
-Predicted = tuple[PredictionSummary, Collection[str], Rows]  # with the names of the files
+Predicted = tuple[PredictionSummary, set[str]]  # with the names of the files
 
 
 @contextmanager
@@ -369,12 +398,15 @@ class PredictionWriter:
 
 
 def iterate_predictions(
-    plan: Plan, parts: Parts, on_next: Callable[[], object] = lambda: None, requested: Plan | None = None
+    plan: Plan,
+    parts: Parts,
+    on_next: Callable[[], object] = lambda: None,
+    rows: Iterator[PredictedRows] | None = None,
 ) -> Generator[Prediction]:
     """Yield the predictions of the task with the current model.
 
-    on_next    called before each prediction
-    requested  plan with the batch size for which shards are defined; by default `plan`
+    on_next  called before each prediction
+    rows     the predictions of `predict_batch`; None: those of all batches of the plan
     """
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
@@ -386,11 +418,11 @@ def iterate_predictions(
     title = f"{parts.task.predicts or 'predict'}()"
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
         with seeded_generators(seed, "predict"), task_errors(parts.source, title):
-            result = (
-                predict_batches(parts, seed, (requested or plan).inference["batch_size"], **options)
-                if parts.task.predicts == "predict_batch"
-                else parts.task.predict(parts.model, generator, **options)
-            )
+            result: Any = rows
+            if rows is None and parts.task.predicts == "predict_batch":
+                result = predict_batches(parts, open_batches(parts, seed, **options), seed, options["batch_size"])
+            elif rows is None:
+                result = parts.task.predict(parts.model, generator, **options)
         predictions = _get_iterator(result, parts)
         for number in numbers:
             on_next()
@@ -419,8 +451,8 @@ def _halve_batch_size(plan: Plan, error: AccelRunError, console: Console) -> Pla
     if halved_size is None or plan.settings.on_oom == "stop":
         raise error
     console.warning(
-        f"{error.problems[0].what.rstrip('.')}. The predictions are recomputed with batch_size={halved_size} instead of"
-        f" {size}; use inference.batch_size={halved_size} to start with it"
+        f"{error.problems[0].what.rstrip('.')}. Predicting with batch_size={halved_size} instead of {size}; use"
+        f" inference.batch_size={halved_size} to start with it"
     )
     return dataclasses.replace(plan, inference={**plan.inference, "batch_size": halved_size})
 
@@ -446,13 +478,15 @@ def _encode(name: str, content: Content) -> bytes:
 def summarize_predictions(result: PredictionSummary, item: str, update: int) -> dict[str, Any]:
     """Return the content of summary.json.
 
+    predictions           including those that are `kept` from an earlier command
     seconds, items_per_s  wall-clock time, including reading, plotting and writing
     model                 device time of model calls only; `latency_ms` excludes the first call of each rank
     """
     calls = result.calls
     return {
         "checkpoint_update": update,
-        "predictions": result.num,
+        "predictions": result.kept + result.num,
+        "kept": result.kept,
         "items": result.items,
         "item": item,
         "seconds": result.seconds,
@@ -483,7 +517,8 @@ def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 def _format_summary(result: PredictionSummary, item: str) -> str:
     summary = summarize_predictions(result, item, 0)
-    text = f"{result.num} prediction{'s' * (result.num > 1)}"
+    total = result.kept + result.num
+    text = f"{total} prediction{'s' * (total > 1)}" + (f", {result.kept} by an earlier command" if result.kept else "")
     text += f", {format_rate(summary['items_per_s'])} {item}s/s including reading and writing"
     model, latency = summary["model"], summary["latency_ms"]
     if not model["calls"]:

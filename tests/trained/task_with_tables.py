@@ -1,5 +1,7 @@
 """A classifier whose predictions are a table: numbers, vectors, texts and truth values."""
 
+import os
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,12 @@ class Tables(Task):
                 "text": [TEXTS[index % len(TEXTS)] for index in range(len(label))],
                 "wide": scores.repeat(1, 500),
                 "objects": np.array([*names], dtype=object),
+            },
+            "secrets": {
+                "url": ["http://host"] * len(label),
+                "time": ["12:30"] * len(label),
+                "mail": ["me@example.org"] * len(label),
+                "key": [os.environ.get("MY_TOKEN", "")] * len(label),
             },
             "changing": {f"score{len(label)}": scores[:, 0]},
         }

@@ -157,6 +157,23 @@ def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(server: Fork
     assert (summary["item"], summary["items"]) == ("sample", SIZES["val"])
 
 
+def test_secrets_are_redacted_in_each_cell(server: ForkServer, trained: Path) -> None:
+    """In a row, the three other cells look like a URL with a password."""
+    env = {"MY_TOKEN": 'k7"Qx,29\nvZ4'}
+    result = server.run("inference one task.returned=secrets", trained, env)
+    assert result.code == 0, result.err
+    with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [*csv.DictReader(lines)]
+    expected = {"url": "http://host", "time": "12:30", "mail": "me@example.org", "key": "(MY_TOKEN)"}
+    assert [{name: row[name] for name in expected} for row in rows] == [expected] * SIZES["val"]
+
+
+def test_a_shard_without_batches_is_refused(server: ForkServer, trained: Path) -> None:
+    result = server.run("inference one inference.batch_size=11 inference.shard=2 inference.num_shards=3", trained)
+    assert result.code == Exit.CONFIG
+    assert "inference.shard=2" in result.err
+
+
 def test_a_shard_that_does_not_exist_is_refused(server: ForkServer, trained: Path) -> None:
     result = server.run("inference one inference.shard=2 inference.num_shards=2", trained)
     assert result.code == Exit.CONFIG

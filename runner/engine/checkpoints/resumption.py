@@ -105,6 +105,11 @@ def compare(
     return [Difference(key, before.get(key), now.get(key)) for key in classes]
 
 
+def select_mathematics(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that determine what a run computes."""
+    return {key: value for key, value in values.items() if _classify(key) != "mechanics"}
+
+
 def _strip_phase(key: str) -> str:
     return key.split(".", 2)[2] if key.startswith("phase.") else key
 
