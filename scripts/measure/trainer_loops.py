@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-WEIGHT_DECAY, CLIP, LOG_EVERY = 0.01, 1.0, 10
+WEIGHT_DECAY, CLIP, LOG_EVERY = 0.1, 1.0, 10  # a decay of 0.01 changes the loss by less than the tested bound
 TASK = """
 import sys
 sys.path.insert(0, {folder!r})

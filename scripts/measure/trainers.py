@@ -121,6 +121,8 @@ def main() -> int:
                     if "error" in results[name][-1]:
                         print(f"{workload:<8} {name} failed: {results.pop(name)[-1]['error']}", flush=True)
                         is_ok = False
+                    else:  # each at once, in case that the script is interrupted
+                        print(f"{workload:<8} {name:<10} round {number + 1}: {results[name][-1]}", flush=True)
         if "hand" in results:
             hand = results["hand"]
             print(f"{hand[0]['where']}, {arguments.precision}, {arguments.rounds} rounds of {updates} updates")
