@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,9 @@ class TransformersTask(Task):
             into predictions and labels, and returns {name: number}, reported as val/metrics.NAME. Predictions of all
             batches must have the same shape.
 
+    For sequence classification and regression, `predict_batch` returns the logits, as Trainer.predict does, and the
+    predicted classes.
+
     Raises InputMissing if the folder does not exist, TaskFault for a head for which neither the caller nor this module
     has a loss, and for other arguments of Trainer.
     """
@@ -75,6 +78,7 @@ class TransformersTask(Task):
         self._collate = collator or require("transformers", "transformers").default_data_collator
         self._inputs = set(inspect.signature(model.forward).parameters) | set(_LABELS)
         self._is_seq2seq = bool(getattr(model.config, "is_encoder_decoder", False))
+        self._is_sequence_head = _head_type(model) == "ForSequenceClassification"
         self.item = "token" if _head_type(model) in _TOKEN_HEADS else "sample"
 
     def dataset(self, split: str) -> Dataset:
@@ -108,6 +112,22 @@ class TransformersTask(Task):
         return {
             "metrics": Gather(lambda logits, labels: compute(prediction(logits.cpu().numpy(), labels.cpu().numpy())))
         }
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:  # type: ignore[override]
+        logits = self._outputs(model, batch).logits.float()
+        kind, labels = _problem_type(self.model), batch.get("labels")
+        if kind == "regression":
+            return {"prediction": logits.squeeze(-1) if logits.shape[-1] == 1 else logits}
+        has_many = kind == "multi_label_classification"
+        if kind is None and labels is not None:  # as for the loss
+            has_many = labels.is_floating_point()
+        return {"label": (logits > 0).long() if has_many else logits.argmax(-1), "logits": logits}
+
+    @property
+    def predicts(self) -> Literal["predict", "predict_batch", ""]:
+        is_default = type(self).predict_batch is TransformersTask.predict_batch
+        method = super().predicts
+        return "" if method == "predict_batch" and is_default and not self._is_sequence_head else method
 
     def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """Call the model; with labels only if they are also the inputs of a decoder."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 from runner.adapters.transformers import UNSUPPORTED, TransformersTask
 from runner.base.errors import TaskFault
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.rounding import allowed, distance
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "unknown"])
@@ -77,6 +82,101 @@ def test_columns_that_the_model_does_not_accept_are_kept_for_a_transform(kind: s
 
     task = TransformersTask(Classifier(), {"train": Columns()}, collator=stack)
     assert list(task.dataset("train").column_names) == kept  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "labels"),
+    [(None, torch.tensor([0, 2])), (None, torch.eye(2, 3)), ("single_label_classification", None),
+     ("multi_label_classification", None), ("regression", None)],
+)  # fmt: skip
+def test_predictions_are_the_logits_and_the_classes(problem_type: str | None, labels: Tensor | None) -> None:
+    torch.manual_seed(0)
+    task = TransformersTask(Classifier(problem_type), {"train": []}, collator=stack)
+    assert task.predicts == "predict_batch"
+    batch = {"features": torch.randn(2, 2)} | ({} if labels is None else {"labels": labels})
+    logits = task.model(batch["features"]).logits
+    columns = task.predict_batch(task.model, batch)
+    if problem_type == "regression":
+        assert columns.keys() == {"prediction"}
+        assert torch.equal(columns["prediction"], logits)
+        return
+    has_many = problem_type == "multi_label_classification" or (labels is not None and labels.is_floating_point())
+    assert columns.keys() == {"label", "logits"}
+    assert torch.equal(columns["logits"], logits)
+    assert columns["label"].tolist() == ((logits > 0).long() if has_many else logits.argmax(-1)).tolist()
+
+
+def test_a_single_value_of_a_regression_is_one_column() -> None:
+    model = Classifier("regression")
+    model.linear = nn.Linear(2, 1)
+    task = TransformersTask(model, {"train": []}, collator=stack)
+    batch = {"features": torch.randn(4, 2)}
+    assert torch.equal(task.predict_batch(model, batch)["prediction"], model(batch["features"]).logits[:, 0])
+
+
+def test_other_heads_have_predictions_only_if_the_task_defines_them() -> None:
+    class Translator(Classifier):
+        loss_type = "ForConditionalGeneration"
+
+    class Own(TransformersTask):
+        def predict_batch(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {}
+
+    assert TransformersTask(Translator(), {"train": []}, collator=stack).predicts == ""
+    assert Own(Translator(), {"train": []}, collator=stack).predicts == "predict_batch"
+
+
+TEXTS = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from runner.adapters.transformers import TransformersTask
+
+SETTINGS = {"updates": 2, "global_batch_size": 4}
+
+
+def texts(number):
+    generator = torch.Generator().manual_seed(number)
+    tokens = [torch.randint(1, 32, (4 + row % 5,), generator=generator) for row in range(number)]
+    return [{"input_ids": row.tolist(), "labels": int(row.sum()) % 3} for row in tokens]
+
+
+def padded(samples):
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    tokens = torch.tensor([sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples])
+    labels = torch.tensor([sample["labels"] for sample in samples])
+    return {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": labels}
+
+
+def build():
+    size = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForSequenceClassification(BertConfig(**size, intermediate_size=32, num_labels=3))
+    return TransformersTask(model, {"train": texts(8), "test": texts(10)}, collator=padded)
+"""
+
+
+def test_inference_writes_the_predictions_of_the_model(server: ForkServer, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the package transformers is not installed")
+    (tmp_path / "texts_task.py").write_text(TEXTS, encoding="utf-8")
+    result = server.run("train --task texts_task.py run=one", tmp_path)
+    assert result.code == 0, result.err
+    result = server.run("inference one inference.split=test", tmp_path)
+    assert result.code == 0, result.err
+
+    namespace: dict[str, Any] = {}
+    exec(TEXTS, namespace)  # noqa: S102 - the task above
+    model = namespace["build"]().model.eval()
+    newest = newest_valid(tmp_path / "outputs" / "one" / "checkpoints")
+    assert newest is not None
+    model.load_state_dict(load(newest).tensors("model"))
+    batch = namespace["padded"](namespace["texts"](10))
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    with (tmp_path / "outputs" / "one" / "predictions" / "test.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [*csv.DictReader(lines)]
+    assert [int(row["label"]) for row in rows] == logits.argmax(-1).tolist()
+    written = torch.tensor([[float(row[f"logits.{column}"]) for column in range(3)] for row in rows])
+    assert distance(logits.numpy(), written.numpy()) <= allowed(torch.float32, terms=64)
 
 
 def test_every_argument_of_the_trainer_is_supported_or_refused() -> None:
