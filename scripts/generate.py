@@ -27,6 +27,7 @@ from config_schema import config_schema  # noqa: E402
 from runner.base.paths import shipped_path  # noqa: E402
 from runner.cli import COMMANDS  # noqa: E402
 from runner.config.config_files import shipped_options  # noqa: E402
+from runner.config.inference_keys import inference_keys  # noqa: E402
 from runner.config.options import AXES, find_signature, list_options, task_source  # noqa: E402
 from runner.config.request import format_value  # noqa: E402
 from runner.config.schema import (  # noqa: E402
@@ -34,7 +35,6 @@ from runner.config.schema import (  # noqa: E402
     Signature,
     describe_mismatch,
     describe_type,
-    inference_keys,
     literal_choices,
     read_functions,
     settings_keys,

@@ -23,8 +23,9 @@ from runner.base.paths import shipped_path
 from runner.base.values import Matches
 from runner.config.custom_options import find_custom_hooks
 from runner.config.custom_tables import HOOK, hook_keys
+from runner.config.inference_keys import inference_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, task_source
-from runner.config.schema import Key, inference_keys, read_functions, settings_keys
+from runner.config.schema import Key, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 
 HELP = """usage: accel-run complete -- WORDS...

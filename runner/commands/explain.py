@@ -14,11 +14,12 @@ from runner.config.aliases import FOREIGN_KEYS
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.custom_options import find_by_reference, own_keys
 from runner.config.custom_tables import hook_keys
+from runner.config.inference_keys import inference_keys
 from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
 from runner.config.phases import LENGTHS, PHASE_GROUPS
 from runner.config.request import Request, format_value, override_key
-from runner.config.schema import Key, did_you_mean, inference_keys, read_functions, settings_keys
+from runner.config.schema import Key, did_you_mean, read_functions, settings_keys
 from runner.config.settings import Settings
 from runner.config.task_file import read_objectives
 

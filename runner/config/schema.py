@@ -23,7 +23,6 @@ from typing import Any
 
 from runner.base import values
 from runner.base.errors import to_one_line
-from runner.base.paths import PACKAGE
 from runner.base.values import Matches, Range
 
 MAX_SHOWN = 200  # maximum characters of a value in a message
@@ -83,37 +82,6 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
                 if isinstance(member, ast.FunctionDef):
                     signatures[f"{node.name}.{member.name}"] = _read_signature(member, shared)
     return signatures
-
-
-def inference_keys(source: Path) -> Keys:
-    """Return the keys `inference.KEY` of a task file: the parameters of `predict`, or those for `predict_batch`.
-
-    Methods of modules are left out, because `inference` calls those of the task. A file that uses LightningTask has the
-    keys for `predict_batch` in any case, because the module with `predict_step` may be imported.
-    """
-    modules = _find_modules(source)
-    methods: dict[str, dict[str, Keys]] = {"predict": {}, "predict_batch": {}}  # method -> class -> keys
-    for function, signature in read_functions(source).items():
-        owner, _, method = function.partition(".")
-        if method in methods and owner not in modules:
-            methods[method][owner] = signature.keys
-    batched = [keys for owner, keys in methods["predict_batch"].items() if owner not in methods["predict"]]
-    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(read_module(source))}
-    keys: dict[str, Key] = {}
-    if batched or ("LightningTask" in names and not methods["predict"]):
-        keys |= read_functions(PACKAGE / "trained" / "batch_predictions.py")["open_batches"].keys
-    for own in (*methods["predict"].values(), *batched):
-        keys |= own
-    return keys
-
-
-def _find_modules(source: Path) -> set[str]:
-    """Return the classes of a file that derive from a class named Module, such as nn.Module, or LightningModule."""
-    found: set[str] = set()
-    for name, node in read_classes(source).items():
-        if any(base.endswith("Module") or base in found for base in map(ast.unparse, node.bases)):
-            found.add(name)
-    return found
 
 
 @cache

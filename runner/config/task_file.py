@@ -23,6 +23,7 @@ from runner.config.custom_tables import (
     hook_methods,
     read_tables,
 )
+from runner.config.inference_keys import inference_keys
 from runner.config.options import list_options, shipped_tasks, task_source
 from runner.config.phases import DeclaredPhase, parse_phases
 from runner.config.request import Request
@@ -32,7 +33,6 @@ from runner.config.schema import (
     Keys,
     did_you_mean,
     find_nearest,
-    inference_keys,
     read_functions,
     read_module,
 )

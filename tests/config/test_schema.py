@@ -25,6 +25,7 @@ from runner.base.values import (
     Range,
     Seed,
 )
+from runner.config.inference_keys import inference_keys
 from runner.config.schema import (
     REQUIRED,
     Expression,
@@ -33,7 +34,6 @@ from runner.config.schema import (
     describe_type,
     did_you_mean,
     find_nearest,
-    inference_keys,
     read_functions,
     settings_keys,
 )
@@ -188,6 +188,7 @@ BATCHED = {"split", "samples", "batch_size", "shard", "num_shards"}
 TASK, BATCH_TASK = (f"class Own(Task):\n    def {head}, *, a: int = 1): ...\n" for head in (
     "predict(self, model, generator", "predict_batch(self, model, batch"
 ))  # fmt: skip
+LIGHTNING = "from runner.adapters.lightning import LightningTask\n"
 NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b: int = 1): ...\n"
 
 
@@ -199,13 +200,37 @@ NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b:
         (NET.format("predict_batch") + TASK, {"a"}),
         (TASK + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n", {"a"}),  # calls predict
         (NET.format("predict") + BATCH_TASK, {"a", *BATCHED}),
-        ("def build():\n    return LightningTask(imported.Net())", BATCHED),
-        (NET.format("predict") + "def build():\n    return lightning.LightningTask(Net())", BATCHED),
-        (f"{TASK.replace('(Task', '(LightningTask')}", {"a"}),
+        (
+            TASK.replace(", *, a: int = 1", "") + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n",
+            set(),
+        ),
+        (f"{LIGHTNING}def build():\n    return LightningTask(imported.Net())", BATCHED),
+        (
+            "from runner.adapters import lightning as pl\n"
+            + NET.format("predict")
+            + "def build():\n    return pl.LightningTask(Net())",
+            BATCHED,
+        ),
+        (f"{LIGHTNING}{TASK.replace('(Task', '(LightningTask')}", {"a"}),
+        (f"{LIGHTNING}class Own(LightningTask): ...\n", BATCHED),
+        ("from base_task import Base\nclass Own(Base): ...\n", {"d", *BATCHED}),
+        ("import base_task as b\nclass Own(b.Base): ...\n", {"d", *BATCHED}),
+        ("from .base_task import Base as B\ndef build():\n    return B()\n", {"d", *BATCHED}),
+        ("from . import base_task\ndef build():\n    return base_task.Base()\n", {"d", *BATCHED}),
+        ("from package.inner import Deep\nclass Own(Deep): ...\n", {"d", *BATCHED}),
+        ("from base_task import Base\nclass Own(Base):\n    def predict_batch(self, model, batch): ...\n", BATCHED),
+        ("from base_task import Net\ndef build():\n    return Own(Net())\n", set()),
+        ("from base_task import Missing\nfrom broken import Base\nclass Own(Base, Missing): ...\n", set()),
+        ("from task import Own as Base\nclass Own(Base): ...\nclass Loop(Loop): ...\n", set()),
     ],
 )
 def test_inference_has_the_keys_of_the_method_that_it_calls(text: str, expected: set[str], tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(text, encoding="utf-8")
+    base = BATCH_TASK.replace("a:", "d:").replace("Own", "Base") + NET.format("predict").replace("Base", "Module")
+    package = tmp_path / "package" / "inner"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from ...base_task import Base\nclass Deep(Base): ...\n", encoding="utf-8")
+    for name, content in (("task", text), ("base_task", base), ("broken", "class Base(:")):
+        (tmp_path / f"{name}.py").write_text(content, encoding="utf-8")
     assert {*inference_keys(tmp_path / "task.py")} == expected
 
 
