@@ -414,11 +414,15 @@ class TrainingVariant:
     def predict(self, least_s: float) -> Reply:
         """Predict as `accel-run inference` does, for at least `least_s` seconds; return seconds and items.
 
-        The number of items is 0 if the task does not define `predict`.
+        The number of items is 0 if the task defines neither `predict` nor `predict_batch`.
         """
-        parts, items, seconds = self.run.parts, 0, 0.0
-        if parts.task.predicts == "predict":
-            with closing(iterate_predictions(self.run.plan, parts)) as predictions:
+        parts, plan, items, seconds = self.run.parts, self.run.plan, 0, 0.0
+        has_batches = parts.task.predicts == "predict_batch"
+        if has_batches and not plan.inference.get("batch_size"):
+            size = self.phase.planned.batch.micro_batch_size
+            plan = dataclasses.replace(plan, inference={**plan.inference, "batch_size": size})
+        if parts.task.predicts:
+            with closing(iterate_predictions(plan, parts)) as predictions:
                 began = time.perf_counter()
                 for prediction in predictions:
                     parts.world.synchronize()
@@ -428,7 +432,7 @@ class TrainingVariant:
                     if seconds > least_s:
                         break
                     began = ended
-        return {"items": items, "item": parts.task.item, "seconds": seconds}
+        return {"items": items, "item": "sample" if has_batches else parts.task.item, "seconds": seconds}
 
     def fit(self) -> Reply:
         """Repeat the phases without gradients before the measured phase; return name -> seconds.

@@ -208,7 +208,7 @@ def _list_skipped(
     if all(value is None for value in busy.values()):
         skipped["GPU busy"] = "there is no GPU with a driver that reports it"
     if not skipped.keys() & {f"inference, {name}" for name in inferred} and _inference_row(inferred)[1] is None:
-        skipped["inference"] = "the task does not define predict(); predict_batch is not measured"
+        skipped["inference"] = "the task defines neither predict() nor predict_batch()"
     return skipped | {f"largest batch, {name}": each.why for name, each in biggest.items() if each.size is None}
 
 

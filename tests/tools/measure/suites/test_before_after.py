@@ -71,6 +71,21 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
+def test_predictions_of_batches_are_measured_by_sample(tmp_path: Path) -> None:
+    batched = """
+    def predict_batch(self, model, batch):
+        time.sleep(self.sample_ms * len(batch) / 1000)  # lint-tests: sleep: planted
+        return {"row": model(batch)}
+"""
+    task = tmp_path / "batched.py"
+    task.write_text(TASK.read_text(encoding="utf-8").partition("\n    def predict(")[0] + batched, encoding="utf-8")
+    result = run(asked("before_after", tmp_path, task, *SETTINGS, "task.sample_ms=2", biggest="0"))
+    inference = rows(result)["inference, ms per sample"]["before"]
+    assert 1.9 < inference < 20, "each sample sleeps for 2 ms when it is predicted"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_rounds")
 def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
     args = plain_overrides(compose(Request(SETTINGS, TASK)))
 
