@@ -42,7 +42,7 @@ def start_inference(request: Request, checkpoint: str | None = None, *, is_alone
         source = find_source(request, Console(level=terminal_log_level(), is_enabled=is_first), checkpoint)
         configuration = source.configuration
         _check_shard(configuration)
-        if source.run is not None and not is_alone and _splits_into_shards(configuration):
+        if not is_alone and _splits_into_shards(configuration):
             return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
         if member and not is_first and _shard(configuration) in ((0, 1), (None, None)):  # no shard is requested
             text = f"rank {member.rank} predicts nothing: rank 0 computes all predictions"

@@ -18,6 +18,7 @@ from runner.base.order import MicroBatchKey, spread_evenly
 from runner.base.sample_rng import seeded_generators
 from runner.base.secret import redact
 from runner.base.task import Prediction
+from runner.base.text import abbreviate
 from runner.base.values import Count, PositiveInt
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
@@ -168,19 +169,19 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
     Raises ValueError with a description of what is wrong.
     """
     if not isinstance(returned, Mapping) or not returned:
-        raise ValueError(f"must return a dictionary of columns, but returned {describe_value(returned)}")
+        found = "an empty one" if returned == {} else describe_value(returned)
+        raise ValueError(f"must return a dictionary of columns, but returned {found}")
     result: dict[str, list[str]] = {}
     for name, values in returned.items():
         if not isinstance(name, str) or not name or name == INDEX:
             raise ValueError(f"a column must have a name other than {INDEX!r}, but has {name!r}")
         array = _to_array(values)
         if array is None or array.ndim not in (1, 2):
-            what = (
-                f"column {name} must contain a number, a text or a vector per sample, but is {describe_value(values)}"
-            )
+            what = f"column {name} must contain a number, a text or a vector per sample, but is {_describe(values)}"
             raise ValueError(f"{what}; write other results in predict()")
         if len(array) != num_samples:
-            raise ValueError(f"column {name} has {len(array)} values, but the batch has {num_samples} samples")
+            what = f"column {name} has {len(array)} values, but the batch has {num_samples} samples"
+            raise ValueError(f"{what}, all of which collate must keep")
         if array.ndim == 2 and not array.shape[1]:
             raise ValueError(f"column {name} has vectors without elements")
         # For a number, the shortest text from which it can be restored.
@@ -207,20 +208,29 @@ def _clean(texts: list[str]) -> list[str]:
     return [text.encode("utf-8", "backslashreplace").decode() for text in texts]
 
 
+def _describe(values: Any) -> str:
+    if isinstance(values, Tensor):
+        return f"{describe_value(values)}, {values.dtype} and {values.layout}"
+    if isinstance(values, list | tuple):
+        kinds = dict.fromkeys(type(value).__name__ for value in values)
+        return f"a {type(values).__name__} of {abbreviate([*kinds])}"
+    return describe_value(values)
+
+
 def _to_array(values: Any) -> np.ndarray[Any, Any] | None:
     """Return numbers or texts as an array; None if they are of another type."""
     if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):
         if len({value.shape for value in values}) > 1:
             return None
         values = torch.stack([*values])
-    if isinstance(values, Tensor):
-        values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
-    if not isinstance(values, list | tuple | np.ndarray):
-        return None
     try:
+        if isinstance(values, Tensor):
+            values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
+        if not isinstance(values, list | tuple | np.ndarray):
+            return None
         is_text = all(isinstance(value, str) for value in values)
         # As objects, because numpy pads texts to the length of the longest one, and removes trailing NUL characters.
         array = np.asarray(values, dtype=object if is_text else None)
-    except (ValueError, TypeError):  # lists of different lengths; lists of lists of tensors on a GPU
+    except (ValueError, TypeError):  # lists of different lengths or of tensors on a GPU; formats that numpy lacks
         return None
     return array if is_text or array.dtype.kind in "biufU" else None

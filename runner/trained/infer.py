@@ -56,7 +56,7 @@ from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console, terminal_log_level
 from runner.trained.batch_predictions import PredictedRows, format_table, open_batches, predict_batches
 from runner.trained.table_parts import TableParts, decode_batches, open_table
-from runner.trained.trained_run import ModelSource, TrainedModel, open_source
+from runner.trained.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
 
 _END = object()
 
@@ -75,18 +75,19 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         plan = dataclasses.replace(plan, inference={**plan.inference, **shard})
     with ExitStack() as stack:
         stack.enter_context(nonblocking_streams())
-        trained = open_source(source, plan, console, stack)
+        source = broadcast_name(source, world)
+        trained = open_source(source, plan, console, stack, owns_results=world.is_first)
         directory, parts = trained.directory, trained.parts
         check_packages(parts.task, [INFERENCE], parts.source)
         get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
+        world.gather(None)  # timing starts when every rank has its model, and rank 0 has created the directory
         folder = directory.subfolder("predictions")
         if world.is_first and files.exists(folder / "summary.json"):  # it must not describe an incomplete inference
             files.remove(folder / "summary.json")
         monitor = stack.enter_context(_make_monitor(plan, parts, directory.predictions / f"gpu{suffix}.csv"))
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
-        world.gather(None)  # timing starts when every rank has its model
         plan = _choose_batch_size(plan, trained, world)
         is_table = parts.task.predicts == "predict_batch"
         table = stack.enter_context(open_table(source, trained, plan, world, console)) if is_table else None

@@ -104,17 +104,25 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
 
 
 def open_source(
-    source: ModelSource, plan: Plan, console: Console, stack: ExitStack, world: World | None = None
+    source: ModelSource,
+    plan: Plan,
+    console: Console,
+    stack: ExitStack,
+    world: World | None = None,
+    *,
+    owns_results: bool = True,
 ) -> TrainedModel:
     """Build the task and load its weights; torch's global settings are restored when `stack` closes.
 
-    world  the ranks that use the model together; None: this process alone
+    world         the ranks that use the model together; None: this process alone
+    owns_results  False: with `weights=`, another process creates and locks the directory for results
     """
     checkpoint = check_state(load(source.checkpoint)) if source.run and source.checkpoint else None
     parts = assemble(plan, stack, world, loaded=checkpoint.names("model") if checkpoint else frozenset())
     end_pause()
     if source.run is None or source.checkpoint is None or checkpoint is None:
-        return _open_weights(source, plan, parts, console, stack)
+        directory = _open_results(source, plan, stack, owns_results=owns_results and parts.world.is_first)
+        return _open_weights(source, plan, parts, console, directory)
     load_weights(parts, checkpoint)
     for hook in HOOKS:
         hook.load_for_inference(parts, checkpoint)
@@ -171,18 +179,23 @@ def broadcast_name(source: ModelSource, world: World) -> ModelSource:
     return replace(source, name=world.broadcast(source.name))
 
 
-def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> TrainedModel:
-    """Load the weights of `weights=`; results go to a run directory without training."""
-    settings, world = plan.settings, parts.world
+def _open_results(source: ModelSource, plan: Plan, stack: ExitStack, *, owns_results: bool) -> RunDirectory:
+    """Return the directory for results with `weights=`: that of a run without training."""
+    root = plan.settings.root
+    if not owns_results:
+        return RunDirectory.join(root / source.name)
+    return stack.enter_context(RunDirectory.create_or_open(root, source.name))
+
+
+def _open_weights(
+    source: ModelSource, plan: Plan, parts: Parts, console: Console, directory: RunDirectory
+) -> TrainedModel:
+    """Load the weights of `weights=`."""
+    settings = plan.settings
     load_given = partial(
         load_initial_weights, settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])
     )
     message = load_given()
-    path = settings.root / source.name
-    if world.is_first:
-        directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
-    else:
-        directory = RunDirectory.join(path)
     phase = plan.selected[-1]
     # As after the phase: a value such as a temperature has its last value in trained weights. The length of the phase
     # in the unit that is not set would depend on the data.

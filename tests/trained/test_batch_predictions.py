@@ -72,6 +72,18 @@ def test_readers_and_ranks_write_the_same_bytes(server: ForkServer, trained: Pat
         assert text_of(trained) == alone, args
 
 
+def test_ranks_share_the_batches_of_given_weights(server: ForkServer, trained: Path) -> None:
+    tables = []
+    for world_size in (1, 2):
+        args = f"--task {TASK} weights=outputs/one run=given parallelism=ddp parallelism.world_size={world_size}"
+        result = server.run(f"inference {args}", trained)
+        assert result.code == 0, result.err
+        folder = trained / "outputs" / "given" / "predictions"
+        assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["world_size"] == world_size
+        tables.append((folder / "val.csv").read_bytes())
+    assert tables[0] == tables[1]
+
+
 def test_draws_depend_on_the_sample_and_the_seed_only(server: ForkServer, trained: Path) -> None:
     draws = [row["draw"] for row in predict(server, trained)]
     assert len({*draws}) == SIZES["val"]
@@ -102,7 +114,7 @@ def test_samples_that_cannot_be_read_have_no_row(server: ForkServer, trained: Pa
 @pytest.mark.parametrize(
     "returned",
     ["tensor", "nothing", "short", "index", "pictures", "objects", "ragged", "changing", "no_elements", "two_columns",
-     "nested"],
+     "nested", "sparse", "float8"],
 )  # fmt: skip
 @pytest.mark.slow_beyond(3)
 def test_other_results_are_an_error_of_the_task(returned: str, server: ForkServer, trained: Path) -> None:
