@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor
 
 from runner.base import noise
-from runner.base.errors import TaskFault
+from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import MicroBatchKey, spread_evenly
 from runner.base.sample_rng import seeded_generators
 from runner.base.secret import redact
 from runner.base.task import Prediction
 from runner.base.text import abbreviate
 from runner.base.values import Count, PositiveInt
+from runner.config.inference_keys import inference_keys
+from runner.config.schema import REQUIRED
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
@@ -90,14 +94,32 @@ def open_batches(
     shard        predict only batches i with i % num_shards == shard; the ranks of parallelism=ddp set it
     num_shards   number of shards
     options      further options, which `predict_batch` receives
-    Raises ConfigError if the task has no such split.
+    Raises ConfigError if the task has no such split, or no such option.
     """
     assert batch_size is not None, "`infer` sets it"
     with task_errors(parts.source, "predict_batch()"):
         fetcher = open_split(parts, split, "inference.split")
     indices = spread_evenly(len(fetcher), samples)
     keys = [*split_batches([MicroBatchKey(0, indices, last=True, seed=seed)], batch_size)]
-    return SplitBatches(fetcher, keys, shard, num_shards, options)
+    return SplitBatches(
+        fetcher, keys, shard, num_shards, select_options(parts.task.predict_batch, options, parts.source)
+    )
+
+
+def select_options(method: Callable[..., Any], options: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Return the options that a method of the task accepts. A file with several tasks has the options of all of them.
+
+    Raises ConfigError if another option differs from its default.
+    """
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(options)
+    keys = inference_keys(source)
+    for name, value in options.items():
+        if name not in parameters and name in keys and keys[name].default not in (value, REQUIRED):
+            what = f"{method.__qualname__} has no such parameter"
+            raise ConfigError(Problem(what, f"inference.{name}={value}", "omit it, or add the parameter"))
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def predict_batches(

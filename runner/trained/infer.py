@@ -54,7 +54,7 @@ from runner.plan.run_plan import Plan
 from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console, terminal_log_level
-from runner.trained.batch_predictions import PredictedRows, format_table, open_batches, predict_batches
+from runner.trained.batch_predictions import PredictedRows, format_table, open_batches, predict_batches, select_options
 from runner.trained.table_parts import TableParts, decode_batches, open_table
 from runner.trained.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
 
@@ -423,7 +423,8 @@ def iterate_predictions(
             if rows is None and parts.task.predicts == "predict_batch":
                 result = predict_batches(parts, open_batches(parts, seed, **options), seed, options["batch_size"])
             elif rows is None:
-                result = parts.task.predict(parts.model, generator, **options)
+                own = select_options(parts.task.predict, options, parts.source)
+                result = parts.task.predict(parts.model, generator, **own)
         predictions = _get_iterator(result, parts)
         for number in numbers:
             on_next()

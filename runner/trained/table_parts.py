@@ -167,9 +167,12 @@ class TableParts:
     def remove(self) -> None:
         """Remove the parts, once the table is on disk."""
         self._unwritten.clear()
+        folder = self.directory.path / self.folder
         with suppress(StorageError):  # another command may be writing the same table
-            if files.exists(self.directory.path / self.folder):
-                files.remove(self.directory.path / self.folder)
+            if files.exists(folder):
+                files.remove(folder)
+                if not files.list_names(folder.parent):
+                    files.remove(folder.parent)
 
     def __enter__(self) -> TableParts:
         return self

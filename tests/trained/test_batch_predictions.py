@@ -180,6 +180,25 @@ def test_secrets_are_redacted_in_each_cell(server: ForkServer, trained: Path) ->
     assert [{name: row[name] for name in expected} for row in rows] == [expected] * SIZES["val"]
 
 
+def test_each_task_of_a_file_receives_its_own_options(server: ForkServer, trained: Path) -> None:
+    text = TASK.read_text(encoding="utf-8").replace("return Tables(", 'return (Other if item == "other" else Tables)(')
+    other = "class Other(Tables):\n    def predict_batch(self, model, batch, *, add: float = 0.0):\n"
+    other += '        return {"sum": model(batch[0]).sum(-1) + add}\n'
+    (trained / "two_tasks.py").write_text(f"{text}\n\n{other}", encoding="utf-8")
+    sums = [
+        [
+            float(row["sum"])
+            for row in predict(server, trained, f"--task two_tasks.py task.item=other inference.add={add}")
+        ]
+        for add in (0, 64)
+    ]
+    assert all(after > before + 32 for before, after in zip(*sums, strict=True))
+    predict(server, trained, "--task two_tasks.py inference.scale=2.0")
+    result = server.run("inference --task two_tasks.py run=one inference.add=1", trained)
+    assert result.code == Exit.CONFIG
+    assert "inference.add=1" in result.err
+
+
 def test_a_shard_without_batches_is_refused(server: ForkServer, trained: Path) -> None:
     result = server.run("inference one inference.batch_size=11 inference.shard=2 inference.num_shards=3", trained)
     assert result.code == Exit.CONFIG

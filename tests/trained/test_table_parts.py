@@ -102,7 +102,20 @@ def test_a_killed_command_continues_with_the_same_bytes(
     assert summary["predictions"] == SIZES["test"]
     assert kept > 0
     assert summary["model"]["calls"] == NUM_BATCHES - kept
-    assert parts_in(trained) == []
+    assert not (trained / PREDICTIONS / "incomplete").exists()
+
+
+def test_a_command_with_given_weights_continues(server: ForkServer, trained: Path) -> None:
+    folder = trained / "outputs" / "given" / "predictions"
+    (trained / "stop").write_text("32", encoding="utf-8")
+    given = f"inference --task tables.py weights=outputs/one run=given inference.split=test {BATCH}"
+    stopped = server.run(given, trained, before=WRITE_EVERY_BATCH)
+    (trained / "stop").unlink()
+    assert stopped.code == -signal.SIGKILL
+    for weights, kept in (("outputs/one/checkpoints/update-0000000005", 0), ("outputs/one", 32)):
+        result = server.run(given.replace("outputs/one", weights), trained)
+        assert result.code == 0, result.err
+        assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["kept"] == kept
 
 
 def test_an_error_of_the_task_keeps_the_rows_before_it(server: ForkServer, trained: Path) -> None:
