@@ -107,6 +107,7 @@ class TableParts:
         self._unwritten: list[int] = []  # numbers of finished batches
         self._unwritten_size = 0
         self._has_written = False
+        self._tenths = 0  # of the rows when progress was last reported
         self._last_write = time.monotonic()
 
     @property
@@ -160,9 +161,17 @@ class TableParts:
             if not self._has_written:
                 data[f"{self.folder}/{_IDENTITY}"] = json.dumps(self.identity, indent=2)
             self.directory.write_all(data)
-            if not self._has_written:
-                self._has_written = True
-                self._report(f"{self.name}: finished rows are being saved; if stopped, the same command continues")
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Report that rows are being saved, and later each further tenth of this shard."""
+        own = range(self.split.shard, len(self.split.keys), self.split.num_shards)
+        tenths = 10 * sum(number in self.batches for number in own) // len(own)
+        if not self._has_written:
+            self._report(f"{self.name}: finished rows are being saved; if stopped, the same command continues")
+        elif tenths > self._tenths:
+            self._report(f"{self.name}: {10 * tenths} % of the rows are saved")
+        self._has_written, self._tenths = True, tenths
 
     def remove(self) -> None:
         """Remove the parts, once the table is on disk."""

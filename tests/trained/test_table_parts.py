@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.base.errors import Exit
+from runner.base.order import MicroBatchKey
 from runner.durable.directory import RunDirectory
 from runner.loading.fetcher import Fetcher
 from runner.trained.batch_predictions import PredictedBatch, PredictedRows, SplitBatches
@@ -175,9 +176,11 @@ def test_rows_before_an_out_of_memory_error_are_not_predicted_again(server: Fork
 # ---------------------------------------------------------------- crashes
 
 
-def make_table(folder: Path) -> TableParts:
+def make_table(folder: Path, report: Callable[[str], object] = print) -> TableParts:
     fetcher = Fetcher([0, 1], list, bad_samples="stop")
-    return TableParts(RunDirectory.join(folder), "val.csv", SplitBatches(fetcher, [], 0, 1, {}), {"seed": 0})
+    keys = [MicroBatchKey(0, [number], last=True) for number in range(80)]
+    split = SplitBatches(fetcher, keys, 0, 2, {})
+    return TableParts(RunDirectory.join(folder), "val.csv", split, {"seed": 0}, report)
 
 
 def rows_of(number: int) -> PredictedRows:
@@ -205,6 +208,16 @@ def test_every_crash_state_keeps_the_written_batches(tmp_path: Path) -> None:
     recording = history.record(tmp_path / "recorded")
     for state in states(recording.start, recording.operations, 200, 0):
         check(history, state, tmp_path / "state")
+
+
+def test_progress_is_reported_by_tenths_of_a_shard(tmp_path: Path) -> None:
+    reported: list[str] = []
+    table = make_table(tmp_path, reported.append)
+    for number in range(0, 80, 2):
+        table.add(rows_of(number))
+        table.write()
+    assert len(reported) == 11
+    assert [int("".join(filter(str.isdigit, text))) for text in reported[1:]] == [*range(10, 101, 10)]
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b'{"0": [1]}', b'{"0": [1, 2, "a"]}', b'{"a": [1, ["b"], "c"]}'])
