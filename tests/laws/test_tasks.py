@@ -324,8 +324,8 @@ def updated(
     keys = [part for key in order.micro_batches(0) for part in (cut(key, sizes) if sizes else [key])]
     before = {name: weight.detach().clone() for name, weight in task.model.named_parameters()}
     model = parallel.wrap(task.model, task.layers, list(task.blocks()))
-    for stage in getattr(parallel, "stages", ()):  # of a pipeline, which calls them outside of the loss
-        stage.compute = in_context(float64, stage.compute)
+    if isinstance(parallel, Pipelined):  # it computes its stage outside of the loss
+        parallel.stage.compute = in_context(float64, parallel.stage.compute)  # type: ignore[method-assign]
     named = parallel.owned_parameters(dict(model.named_parameters()))
     parallel.begin(list(named.values()))
     run = Training(
