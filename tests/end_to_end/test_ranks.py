@@ -190,6 +190,10 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
     assert_success(server.run(args.replace("updates=12", "updates=4"), folder))
     (folder / "outputs").rename(folder / "lost")
     assert_success(server.run(f"{args} resume_allow=[updates]", folder))
+    (before, after) = (
+        json.loads((folder / each / "r" / "run.json").read_text())["uid"] for each in ("lost", "outputs")
+    )
+    assert before == after, "the run was downloaded, not trained again"
     assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
 
 
