@@ -468,11 +468,11 @@ def _groups(
 
 
 def unmatched_problems(
-    prefixes: Iterable[str], names: Sequence[str], key: str, kind: str = "trainable parameters"
+    prefixes: Iterable[str], names: Sequence[str], key: str, kind: str = "trainable parameter"
 ) -> list[Problem]:
     """Return a problem for each prefix that matches no name; see `suggest_module` for `kind`."""
     return [
-        Problem(f"no parameter has a name that starts with {prefix}", key, suggest_module(prefix, names, kind))
+        Problem(f"no {kind} has a name that starts with {prefix}", key, suggest_module(prefix, names, kind))
         for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]
@@ -496,15 +496,15 @@ def module_prefixes(names: Sequence[str]) -> list[str]:
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 
-def suggest_module(prefix: str, names: Sequence[str], kind: str = "trainable parameters") -> str:
+def suggest_module(prefix: str, names: Sequence[str], kind: str = "trainable parameter") -> str:
     """Return what to write instead of `prefix`, which matches no name: a similar name, or the top-level modules.
 
-    kind  what the names are, for the message
+    kind  what a name is, for the message
     """
     if not names:
         return "all parameters are frozen"
     levels = dict.fromkeys(name.partition(".")[0] for name in names)
-    return did_you_mean(prefix, module_prefixes(names)) or f"{kind} are in {abbreviate([*levels], 8)}"
+    return did_you_mean(prefix, module_prefixes(names)) or f"{kind}s are in {abbreviate([*levels], 8)}"
 
 
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:

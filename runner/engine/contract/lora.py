@@ -160,7 +160,7 @@ class LoraAdapter(Adapter):
             if not any(_has_suffix(name, target) for name in layers)
         ]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        problems += unmatched_problems(self.train, names, "adapter.train", "parameters")
+        problems += unmatched_problems(self.train, names, "adapter.train", "parameter")
         problems += [
             Problem(
                 f"the weight of {name} is shared with {tied[name]}, which has no adapter", "adapter.target", TIED_FIX

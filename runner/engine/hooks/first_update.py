@@ -38,6 +38,7 @@ class FirstUpdate(Hook):
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._is_first = True
+        self._has_named_untrained = False
         self._start = 0.0
         self._saved_buffers: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
         # Printed after the first update: if the loss also raises there, its error is reported only once.
@@ -101,6 +102,8 @@ class FirstUpdate(Hook):
         phase.stopwatch.lap("starting")
 
     def after_update(self, step: StepInfo) -> None:
+        if not self._has_named_untrained:
+            self._warn_untrained_gradients()
         if self._is_first:
             self._is_first = False
             if self._skipped_note:
@@ -150,6 +153,17 @@ class FirstUpdate(Hook):
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
             self.phase.run.observers.screen.warn(
                 f"no gradient reached {abbreviate(missed)} in the first update of {self.phase.name}"
+            )
+
+    def _warn_untrained_gradients(self) -> None:
+        """Warn once, also after a later update: a task may enable gradients during the phase."""
+        untrained = self.phase.work.untrained_with_gradient
+        if untrained:
+            self._has_named_untrained = True
+            self.phase.run.observers.screen.warn(
+                f"gradients reach parameters that phase {self.phase.name} does not train: {abbreviate(untrained)}. The"
+                " optimizer has the parameters that require gradients when the phase starts: to unfreeze some of them"
+                " later, freeze them in begin_update, not in __init__"
             )
 
     def _finish_startup(self, step: StepInfo) -> None:

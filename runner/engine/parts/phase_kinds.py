@@ -20,12 +20,13 @@ from runner.base.errors import ConfigError, IncompatibleResume, NumericError, Pr
 from runner.base.order import Order
 from runner.base.task import Fit, State
 from runner.base.text import abbreviate
-from runner.distributed.parallel import Copy, dense_gradient
+from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import CheckedLoss
 from runner.engine.parts.assemble import Parts
+from runner.engine.parts.gradient_record import GradientRecord
 from runner.engine.update.coupled import CoupledSource, is_coupled, validate_embedding
 from runner.engine.update.extra_metrics import ExtraMetrics
 from runner.engine.update.gradients import GradientSource
@@ -117,6 +118,11 @@ class PhaseKind:
     @property
     def trained_names(self) -> Collection[str]:
         """Names of the parameters that the phase changes, on any rank."""
+        return ()
+
+    @property
+    def untrained_with_gradient(self) -> Sequence[str]:
+        """Names of the parameters that have received a gradient although the phase does not train them."""
         return ()
 
     def state_bytes(self) -> tuple[int, int]:
@@ -236,11 +242,7 @@ class GradientPhase(PhaseKind):
         for name, weight in parts.bare.named_parameters():
             weight.requires_grad_(name in trained)
         self.owned = parts.parallel.owned_parameters(trained)
-        self._with_gradient: set[str] = set()
-        self._grad_hooks = [
-            weight.register_post_accumulate_grad_hook(self._make_grad_hook(name))  # type: ignore[no-untyped-call]
-            for name, weight in self.owned.items()
-        ]
+        self._gradient_record = GradientRecord(parts.bare, trained.keys(), self.owned)
 
     @property
     def location(self) -> str:
@@ -309,14 +311,14 @@ class GradientPhase(PhaseKind):
     def release(self) -> None:
         for optimizer in self.inputs.optimizers:
             optimizer.state.clear()
-        self._remove_grad_hooks()
+        self._gradient_record.close()
         self.parts.parallel.end()
         for name, weight in self.parts.bare.named_parameters():
             weight.requires_grad_(self._required_grad.get(name, weight.requires_grad))
             weight.grad = None
 
     def first_gradients(self) -> dict[str, bool]:
-        self._remove_grad_hooks()
+        self._gradient_record.stop_recording_trained()
         added = dict(self.parts.bare.named_parameters()).keys() - self._required_grad.keys()
         if added:
             raise TaskFault(
@@ -324,22 +326,15 @@ class GradientPhase(PhaseKind):
                 where=str(self.parts.source),
                 fix="register all parameters in build: the optimizer does not train those that are added later",
             )
-        return {name: name in self._with_gradient for name in self.owned}
+        return {name: name in self._gradient_record.trained for name in self.owned}
 
     @property
     def trained_names(self) -> Collection[str]:
         return self.trained.keys()
 
-    def _make_grad_hook(self, name: str) -> Callable[[nn.Parameter], None]:
-        def record_gradient(weight: nn.Parameter) -> None:
-            self._with_gradient.add(name)
-            dense_gradient(weight, name)
-
-        return record_gradient
-
-    def _remove_grad_hooks(self) -> None:
-        while self._grad_hooks:
-            self._grad_hooks.pop().remove()
+    @property
+    def untrained_with_gradient(self) -> Sequence[str]:
+        return self._gradient_record.untrained
 
     def state_bytes(self) -> tuple[int, int]:
         optimizers = self.inputs.optimizers

@@ -159,7 +159,7 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
     for spec in specs:
         for prefix in (*spec.trains, *spec.shares):
             if not any(is_under(name, prefix) for name in names):
-                what = f"trains nothing: no parameter has a name that starts with {prefix}"
+                what = f"trains nothing: no trainable parameter has a name that starts with {prefix}"
                 yield Problem(what, f"OBJECTIVES[{spec.name!r}]", suggest_module(prefix, names))
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)

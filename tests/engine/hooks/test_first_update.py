@@ -90,6 +90,47 @@ def test_missing_gradients_are_reported_after_the_first_update_of_the_phase_only
     assert ["0.bias" in text for text in first.warned] == [True] * (number == 1)
 
 
+UNFROZEN = """
+import torch
+from runner import Task
+
+SETTINGS = {"updates": 4, "global_batch_size": 4, "log_every": 1}
+
+class Own(Task):
+    def __init__(self):
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        self.model[0].requires_grad_(FROZEN_AT_FIRST)
+    def begin_update(self, progress):
+        self.model[0].requires_grad_(progress.update >= UNFROZEN_AFTER)
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(8, 2))
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+
+def build():
+    return Own()
+"""
+
+
+@pytest.mark.parametrize(
+    ("requires_grad", "unfrozen_after", "is_named"), [(False, 2, True), (False, 9, False), (True, 2, False)]
+)
+def test_gradients_of_parameters_that_the_optimizer_lacks_are_reported_once(
+    requires_grad: bool, unfrozen_after: int, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A task that freezes parameters in __init__ and unfreezes them later would silently not train them."""
+    monkeypatch.chdir(tmp_path)
+    task = UNFROZEN.replace("FROZEN_AT_FIRST", str(requires_grad)).replace("UNFROZEN_AFTER", str(unfrozen_after))
+    Path("own.py").write_text(task)
+    code = main(["train", "--task", "own.py", "device=cpu", "monitor=off", "backend.threads=1", "checkpoint=off"])
+    output = "".join(capfd.readouterr())
+    assert code == 0, output
+    named = [line for line in output.splitlines() if "begin_update" in line]
+    assert len(named) == is_named
+    assert all("0.weight" in line and "1.weight" not in line for line in named)
+
+
 def add(model: Any) -> None:
     model.register_buffer("late", torch.zeros(2))
 
