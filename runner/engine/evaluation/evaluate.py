@@ -112,7 +112,7 @@ def evaluate(
         sizes_by_name: dict[str, set[tuple[int, int]]] = {}  # (number of elements, number of samples) of each batch
         states.begin()
         with (
-            _evaluation_mode(parts, rank_seed(seed, world.rank)),
+            evaluation_mode(parts, rank_seed(seed, world.rank)),
             parallel.gather_parameters(parts.model),
             closing(loader),
         ):
@@ -148,16 +148,16 @@ def evaluate(
     sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
     if any(is_stopped for is_stopped, _, _ in gathered):
         return None
-    with _evaluation_mode(parts, seed):  # the same draws on all ranks
+    with evaluation_mode(parts, seed):  # the same draws on all ranks
         results = states.results()
-    # Not _evaluation_mode, because `summarize` may compute gradients and set buffers, such as a threshold.
+    # Not evaluation_mode, because `summarize` may compute gradients and set buffers, such as a threshold.
     with _modes_and_generators(parts.model, world.device):
         seed_everything(seed)
         return _summarize([sums for _, sums, _ in gathered], results, states.nonfinite, parts)
 
 
 @contextmanager
-def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
+def evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
     """Put the model in eval mode without gradients, and seed generators; restore modes, buffers and generators on exit.
 
     Also used after the last batch, because `couple` and metrics may draw random numbers and call modules.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from runner.base.order import Order
 from runner.base.stopwatch import Stopwatch
 from runner.base.task import Task
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.evaluation.evaluate import EvaluationResult
+from runner.engine.evaluation.evaluate import EvaluationResult, evaluation_mode
 from runner.engine.evaluation.media import encode_histogram, encode_images, parse_number
 from runner.engine.feed import Feed
 from runner.engine.parts.assemble import Parts
@@ -131,6 +131,23 @@ class PhaseView:
         if self.parts.world.is_first:
             row = {"update": self.position.update, "phase": self.name, name: encode()}
             self.run.observers.tracker.log(row)
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Use `model` as in an evaluation, for example to log samples of averaged weights. Every rank must enter it.
+
+        The model has the weights of evaluations, such as the average of averaging=ema, and is in eval mode, without
+        gradients, in the precision of the run. The random generators have the seed of the run. On exit, weights, modes,
+        buffers and generators are restored.
+        """
+        parts = self.parts
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.during_evaluation())
+            stack.enter_context(evaluation_mode(parts, parts.plan.settings.seed))
+            stack.enter_context(parts.parallel.gather_parameters(parts.model))
+            stack.enter_context(parts.precision.forward())
+            yield
 
     def hook(self, hook_class: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""

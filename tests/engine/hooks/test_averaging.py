@@ -115,6 +115,59 @@ def test_averaging_does_not_change_training(tmp_path: Path) -> None:
     assert_close(saved(tmp_path / "with", "optimizer"), saved(tmp_path / "without", "optimizer"), 0.0)
 
 
+SAMPLING = """
+import torch
+import runner
+from tests.engine.task_of_averages import Regression
+
+SETTINGS = {"global_batch_size": 8, "scheduler": "constant", "scheduler.warmup": 0, "optimizer.lr": 0.01}
+
+class Samples(runner.Hook):
+    def __init__(self, phase):
+        super().__init__(phase)
+        self.seen, self.drawn = [], []
+    def after_evaluation(self, result):
+        model = self.phase.model
+        with self.phase.evaluation_mode():
+            assert not model.training and not torch.is_grad_enabled()
+            self.seen.append({name: weight.clone() for name, weight in model.named_parameters()})
+            self.drawn.append(model(torch.randn(3, 4, dtype=torch.float64)))
+        assert model.training and torch.is_grad_enabled()
+
+HOOKS = [Samples]
+
+def build():
+    return Own()
+
+class Own(Regression):
+    def __init__(self):
+        super().__init__()
+        self.model.insert(2, torch.nn.Dropout(0.5))
+"""
+
+
+def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) -> None:
+    """As for pictures of a diffusion model. The dropout of training draws from the global generator, as the hook."""
+    task = tmp_path / "own.py"
+    task.write_text(SAMPLING)
+    runs: dict[bool, tuple[Any, list[dict[str, Tensor]]]] = {}
+    for enabled in (True, False):
+        args = (*EMA, "evaluate.every=1", f"hook.samples.enabled={str(enabled).lower()}")
+        request = request_of(tmp_path / str(enabled), *args)
+        with open_phase(Request(request.overrides, task)) as phase:
+            weights = [weights_of(phase) for _ in phase.updates()]
+            phase.close()
+            runs[enabled] = [hook for hook in phase.hooks if type(hook).__name__ == "Samples"], weights
+    (hook,), weights = runs[True]
+    assert len(hook.seen) == UPDATES
+    for number, seen in enumerate(hook.seen, 1):
+        assert_close(seen, by_hand(weights[:number], "ema"))
+    first, second = hook.drawn[:2]
+    assert not torch.equal(first, second), "other weights"
+    for here, there in zip(weights, runs[False][1], strict=True):
+        assert_close(here, there, 0.0)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
 def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: Path) -> None:
