@@ -15,6 +15,7 @@ from runner.distributed.agreement import find_unequal, find_unequal_sums
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.assemble import Parts
+from runner.engine.parts.phase_kinds import LossPhase
 from runner.engine.update.loop import StepInfo
 from runner.tensors.bitwise import bitwise_equal, is_dense
 from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable, list_buffers, treat_as_buffer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # `run` imports hooks
     from runner.engine.run import TrainingRun
 
 FROZEN = "frozen"
+_WITHOUT_GRAD = "without_grad"
 _BUFFER_PREFIX = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry
 
 
@@ -48,6 +50,8 @@ class ForwardState(Hook):
     because a task may copy the buffers of one module to those of another, such as a momentum encoder. Non-persistent
     buffers that training changes are saved, even if they grow; buffers that shrink are not restored, because a module
     may record the length of its cache elsewhere.
+
+    Trained parameters whose gradient a hook or the task has disabled are saved by name and disabled on resume.
     """
 
     name = "forward_state"
@@ -62,8 +66,11 @@ class ForwardState(Hook):
             name: tracked for name, tracked in _track_parameters(phase.parts.bare) if not tracked.tensor.requires_grad
         }
         self._buffers: dict[str, _TrackedTensor] = {}
+        self._saved_without_grad: set[str] | None = None  # None: not known
 
     def begin(self) -> None:
+        if self._saved_without_grad is not None:
+            self._warn_of_changed_grad(self._saved_without_grad ^ {*self._find_without_grad()})
         self._record_versions()
         self._buffer_copies = {
             name: tracked.tensor.detach().to("cpu", copy=True) for name, tracked in self._buffers.items()
@@ -116,12 +123,16 @@ class ForwardState(Hook):
             for name, _, _, buffer in _non_persistent_buffers(self.phase.parts.bare)
             if name in self._names.buffers
         }
-        return {FROZEN: sorted(self._names.frozen), **tensors}
+        return {FROZEN: sorted(self._names.frozen), _WITHOUT_GRAD: self._find_without_grad(), **tensors}
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
             return
         self._convert_to_buffers(state[FROZEN])
+        if _WITHOUT_GRAD in state:  # not in checkpoints of version 0.3 and earlier
+            self._saved_without_grad = {*state[_WITHOUT_GRAD]}
+            for name in state[_WITHOUT_GRAD]:
+                self.phase.parts.bare.get_parameter(name).requires_grad_(False)
         self._names.buffers |= {name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)}
         for name in _load(self.phase.parts.bare, state):
             self.phase.run.observers.screen.warn(
@@ -148,6 +159,21 @@ class ForwardState(Hook):
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
+
+    # ------------------------------------------------------------ gradients that were disabled
+
+    def _find_without_grad(self) -> list[str]:
+        """Return the trained parameters that require no gradient; with objectives, the loop itself sets this."""
+        work = self.phase.work
+        trained = work.trained if isinstance(work, LossPhase) else {}
+        return sorted(name for name, weight in trained.items() if not weight.requires_grad)
+
+    def _warn_of_changed_grad(self, changed: Collection[str]) -> None:
+        if changed:
+            self.phase.run.observers.screen.warn(
+                f"requires_grad differs from the checkpoint: {abbreviate(sorted(changed))}. begin() of a hook, or"
+                " begin_update, has changed it; in an uninterrupted run, begin() is not called again"
+            )
 
     # ------------------------------------------------------------ detecting changes
 
