@@ -13,6 +13,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.foreign_methods import FOREIGN_METHODS
 from runner.base.paths import PACKAGE
 from runner.base.secret_refusal import secret_problems
+from runner.base.text import first_line
 from runner.config.custom_tables import (
     HOOK_TABLE,
     TABLES,
@@ -171,14 +172,29 @@ def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Prob
     value, line = assignments[-1]
     if len(assignments) > 1:
         problems.append(Problem(f"{name} is assigned twice", f"{source}:{line}", "combine all entries in one mapping"))
-    try:
-        mapping = ast.literal_eval(value)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        mapping = None
-    if isinstance(mapping, dict):
+    if _is_literal(value) and isinstance(mapping := ast.literal_eval(value), dict):
         return mapping
-    problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
+    problems.append(_explain_not_literal(name, value, source))
     return {}
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _explain_not_literal(name: str, value: ast.expr, source: Path) -> Problem:
+    what = f"{name} must be a literal mapping of keys to values"
+    if isinstance(value, ast.Dict):
+        containers = (ast.Dict, ast.List, ast.Tuple, ast.Set)
+        for node in ast.walk(value):
+            if isinstance(node, ast.expr) and not isinstance(node, containers) and not _is_literal(node):
+                fix = "write the value itself, because the file is read without executing it"
+                return Problem(f"{what}, but contains {first_line(ast.unparse(node))}", f"{source}:{node.lineno}", fix)
+    return Problem(what, str(source))
 
 
 def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:

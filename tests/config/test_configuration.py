@@ -485,6 +485,21 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
     assert problem in result.what or problem in str(result)
 
 
+@pytest.mark.parametrize(
+    ("entries", "shown"),
+    [
+        ('"seed": 1,\n"updates": LENGTH', "LENGTH"),
+        ('"optimizer.betas": [0.9,\n1 - 0.1]', "1 - 0.1"),
+        ('"seed": 1,\n**SHARED', "SHARED"),
+    ],
+)
+def test_an_entry_that_is_no_literal_is_named_with_its_line(entries: str, shown: str, tmp_path: Path) -> None:
+    file = write(tmp_path, {"mine.py": f"def build(): ...\nSETTINGS = {{{entries}}}\n"}) / "mine.py"
+    (problem,) = refused(task=file)
+    assert problem.what.endswith(f" {shown}")
+    assert str(problem).startswith(f"{file}:3: ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SETTINGS", "SIZES", "PHASES"])
 @pytest.mark.parametrize(
