@@ -341,6 +341,19 @@ def _adapter(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"adapter={choice.name}", "use parallelism=ddp or parallelism=fsdp"))
 
 
+def _best_checkpoint(planner: Decisions, gpu: Device | None) -> None:
+    """Keep the best checkpoint by the metric of early stopping, unless the user has chosen another one."""
+    options, settings = planner.choices["checkpoint"].options, planner.configuration
+    stopping = [phase.early_stopping for phase in settings.phases if phase.early_stopping.patience is not None]
+    goals = {(each.metric, each.best_is) for each in stopping}
+    is_chosen = options["best"] is None or {"checkpoint.best", "checkpoint.best_is"} & settings.sources.keys()
+    if is_chosen or len(goals) != 1:  # phases may watch different metrics
+        return
+    for key, value in zip(("best", "best_is"), *goals, strict=True):
+        if options[key] != value:
+            planner.set("checkpoint", key, value, "as for early_stopping")
+
+
 RULES = (
     _precision,
     _optimizer,
@@ -353,6 +366,7 @@ RULES = (
     _parallelism,
     _sharpness,
     _adapter,
+    _best_checkpoint,
 )
 
 

@@ -761,6 +761,29 @@ def test_the_length_is_updates_or_epochs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "goal"),
+    [
+        ((), ("val/loss", "min")),
+        (("early_stopping.metric=val/accuracy", "early_stopping.best_is=max"), ("val/loss", "min")),
+        (("early_stopping.patience=3",), ("val/loss", "min")),
+        (
+            ("early_stopping.patience=3", "early_stopping.metric=val/accuracy", "early_stopping.best_is=max"),
+            ("val/accuracy", "max"),
+        ),
+        (("early_stopping.patience=3", "early_stopping.metric=val/a", "checkpoint.best=val/b"), ("val/b", "min")),
+        (("early_stopping.patience=3", "early_stopping.metric=val/a", "checkpoint.best=null"), (None, "min")),
+        (("early_stopping.patience=3", "early_stopping.metric=val/a", "checkpoint=off"), (None, "min")),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_early_stopping_unless_chosen(
+    args: tuple[str, ...], goal: tuple[str | None, str]
+) -> None:
+    """Otherwise predictions would use a checkpoint after the metric that stopped the run had its best value."""
+    options = plan(*args).choices["checkpoint"].options
+    assert (options["best"], options["best_is"]) == goal
+
+
+@pytest.mark.parametrize(
     ("args", "here", "waits"),
     [
         (("precision=fp16",), machine(T4), False),

@@ -200,6 +200,12 @@ def trained(
     return dict(load(path).tensors("model")), metrics, result.out + result.err
 
 
+def resumed_at(folder: Path) -> list[int]:
+    """Return the updates at which processes of the run have resumed it."""
+    lines = (folder / "outputs" / "mine" / "events.jsonl").read_text().splitlines()
+    return [event["update"] for event in map(json.loads, lines) if event["kind"] == "resume"]
+
+
 def assert_equal(result: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
     """Compare relative to the largest weight, because biases of attention keys have no gradient but noise."""
     one, other = ({name: tensors[name].tolist() for name in result} for tensors in (wanted, result))
@@ -237,6 +243,8 @@ def test_a_project_equals_its_plain_loop(
 
     trained(server, folders[1], name, fault=KILLED)
     resumed, _, _ = trained(server, folders[1], name)
+    (start,) = resumed_at(folders[1])
+    assert 0 < start < module_of(name).SETTINGS["updates"], "from a checkpoint, not from scratch"
     assert resumed.keys() == whole.keys()
     assert_equal(resumed, whole, 0.0)
 

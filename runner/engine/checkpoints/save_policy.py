@@ -3,7 +3,7 @@
 Keys of several options:
 
 keep           number of newest checkpoints to keep, at least two
-best           evaluation metric whose best checkpoints are also kept; null: none
+best           evaluation metric whose best checkpoints are also kept (default: that of early_stopping); null: none
 keep_best      number of best checkpoints to keep
 best_is        min or max: whether lower or higher values are better
 grace_s        seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null:

@@ -181,9 +181,11 @@ def _metric_settings(phase: PhaseView) -> dict[str, str]:
     """Return the settings in use that name a metric, except the default of checkpoint.best: a task may not have it."""
     best = phase.run.plan.choices["checkpoint"].options.get("best")
     stopping = phase.planned.early_stopping
+    early = {"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}
+    is_chosen = "checkpoint.best" in phase.run.plan.reasons and best not in early.values()
     return {
-        **({"checkpoint.best": best} if best and "checkpoint.best" in phase.run.plan.reasons else {}),
-        **({"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}),
+        **({"checkpoint.best": best} if best and is_chosen else {}),
+        **early,
         **phase.work.observed_metrics(),
     }
 
