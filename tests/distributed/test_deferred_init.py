@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from runner.tasks.gpt.model import Shape, Transformer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -289,7 +290,8 @@ class LargestInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            # The storage of a DTensor has the size of all shards, but no memory.
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 key = storage._cdata  # lint-tests: private: torch has no public identity of a storage
                 if key not in self.in_use:
@@ -343,6 +345,21 @@ def test_a_pipeline_rank_never_holds_more_than_its_stage_and_some_layers() -> No
     for own, _, largest in ranks:
         assert len(own) == 2 * WIDE_LAYERS // 4
         assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "its stage, and a layer that is measured or computed"
+
+
+def memory_of_shards(world: World) -> int:
+    """Return the most bytes in use while the wide model is sharded and its shards are initialized."""
+    model, recording = deferred(wide)
+    with LargestInUse() as memory:
+        shards(world, recording).wrap(model, list, list(model.children()))
+    return memory.largest
+
+
+@pytest.mark.slow
+def test_a_rank_never_holds_more_than_its_shards_and_a_layer() -> None:
+    layer = 4 * (WIDE * WIDE + WIDE)
+    for largest in run_ranks(memory_of_shards, 4):
+        assert WIDE_LAYERS // 4 * layer <= largest <= (WIDE_LAYERS // 4 + 1) * layer
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.parallel import Parallel
@@ -23,6 +23,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import Run, sharded
 
 SLACK = 2 << 20  # in bytes: memory is allocated in huge pages
+LARGE = 6144  # rows and columns of a weight of 144 MiB, so that buffers of constant size hardly count
 
 
 def in_parts(world: World) -> Parallel:
@@ -81,6 +82,30 @@ def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path
     assert sum(sizes) == total, "nothing is saved twice"
     for _, buffer, nbytes in messages:
         assert buffer <= 1.2 * nbytes + SLACK
+
+
+def memory_of_save(folder: str, world: World) -> tuple[int, int]:
+    """Return by how many bytes the process grows at most while it saves its part, and the size of the part."""
+    parallel = in_parts(world)
+    model = parallel.wrap(nn.Linear(LARGE, LARGE, bias=False), list, [])
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = peak_bytes()
+    tensors = parallel.checkpoint_tensors(model.state_dict(), HostBuffer().copy)
+    given = Snapshot(3, {"model": tensors}, {}, {}, CheckpointPart(world.rank, world.world_size, "0"))
+    (save if world.is_first else save_part)(Path(folder), given)
+    return peak_bytes() - before, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def peak_bytes() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.slow
+def test_a_rank_saves_its_part_with_one_copy_of_it(tmp_path: Path) -> None:
+    for grown, nbytes in run_ranks(partial(memory_of_save, str(tmp_path)), 2):
+        assert nbytes == LARGE * LARGE * 4 // 2
+        assert nbytes <= grown <= 1.2 * nbytes
 
 
 def read(folder: str, world: World) -> list[Any]:

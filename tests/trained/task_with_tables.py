@@ -75,7 +75,7 @@ class Tables(Task):
             "ragged": {"score": [[0.0] * (row % 2) for row in range(len(label))]},
             "no_elements": {"score": scores[:, :0]},
             "two_columns": {"score": scores, "score.1": scores[:, 0]},
-            "sparse": {"score": scores.to_sparse()},
+            "sparse": {"score": scores.cpu().to_sparse()},
             "float8": {"score": scores.to(torch.float8_e4m3fn)},
             "nested": {"score": [[value.bfloat16() for value in row] for row in scores]},
             "texts": {
