@@ -80,12 +80,14 @@ class Prediction:
     items  number of generated items (tokens, samples), for the throughput; 0: a plot or table of earlier
            results, which does not count as a prediction
     plots  plots for plots/ of the run directory: file name, such as maps.png -> its bytes (see runner.base.picture)
+    part   a JSON-serializable value for `Task.combine_predictions`
     """
 
     files: Mapping[str, Content]
     text: str = ""
     items: int = 1
     plots: Mapping[str, bytes] = field(default_factory=dict)
+    part: Any = None
 
 
 State = dict[str, Tensor]
@@ -323,6 +325,14 @@ class Task:
         raise NotImplementedError(
             f"{type(self).__name__} must define predict_batch(model, batch) or predict(...), which `inference` calls"
         )
+
+    def combine_predictions(self, parts: Sequence[Any]) -> Iterable[Prediction]:
+        """Return predictions, such as a table, computed from the `part` of each prediction of `predict`.
+
+        Called once, after all predictions, on rank 0 and with the parts of all ranks in the order of a single process.
+        Not called if no prediction has a part, or if `inference.num_shards` selects some of the predictions.
+        """
+        return ()
 
     def predict_batch(self, model: nn.Module, batch: Any, /, **options: Any) -> Mapping[str, Any]:
         """Return a prediction for each sample of a batch, as columns of a table: name -> one value per sample.

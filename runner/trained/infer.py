@@ -97,6 +97,10 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                 plan, parts.world.device, console,
             )  # fmt: skip
         result, names = _merge_ranks(result, names, world, str(parts.source))
+        # With one shard per command, other files may be shards of other commands.
+        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1
+        if world.is_first and result.parts and not is_part:
+            _write_combined(result.parts, names, parts, directory, console)
         if table is not None:
             names.add(_write_table(table, parts, world, console))
             result = dataclasses.replace(result, kept=table.num_rows - result.num if world.is_first else 0)
@@ -117,8 +121,6 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
         console.info(f"\n{_format_summary(result, item)}")
-        # With one shard per command, other files may be shards of other commands, so they are not reported.
-        is_part = world.world_size == 1 and plan.inference.get("num_shards", 1) != 1
         others = "" if is_part else _describe_others(folder, names)
         console.info(f"written to {directory.shown / folder.name}{others}")
     return Exit.DONE, summary
@@ -206,6 +208,7 @@ def _predict_all(
     """
     num = items = 0
     names: set[str] = set()
+    prediction_parts: list[Any] = []
     rows = None
     if table is not None:
         batch_size, finished = plan.inference["batch_size"], table.restart()
@@ -226,18 +229,35 @@ def _predict_all(
                     table.add(prediction)
                     continue
                 num += prediction.items > 0
-                _check_names(prediction.files, str(parts.source))
-                contents = {
-                    f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
-                } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
-                for name in contents.keys() & names:
-                    what = f"two predictions have the file {name}, so the second would replace the first"
-                    fix = "use a different name for each prediction, such as one with its number"
-                    raise TaskFault(what, where=str(parts.source), fix=fix)
-                names.update(contents)
+                prediction_parts.append(prediction.part)
+                contents = _encode_files(prediction, names, parts)
                 writer.put(contents, printed_text(prediction, num))
         writer.write()
-    return PredictionSummary(num, items, time.perf_counter() - began, calls), names
+    return PredictionSummary(num, items, time.perf_counter() - began, calls, parts=prediction_parts), names
+
+
+def _write_combined(
+    prediction_parts: Sequence[Any], names: set[str], parts: Parts, directory: RunDirectory, console: Console
+) -> None:
+    """Write and print the predictions of `combine_predictions`, and add their files to `names`."""
+    method = parts.task.combine_predictions
+    with PredictionWriter(directory, console.info) as writer, task_errors(parts.source, f"{method.__name__}()"):
+        for result in method(prediction_parts):
+            prediction = validate_prediction(result, method, parts.source)
+            writer.put(_encode_files(prediction, names, parts), printed_text(prediction, 0))
+
+
+def _encode_files(prediction: Prediction, names: set[str], parts: Parts) -> dict[str, bytes]:
+    """Return the files of a prediction in the run directory, and add their names. Raises TaskFault for used names."""
+    _check_names(prediction.files, str(parts.source))
+    contents = {f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()}
+    contents |= {f"plots/{name}": picture for name, picture in prediction.plots.items()}
+    for name in contents.keys() & names:
+        what = f"two predictions have the file {name}, so the second would replace the first"
+        fix = "use a different name for each prediction, such as one with its number"
+        raise TaskFault(what, where=str(parts.source), fix=fix)
+    names.update(contents)
+    return contents
 
 
 def _merge_ranks(
@@ -257,7 +277,10 @@ def _merge_ranks(
     first = [call for calls in calls_by_rank for call in calls[:1]]
     later = [call for calls in calls_by_rank for call in calls[1:]]
     merged = PredictCalls([call[0] for call in first + later], [call[1] for call in first + later], len(first))
-    return PredictionSummary(sum(nums), sum(items), max(seconds), merged), seen
+    # Rank r computed the predictions r, r + world_size, ...
+    rows = itertools.zip_longest(*world.gather_on_first(result.parts))
+    in_order = [part for row in rows for part in row if part is not None]
+    return PredictionSummary(sum(nums), sum(items), max(seconds), merged, parts=in_order), seen
 
 
 @dataclass
@@ -278,7 +301,8 @@ class PredictCalls:
 class PredictionSummary:
     """Number of predictions and items, and the seconds from the start until all are on disk.
 
-    kept  number of rows of a table that an earlier command has predicted, not included in `num`
+    kept   number of rows of a table that an earlier command has predicted, not included in `num`
+    parts  for `Task.combine_predictions`; None for a prediction without a part
     """
 
     num: int
@@ -286,6 +310,7 @@ class PredictionSummary:
     seconds: float
     calls: PredictCalls
     kept: int = 0
+    parts: list[Any] = field(default_factory=list)
 
 
 Predicted = tuple[PredictionSummary, set[str]]  # with the names of the files

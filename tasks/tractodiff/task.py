@@ -6,9 +6,9 @@ continues straight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ class TractoDiff(Task):
         shard: Count = 0,
         num_shards: PositiveInt = 1,
     ) -> Iterator[Prediction]:
-        """Yield the streamlines generated in each held-out subject, as .trk and .tck, with figures and a plot.
+        """Yield the streamlines generated in each held-out subject, as .trk and .tck.
 
         split       test: streamlines that were not used to choose the checkpoint, or val if there are none; val:
                     streamlines that were used
@@ -191,10 +191,10 @@ class TractoDiff(Task):
             raise ConfigError(Problem(what, "inference.steps"))
         note = ""
         if not self.tracts.subjects(split):
-            split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint\n"
+            split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint"
         fields = self.tracts.fields.to(generator.device)
         mask = fields.mask
-        tracking = Tracking(self.tracts, split, advance=advance, max_points=max_points)
+        tracking = Tracking(self.tracts, split)
         batches = [
             batch
             for subject in self.tracts.subjects(split)
@@ -210,9 +210,15 @@ class TractoDiff(Task):
 
             own = torch.Generator(generator.device).manual_seed(seed)
             draw = SegmentSampler(model, self.model, fields, batch.subject, own, steps)
-            made = tracking.prediction(batch, draw, inside)
-            yield replace(made, text=note + made.text)
+            made = tracking.prediction(batch, draw, inside, advance=advance, max_points=max_points)
+            yield replace(made, text=note)
             note = ""
+
+    def combine_predictions(self, parts: Sequence[Mapping[str, Any]]) -> Iterator[Prediction]:
+        """Yield the figures and a plot of each subject."""
+        for subject in sorted({part["subject"] for part in parts}):
+            own = [part for part in parts if part["subject"] == subject]
+            yield Tracking(self.tracts, own[0]["split"]).combined(own)
 
     def _seeds(self, split: str, subject: int, count: int, origin: str, generator: torch.Generator) -> Seeds:
         """Return seeds of a subject on the generator's device: in the mask, or on random held-out streamlines."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,29 +40,68 @@ class Seeds:
 class Tracking:
     """Grows streamlines, and compares them with the held-out ones of a split."""
 
-    def __init__(self, tracts: Tracts, split: str, *, advance: int, max_points: int) -> None:
-        self.tracts, self.split, self.advance, self.max_points = tracts, split, advance, max_points
+    def __init__(self, tracts: Tracts, split: str) -> None:
+        self.tracts, self.split = tracts, split
 
-    def prediction(self, seeds: Seeds, draw: SegmentSampler, inside: Callable[[Tensor], Tensor]) -> Prediction:
-        """Return the files of one batch of seeds."""
+    def prediction(
+        self,
+        seeds: Seeds,
+        draw: SegmentSampler,
+        inside: Callable[[Tensor], Tensor],
+        *,
+        advance: int,
+        max_points: int,
+    ) -> Prediction:
+        """Return the tractograms of one batch of seeds, and its streamlines as a part for `combined`."""
         start = time.perf_counter()
-        generated = generate_streamlines(draw, inside, seeds.start, advance=self.advance, max_points=self.max_points)
+        generated = generate_streamlines(draw, inside, seeds.start, advance=advance, max_points=max_points)
         lines = [line.cpu().numpy() for line in generated]  # waits for the device
-        seconds = time.perf_counter() - start
-        figures = self.figures(seeds, lines)
-        text = _format_figures(figures)
-        figures["seconds_per_streamline"] = seconds / len(lines)
-        return Prediction(*self._files(seeds, lines, figures, text, draw.count))
+        part = {
+            "subject": seeds.subject,
+            "split": self.split,
+            "partners": seeds.partners,
+            "streamlines": [line.tolist() for line in lines],
+            "seconds": time.perf_counter() - start,
+        }
+        name = self.tracts.names[seeds.subject]
+        name = name if seeds.number is None else f"{name}-{seeds.number:03d}"
+        extended = [line for line in lines if len(line) > 1]
+        shape = self.tracts.fields.shapes[seeds.subject].tolist()
+        files: dict[str, Content] = {
+            f"{name}.trk": trk(extended, self.tracts.affines[seeds.subject], shape),
+            f"{name}.tck": tck(extended),
+        }
+        return Prediction(files, items=draw.count, part=part)
 
-    def figures(self, seeds: Seeds, generated: list[Array]) -> dict[str, object]:
+    def combined(self, parts: Sequence[Mapping[str, Any]]) -> Prediction:
+        """Return the figures of a subject and a plot, from the parts of all its batches."""
+        subject = parts[0]["subject"]
+        generated = [np.array(line, np.float32) for part in parts for line in part["streamlines"]]
+        with_partners = [part["partners"] for part in parts if part["partners"] is not None]
+        partners = [partner for each in with_partners for partner in each] if with_partners else None
+        figures = self.figures(subject, partners, generated)
+        figures["seconds_per_streamline"] = sum(part["seconds"] for part in parts) / len(generated)
+        name = self.tracts.names[subject]
+        files: dict[str, Content] = {f"{name}.json": json.dumps(figures, indent=2) + "\n"}
+        lines = [line for line in generated if len(line) > 1]
+        plots = {}
+        if lines:
+            real = self._real(subject)
+            shown = real if partners is None else [real[partner] for partner in dict.fromkeys(partners)]
+            title = "held out" if partners is None else "held out, through the seeds"
+            plots[f"{name}.png"] = draw_side_by_side({title: shown, "generated": lines}, f"Streamlines of {name}")
+        return Prediction(files, _format_figures(figures), items=0, plots=plots)
+
+    def figures(self, subject: int, partners: list[int] | None, generated: list[Array]) -> dict[str, Any]:
         """Return lengths, and by bundle the distance to the held-out streamlines and the voxels of both.
 
+        partners   number of the held-out streamline of each seed; None: random seeds in the mask
         generated  a line (n, 3) per seed; a single point if it was not extended
         """
-        real = self._real(seeds)
+        real = self._real(subject)
         lines = [line for line in generated if len(line) > 1]
-        found: dict[str, object] = {
-            "subject": self.tracts.names[seeds.subject],
+        found: dict[str, Any] = {
+            "subject": self.tracts.names[subject],
             "split": self.split,
             "seeds": len(generated),
             "streamlines": len(lines),
@@ -68,14 +109,14 @@ class Tracking:
             "real_streamlines": len(real),
             "real_mean_length_mm": _mean([length(line) for line in real]),
         }
-        if seeds.partners is not None:
-            pairs = [(line, real[partner]) for line, partner in zip(generated, seeds.partners, strict=True)]
+        if partners is not None:
+            pairs = [(line, real[partner]) for line, partner in zip(generated, partners, strict=True)]
             found["mdf_to_real_through_seed_mm"] = _mean(_distances(pairs))
-            found["bundles"] = self._by_bundle(seeds, seeds.partners, generated, real)
+            found["bundles"] = self._by_bundle(subject, partners, generated, real)
         return found
 
     def _by_bundle(
-        self, seeds: Seeds, partners: Sequence[int], generated: list[Array], real: list[Array]
+        self, subject: int, partners: Sequence[int], generated: list[Array], real: list[Array]
     ) -> dict[str, dict[str, float]]:
         """Return the figures of each bundle in which there are seeds.
 
@@ -84,9 +125,9 @@ class Tracking:
         whose lines have both ends within two voxels of the two ends of one held-out line of the bundle.
         Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013, which draws end regions by hand.
         """
-        reach = 2 * float(self.tracts.fields.voxel_size[seeds.subject])
-        labels = self.tracts.bundles_of(self.split, seeds.subject)
-        affine = self.tracts.affines[seeds.subject]
+        reach = 2 * float(self.tracts.fields.voxel_size[subject])
+        labels = self.tracts.bundles_of(self.split, subject)
+        affine = self.tracts.affines[subject]
         found = {}
         for bundle in sorted({labels[partner] for partner in partners}):
             pairs = [
@@ -106,41 +147,20 @@ class Tracking:
             }
         return found
 
-    def _files(
-        self, seeds: Seeds, generated: list[Array], figures: dict[str, object], text: str, items: int
-    ) -> tuple[dict[str, Content], str, int, dict[str, bytes]]:
-        """Return files, text, items and plots of a prediction."""
-        subject = self.tracts.names[seeds.subject]
-        name = subject if seeds.number is None else f"{subject}-{seeds.number:03d}"
-        lines = [line for line in generated if len(line) > 1]
-        shape = self.tracts.fields.shapes[seeds.subject].tolist()
-        files: dict[str, Content] = {
-            f"{name}.trk": trk(lines, self.tracts.affines[seeds.subject], shape),
-            f"{name}.tck": tck(lines),
-            f"{name}.json": json.dumps(figures, indent=2) + "\n",
-        }
-        if not lines:
-            return files, text, items, {}
-        real = self._real(seeds)
-        shown = real if seeds.partners is None else [real[partner] for partner in dict.fromkeys(seeds.partners)]
-        title = "held out" if seeds.partners is None else "held out, through the seeds"
-        picture = draw_side_by_side({title: shown, "generated": lines}, f"Streamlines of {name}")
-        return files, text, items, {f"{name}.png": picture}
-
-    def _real(self, seeds: Seeds) -> list[Array]:
-        return [line.numpy() for line in self.tracts.streamlines(self.split, seeds.subject)]
+    def _real(self, subject: int) -> list[Array]:
+        return [line.numpy() for line in self.tracts.streamlines(self.split, subject)]
 
 
-def _format_figures(figures: dict[str, object]) -> str:
+def _format_figures(figures: Mapping[str, Any]) -> str:
     text = (
-        f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds;"
+        f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds,"
+        f" {1e3 * figures['seconds_per_streamline']:.3g} ms per streamline;"
         f" mean length {figures['mean_length_mm']:.1f} mm"
         f" (held-out streamlines of {figures['split']}: {figures['real_mean_length_mm']:.1f} mm)"
     )
     if "mdf_to_real_through_seed_mm" in figures:
         text += f"; MDF to the held-out streamline of the seed: {figures['mdf_to_real_through_seed_mm']:.2f} mm"
-    bundles = figures.get("bundles")
-    if isinstance(bundles, dict):
+    if bundles := figures.get("bundles"):
         parts = [
             f"{name}: overlap {found['overlap']:.0%}, overreach {found['overreach']:.0%},"
             f" valid connections {found['valid_connections']:.0%}"

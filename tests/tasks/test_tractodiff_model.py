@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from runner.tasks.tractodiff import task as module
 from runner.tasks.tractodiff.diffusion import Schedule
 from runner.tasks.tractodiff.fields import CONDITION_SIZE, Fields
 from runner.tasks.tractodiff.generation import generate_streamlines
-from runner.tasks.tractodiff.lines import connects, ends_of, mdf, trk, unit_steps
+from runner.tasks.tractodiff.lines import connects, ends_of, length, mdf, trk, unit_steps, voxels
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
-from runner.tasks.tractodiff.tracking import Seeds, Tracking
+from runner.tasks.tractodiff.tracking import Tracking
 from torch import Tensor
 
 from runner.base.errors import ConfigError
-from runner.base.task import Context
+from runner.base.task import Context, Prediction
 from tests.rounding import allowed, assert_close
 from tests.tasks.few_streamlines import few_streamlines
 
@@ -402,7 +403,8 @@ def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         (prediction,) = task.predict(task.model.eval(), generator, **{"seeds": 6, "max_points": 24, **options})
-        return prediction
+        (combined,) = task.combine_predictions([prediction.part])
+        return replace(prediction, files={**prediction.files, **combined.files}, plots=combined.plots)
 
 
 def test_the_mask_of_all_subjects_is_converted_once(task: TractoDiff, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,29 +477,59 @@ def test_lines_are_read_back_unchanged() -> None:
 @pytest.mark.slow
 def test_shards_generate_the_same_streamlines_as_one_process(task: TractoDiff) -> None:
     def generated(**options: Any) -> dict[str, bytes]:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            result = list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
-        return {name: content for each in result for name, content in each.files.items() if not name.endswith(".json")}
+        return {name: content for each in batches(task, **options) for name, content in each.files.items()}
 
     whole = generated()
     assert len(whole) == 2 * 4
     assert generated(shard=0, num_shards=2) | generated(shard=1, num_shards=2) == whole
 
 
+def batches(task: TractoDiff, **options: Any) -> list[Prediction]:
+    """Return the predictions of seven seeds in batches of two."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
+
+
+@pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
+def test_figures_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: Any) -> None:
+    predictions = batches(task, seeds_from=seeds_from)
+    assert len(predictions) == 4
+    (combined,) = task.combine_predictions([json.loads(json.dumps(made.part)) for made in predictions])
+    figures = json.loads(combined.files["small_64D.json"])  # type: ignore[arg-type]
+    written = [
+        line.astype(np.float32)
+        for made in predictions
+        for name, content in made.files.items()
+        if name.endswith(".tck")
+        for line in nibabel.streamlines.load(io.BytesIO(content)).streamlines
+    ]
+    assert (figures["seeds"], figures["streamlines"]) == (7, len(written))
+    mean = float(np.mean([length(line) for line in written]))
+    assert_close(torch.tensor(figures["mean_length_mm"]), torch.tensor(mean), terms=50)
+    assert figures["seconds_per_streamline"] == sum(made.part["seconds"] for made in predictions) / 7
+    assert list(combined.plots) == ["small_64D.png"]
+    assert not combined.items, "it is printed after the first predictions, too"
+    if seeds_from == "streamlines":
+        affine, real = task.tracts.affines[0], [line.numpy() for line in task.tracts.streamlines("test", 0)]
+        seen, truth = voxels(written, affine), voxels(real, affine)
+        assert figures["bundles"]["small_64D"]["overlap"] == len(seen & truth) / len(truth)
+        assert figures["bundles"]["small_64D"]["seeds"] == 7
+
+
 def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> None:
-    tracking = Tracking(task.tracts, "test", advance=8, max_points=24)
+    tracking = Tracking(task.tracts, "test")
     real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
-    seeds = Seeds(0, torch.stack([torch.from_numpy(line[0]) for line in real]), list(range(len(real))), None)
-    found: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
+    partners = list(range(len(real)))
+    found: Any = tracking.figures(0, partners, real)["bundles"]["small_64D"]
     assert (found["overlap"], found["overreach"], found["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
     assert found["valid_connections"] == 1
     affine = task.tracts.affines[0]
     far = [line + affine[:3, :3] @ [100, 0, 0] for line in real]
-    found = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
+    found = tracking.figures(0, partners, far)["bundles"]["small_64D"]
     assert (found["overlap"], found["overreach"], found["valid_connections"]) == (0, 1, 0)
     half = [line if number % 2 else line[:1] for number, line in enumerate(real)]  # nothing grew from every other seed
-    found = tracking.figures(seeds, half)["bundles"]["small_64D"]  # type: ignore[index]
+    found = tracking.figures(0, partners, half)["bundles"]["small_64D"]
     assert found["valid_connections"] == (len(real) // 2) / len(real)
 
 

@@ -291,6 +291,7 @@ def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
 # ---------------------------------------------------------------- on several ranks
 
 SHARDED = """
+import json
 import torch
 from torch import nn
 from runner import Prediction, Task
@@ -312,7 +313,11 @@ class Mine(Task):
             x = torch.full((1, 4), float(number), device=generator.device)
             name = "same" if same else f"{number}"
             drawn = torch.rand(1, 2, device=generator.device)
-            yield Prediction({f"{name}.npy": torch.cat([model(x), drawn]).cpu().numpy()}, items=2)
+            files = {f"{name}.npy": torch.cat([model(x), drawn]).cpu().numpy()}
+            yield Prediction(files, items=2, part=None if number == 4 else {"number": number})
+    def combine_predictions(self, parts):
+        numbers = [part["number"] for part in parts]
+        yield Prediction({"numbers.json": json.dumps(numbers)}, f"combined {numbers}", items=0)
 """
 
 
@@ -327,6 +332,9 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
         assert result.code == 0, result.err
         actual.append({path.name: path.read_bytes() for path in folder.glob("*.npy")})
         summaries.append(json.loads((folder / "summary.json").read_text()))
+        assert json.loads((folder / "numbers.json").read_text()) == [0, 1, 2, 3, 5, 6, 7, 8]
+        assert result.out.count("combined [0, 1, 2, 3, 5, 6, 7, 8]") == 1
+        (folder / "numbers.json").unlink()
         for path in folder.glob("*.npy"):
             path.unlink()
     assert len(actual[0]) == 9
@@ -348,6 +356,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
     assert {path.name: path.read_bytes() for path in folder.glob("[0-9].npy")}.items() <= actual[0].items()
+    assert not (folder / "numbers.json").exists(), "it would be computed from a part of the predictions"
     assert "old.npy" not in part.out, "other shards write other files"
     assert "old.npy" in server.run(["inference", "first"], tmp_path).out
 

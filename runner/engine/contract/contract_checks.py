@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
@@ -260,8 +261,11 @@ def validate_numbers(
 
 
 def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) -> Prediction:
-    """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
-    problem = _find_prediction_problem(result)
+    """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files.
+
+    predict  `Task.predict` or `Task.combine_predictions`
+    """
+    problem = _find_prediction_problem(result, predict.__name__)
     if problem is not None:
         what, fix = problem
         # Look up the location only for an error, because the lookup takes longer than most predictions.
@@ -272,10 +276,10 @@ def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) 
     return prediction
 
 
-def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
+def _find_prediction_problem(prediction: Any, method: str) -> tuple[str, str] | None:
     fix = 'from runner import Prediction; yield Prediction({"sample.txt": text})'
     if not isinstance(prediction, Prediction):
-        return f"predict() must yield a Prediction, but yielded {describe_value(prediction)}", fix
+        return f"{method}() must yield a Prediction, but yielded {describe_value(prediction)}", fix
     tables: list[tuple[str, Any, tuple[type, ...], str]] = [
         ("files", prediction.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
         ("plots", prediction.plots, (bytes,), "the bytes of an image"),
@@ -300,6 +304,11 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
     if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
         what = f"the items of a Prediction must be an integer of at least 0, but are {describe_value(items)}"
         return what, "pass the number of items, such as len(tokens)"
+    if prediction.part is not None:
+        try:
+            json.dumps(prediction.part)
+        except (TypeError, ValueError) as error:
+            return f"the part of a Prediction must be JSON-serializable: {error}", "use tensor.tolist()"
     return None
 
 

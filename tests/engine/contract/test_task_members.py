@@ -70,6 +70,7 @@ WRONG: dict[str, Any] = {
     "begin_update": None,
     "sample_lengths": method("self"),
     "predict": method("self", "model"),
+    "combine_predictions": method("self"),
     "blocks": method("self", "model"),
     "couple": method("self", "one", "other"),
     "losses": method("self"),
