@@ -109,6 +109,8 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         item = "sample" if is_table else parts.task.item
         summary = summarize_predictions(result, item, trained.update)
         summary["world_size"] = world.world_size
+        if table is not None:
+            summary["kept"] = result.kept
         summary["peak_host_gib"] = host_peak_gib()
         if peak := get_accelerator(parts.world.device).peak_memory():
             summary["peak_memory_gib"] = peak.allocated / 2**30
@@ -513,7 +515,6 @@ def summarize_predictions(result: PredictionSummary, item: str, update: int) -> 
     return {
         "checkpoint_update": update,
         "predictions": result.kept + result.num,
-        "kept": result.kept,
         "items": result.items,
         "item": item,
         "seconds": result.seconds,
