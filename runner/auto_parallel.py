@@ -54,6 +54,7 @@ def auto_parallelize(
     bytes_per_parameter: float = ADAMW_BYTES,
     headroom: float = 0.1,
     say: Callable[[str], object] = print,
+    model_size_mb: float | None = None,
 ) -> ParallelChoice:
     """Place the model on the available devices, and report the strategy and the reason.
 
@@ -70,8 +71,12 @@ def auto_parallelize(
     capacities           memory of each device in bytes; None: all of it
     bytes_per_parameter  size of a parameter with its gradient and optimizer state; 16: float32 with AdamW
     headroom             fraction of each device's memory that is left free
+    model_size_mb        not supported, because the size is computed from the model
     Raises ConfigError if the model does not fit, with the needed and available memory.
     """
+    if model_size_mb is not None:
+        what = "is computed from the parameters of the model and from bytes_per_parameter, and cannot be given"
+        raise ConfigError(Problem(what, "model_size_mb", "leave it out; to include activations, pass example=(x,)"))
     has_joined = dist.is_available() and dist.is_initialized()
     places = _resolve_devices(_current_rank_device() if devices is None and has_joined else devices)
     limits = [int(size * (1 - headroom)) for size in _capacities(places, capacities)]

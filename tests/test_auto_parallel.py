@@ -356,3 +356,9 @@ def test_both_are_lazy_names_of_the_package() -> None:
     assert runner.PipelineParallel is PipelineParallel
     check = "import sys, runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
+
+
+def test_the_size_of_a_model_cannot_be_given() -> None:
+    """A script may pass it: the message says what replaces it."""
+    with pytest.raises(ConfigError, match="model_size_mb"):
+        auto_parallelize(ten_layers(), ["cpu"], model_size_mb=5000)

@@ -87,6 +87,7 @@ class Sharded(Parallel):
         self.communicate = communicate
         self.shards_gradients = shards_gradients
         self._root: FSDPModule | None = None
+        self._num_blocks = 0
         self._buffers: BufferSync
         self._calls: SharedCalls | None = None  # for evaluations that do not gather the whole model
         self._scalars: dict[nn.Parameter, _Scalar] = {}
@@ -108,6 +109,7 @@ class Sharded(Parallel):
         Raises ConfigError or TaskFault with all parts of the model that cannot be sharded.
         """
         units = [block for block in dict.fromkeys(blocks) if block is not model]
+        self._num_blocks = len(units)
         _check_shardable(model, units, self.communicate)
         shards = self.deferred.prepare(model, self.world.device) if self.deferred else None
         broadcast_model(model, self.world)
@@ -141,6 +143,11 @@ class Sharded(Parallel):
             reshards = self.reshard_after_forward
             self._calls = SharedCalls(self.world, model, self._free_gathered, reshards=reshards)
         return model
+
+    def describe_placement(self) -> list[str]:
+        if self._num_blocks:
+            return []
+        return ["parallelism=fsdp gathers all parameters of the model at once, because the task defines no blocks"]
 
     def _make_mesh(self) -> DeviceMesh:
         """Return a mesh of all ranks, or of (groups, ranks of a group). A collective, because it creates groups."""

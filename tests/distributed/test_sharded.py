@@ -525,6 +525,17 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
 
 
 @pytest.mark.slow
+def test_a_model_without_blocks_is_reported() -> None:
+    """Each rank then holds all parameters at once in the forward and backward pass."""
+
+    def describe(world: World, num_blocks: int) -> list[str]:
+        model, parallel = Model(), Sharded(world)
+        parallel.wrap(model, list, list(model.blocks)[:num_blocks])
+        return parallel.describe_placement()
+
+    assert run_ranks(lambda world: [describe(world, 0) != [], describe(world, 3)], 2) == [[True, []]] * 2
+
+
 def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)

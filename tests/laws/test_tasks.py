@@ -424,7 +424,7 @@ def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize("case", ["tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"])
+@pytest.mark.parametrize("case", ["tractodiff", "tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"])
 def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)
     task.model.eval()
