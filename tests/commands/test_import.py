@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from runner.tasks.cape.backbone import PretrainedResNet50
+from runner.tasks.cape.glyphs import all_letters, write_glyphs
 from safetensors.torch import load_file
 from torch import nn
 
@@ -321,3 +323,32 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SystemExit):
         command.run([str(tmp_path / "foreign.pt")])
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]
+
+
+@pytest.mark.slow
+def test_the_documented_commands_load_a_resnet_50_into_task_cape(server: ForkServer, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    backbone = PretrainedResNet50(1).state_dict()
+    for name, tensor in backbone.items():
+        if tensor.dim() == 1:  # of a norm; unlike the initial values, but the loss stays finite
+            tensor.uniform_(0.5, 1.0)
+    counts = {name.replace("running_mean", "num_batches_tracked"): torch.tensor(7) for name in backbone}
+    classifier = {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)}
+    torch.save({**counts, **backbone, **classifier}, tmp_path / "resnet50.pth")  # the names of torchvision
+    letters = all_letters()[:9]
+    splits = {"train": letters[:4], "val": letters[4:7], "test": letters[7:]}
+    write_glyphs(tmp_path / "glyphs", splits, image_size=32)
+    page = (Path(__file__).parents[2] / "docs/tasks/cape.md").read_text().replace("\\\n", "")
+    commands = re.findall(r"^accel-run ((?:import|train).*resnet50\.safetensors.*)$", page, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["import", "train"]
+    small = (
+        "task.size=tiny task.image_size=32 data.path=glyphs updates=1 optimizer.lr=1e-30 evaluate.every=0 run=cape"
+        " global_batch_size=2 device=cpu monitor=off"
+    )
+    for command in (commands[0], f"{commands[1]} {small}"):
+        result = server.run(shlex.split(command), tmp_path)
+        assert result.code == 0, result.err
+    (saved,) = (tmp_path / "outputs/cape/checkpoints").glob("update-*/model.safetensors")
+    trained = load_file(saved)
+    for name, tensor in backbone.items():
+        assert torch.equal(trained[f"backbone.{name}"], tensor), name

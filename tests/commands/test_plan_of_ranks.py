@@ -105,3 +105,20 @@ def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkS
     rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", messages.out, re.M)
     assert rows
     assert all(int(size) < 400000 for size in rows)
+
+
+@pytest.mark.slow
+def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(server: ForkServer, tmp_path: Path) -> None:
+    """The profile selects memory=budget, which must not make a run slower that fits without recomputation."""
+    profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
+
+    def recomputed(args: str) -> list[str]:
+        result = server.run(args, tmp_path)
+        assert result.code == 0, result.err
+        return re.findall(r"^memory\.recompute +(\[.*?\]) ", result.out, re.M)
+
+    large = f"{profile} global_batch_size=2600 micro_batch_size=2600"
+    fits, does_not_fit = recomputed(profile), recomputed(large)
+    assert fits == ["[]"]
+    assert len(does_not_fit) == 1
+    assert does_not_fit != fits

@@ -391,6 +391,30 @@ def test_the_pretrained_backbone_is_torchvisions_resnet_50() -> None:
     assert [tuple(level.shape) for level in maps] == [(1, 512, 8, 8), (1, 1024, 4, 4), (1, 2048, 2, 2)]
 
 
+@pytest.mark.slow
+def test_the_pretrained_backbone_computes_the_feature_maps_of_torchvision() -> None:
+    models = pytest.importorskip("torchvision").models
+    torch.manual_seed(0)
+    other = models.resnet50(weights=None).eval().double()
+    state = {name: tensor for name, tensor in other.state_dict().items() if not name.endswith("num_batches_tracked")}
+    for name, tensor in state.items():
+        if "bn" in name or "downsample.1" in name:
+            tensor.uniform_(0.5, 1.5)
+    backbone = PretrainedResNet50(3).double()
+    assert backbone.state_dict().keys() == state.keys() - {"fc.weight", "fc.bias"}
+    backbone.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("fc.")})
+    images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    normalize = pytest.importorskip("torchvision.transforms.functional").normalize
+    mean, std = (torch.tensor(each).tolist() for each in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))  # float32
+    x = normalize(images, mean, std)
+    x = other.maxpool(other.relu(other.bn1(other.conv1(x))))
+    expected = [x := stage(x) for stage in (other.layer1, other.layer2, other.layer3, other.layer4)][1:]
+    maps = backbone(images)
+    assert len(maps) == len(expected)
+    for level, same in zip(maps, expected, strict=True):
+        assert_close(level, same, terms=50 * 2048, growth=50)
+
+
 def test_a_frozen_norm_is_batch_norm_in_eval_mode() -> None:
     torch.manual_seed(0)
     norm, frozen, x = torch.nn.BatchNorm2d(4).eval(), FrozenBatchNorm2d(4), torch.randn(2, 4, 3, 3)
