@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from runner.base.errors import AccelRunError, Exit, IncompatibleResume, MissingP
 from runner.base.text import error_line
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
+from runner.distributed.peer_loss import is_peer_loss
 from runner.distributed.world import World
 from runner.durable.directory import RunDirectory
 from runner.durable.signals import StopRequest
@@ -19,7 +21,7 @@ from runner.engine.contract.error_diagnosis import explain, make_task_fault
 from runner.engine.contract.task_loading import check_packages
 from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
 from runner.engine.opening import open_first_rank, open_other_rank
-from runner.engine.process.attempt import RunAttempt, read_start_files, require_single_writer
+from runner.engine.process.attempt import RunAttempt, read_start_files, record_rank_failure, require_single_writer
 from runner.engine.process.job import Job, SessionEnd
 from runner.engine.process.run_screen import Screen, warnings_on
 from runner.engine.process.watchdog import END, HangTraces, run_watchdog
@@ -80,17 +82,29 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
 
 
 def _run_other_rank(job: Job, world: World) -> SessionEnd:
-    directory = RunDirectory.join(job.folder)
+    """Train as another rank, which writes no records: rank 0 or accel-run's launcher records how the run ended.
+
+    Under another launcher, the rank records its own error, because rank 0 may be killed while it waits for this rank.
+    """
+    directory, began = RunDirectory.join(job.folder), time.time()
+
+    def record_error(error: Exception) -> None:
+        if not world.is_supervised and not is_peer_loss(error):
+            record_rank_failure(directory, error, world.rank, began, int(progress_mark.num_updates.value))
+
     with ExitStack() as stack:
         name = f"stacks-rank{world.rank}.txt"
-        # `record_error` is not passed, because rank 0 records how the run ended.
-        traces = HangTraces(lambda stacks: directory.write(name, stacks), checkpoints=directory.checkpoints, file=name)
+        traces = HangTraces(lambda stacks: directory.write(name, stacks), record_error, directory.checkpoints, name)
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
         wait_for_download(job.plan, world)
-        run, start = open_other_rank(job, world, stack, stack.enter_context(StopRequest()))
-        run.progress_mark = progress_mark
-        with _expected_errors(job.plan):
-            outcome = run_phases(run, start)
+        try:
+            with _expected_errors(job.plan):
+                run, start = open_other_rank(job, world, stack, stack.enter_context(StopRequest()))
+                run.progress_mark = progress_mark
+                outcome = run_phases(run, start)
+        except Exception as error:
+            record_error(error)
+            raise
         return SessionEnd(outcome.exit_code, run.stop.requested is not None)
 
 

@@ -12,6 +12,7 @@ import pytest
 from runner.base.errors import ConfigError, Exit
 from runner.cli import main
 from runner.distributed import join
+from runner.durable.record_files import read_record
 from runner.launch.on_ranks import check_agreement, count_sharing
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
@@ -135,6 +136,26 @@ def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
     (second,) = forked([started_elsewhere(args, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
     assert second.value == Exit.CONFIG
     assert "optimizer.lrr=1" in second.err
+
+
+RAISES = """
+    def begin_update(self, progress):
+        if progress.update == 1 and torch.distributed.get_rank() == 1: raise ValueError("planted")
+def build"""
+
+
+def test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0(tmp_path: Path) -> None:
+    """Another launcher may kill rank 0 before it reports the lost rank, so the failing rank writes the record."""
+    args = task(tmp_path, 0)
+    file = tmp_path / "n0/task.py"
+    file.write_text(file.read_text().replace("def build", RAISES.lstrip("\n")))
+    result = ranks(tmp_path, args, args, num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.RANK_LOST, Exit.SOFTWARE], result[0].err + result[1].err
+    error = json.loads((tmp_path / "n0/outputs/r/error.json").read_text())
+    assert (error["exit_code"], error["place"]["rank"]) == (Exit.SOFTWARE, 1)
+    assert "planted" in error["cause"]
+    process = read_record(tmp_path / "n0/outputs/r").process
+    assert (process.state, process.exit_code) == ("failed", Exit.SOFTWARE)
 
 
 WHOLE = "*, count: int = 5, first: int = 0, step: int = 1"

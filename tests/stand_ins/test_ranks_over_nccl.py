@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import Exit
 from runner.distributed import join
+from runner.durable.record_files import read_error, read_record
 from runner.launch import local
 from tests.end_to_end import test_own_tables as own_tables
 from tests.end_to_end import test_ranks as whole_runs
@@ -34,7 +38,7 @@ from tests.faults.test_signals_of_runs import straight
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
-from tests.stand_ins.cuda.environment import ROOT
+from tests.stand_ins.cuda.environment import ROOT, environment
 from tests.stand_ins.failing_tests import find_failing
 from tests.stand_ins.forked import DESCRIBE, StandIn
 
@@ -45,6 +49,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
+FAILING = Path(__file__).with_name("task_that_fails.py")
 EXACT = "precision=fp32"  # like the CPU, because losses are compared
 
 
@@ -158,7 +163,10 @@ IN_PROCESS = (
 # Tests of failing ranks that cannot run over NCCL -> the reason.
 GLOO_ONLY = {
     "launch/test_local.py::test_a_limit_on_open_files_that_is_too_small_is_reported": "its ranks join over gloo",
-    "faults/test_ranks.py::test_ranks_of_torchrun": "new interpreters, which do not load the stand-in",
+    "faults/test_ranks.py::test_ranks_of_torchrun": "torchrun starts ranks over NCCL in test_torchrun_over_nccl below",
+    "launch/test_start.py::test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0": (
+        "forks of the tests, started as by torchrun: see test_torchrun_over_nccl below"
+    ),
     "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
     ),
@@ -296,6 +304,25 @@ def test_ranks_that_are_forks_of_the_tests_fail_the_same_over_nccl(stand_in: Sta
     (passed,) = re.findall(r"(\d+) passed", out)
     assert int(passed) >= len(IN_PROCESS)
     assert "failed" not in out
+
+
+@pytest.mark.long  # three new interpreters that import torch, and 30 s until torchrun kills rank 0
+@pytest.mark.timeout(600)
+def test_torchrun_over_nccl(tmp_path: Path) -> None:
+    """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error."""
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
+    args = f"train --task {FAILING} task.rank=1 updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
+    ended = subprocess.run(
+        [sys.executable, "-m", *start, *args.split(), "parallelism=ddp", "monitor=off"],
+        cwd=tmp_path, env={**environment(MACHINES["a100x2"]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    error = read_error(tmp_path / "outputs/r")
+    assert error is not None, ended.stderr
+    assert (error.exit_code, error.place["rank"]) == (Exit.SOFTWARE, 1)
+    assert "planted" in error.cause
+    process = read_record(tmp_path / "outputs/r").process
+    assert (process.state, process.exit_code) == ("failed", Exit.SOFTWARE)
 
 
 def test_waits_after_a_failure_add_up_to_less_than_12_s() -> None:

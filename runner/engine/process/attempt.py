@@ -132,6 +132,8 @@ class RunAttempt:
             if previous is None or previous.attempt != started:  # otherwise a rank has already recorded this failure
                 previous = ErrorRecord()
             has_started = recorded.process.started == started
+            # Another rank has recorded the cause; this error is only a consequence of its exit.
+            is_recorded = code == Exit.RANK_LOST != previous.exit_code and previous.place.get("rank", 0) != 0
             reached = self.reached or previous.reached or checkpoint_update(last_checkpoint)
             self.reached = 0
             # A Hang has this note already.
@@ -152,7 +154,10 @@ class RunAttempt:
                 time=now(),
                 seconds=time.time() - self.began,
             )
-            self.directory.write(ERROR, sanitize(to_json(content.to_json())))
+            if is_recorded:
+                code = previous.exit_code or code
+            else:
+                self.directory.write(ERROR, sanitize(to_json(content.to_json())))
             if has_started or not recorded.is_known:  # a refused attempt does not change the run
                 process = replace(self.record.process, state="failed", exit_code=code, ended=now())
                 self.directory.write(RUN, to_json(replace(self.record, process=process).to_json()))
@@ -188,6 +193,27 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
                     directory.write("stacks.txt", stacks)
             attempt.reached = completed
             attempt.fail(error)
+
+
+def record_rank_failure(directory: RunDirectory, error: Exception, rank: int, began: float, completed: int) -> None:
+    """Write error.json and the state of the run on a rank other than 0, which another launcher started.
+
+    That launcher may kill rank 0 before rank 0 can write them. Does nothing if the run directory of rank 0 is on
+    another machine, or if its record says that the run has ended.
+
+    began      start of the rank in seconds since 1970
+    completed  completed updates of all phases, saved or not; 0: unknown
+    """
+    record = read_record(directory.path)
+    if record.process.state != "running":
+        return
+    attempt = RunAttempt(directory, record, began)
+    attempt.reached = completed
+    named = error if isinstance(error, AccelRunError) else AccelRunError(error_line(error))
+    if named is not error:
+        named.__cause__ = error  # its traceback is written to error.json
+    named.place = {"rank": rank, **named.place}
+    attempt.fail(named)
 
 
 def record_early_end(job: Job, code: Exit, began: float) -> None:
