@@ -78,6 +78,8 @@ def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
         return RankLost(f"another rank has exited or does not respond: {line}", where=what, fix=fix)
     if "AcceleratorError" in info.bases or "CUDA error" in text:
         fix = "check nvidia-smi and dmesg, then run the same command again; to train without a GPU, use device=cpu"
+        if "device-side assert" in lower:  # a kernel has checked its arguments; the device itself is fine
+            fix = _ASSERT_FIX
         return DeviceMissing(f"the device failed: {line}", where=what, fix=fix)
     if "too many open files" in lower:
         fix = "raise the limit with ulimit -n, or reduce dataloader.num_workers"
@@ -238,6 +240,9 @@ _SHM_FULL_MESSAGES = (  # torch's messages for a full /dev/shm
     "unable to allocate shared memory",
     "bus error",
 )
+_ASSERT_FIX = """an index is probably out of range: check class labels, token IDs, and indices of gather and scatter;
+the GPU reports the error late, so a line that is named may be a later one: to find the operation, run the same command
+with the environment variable CUDA_LAUNCH_BLOCKING=1, or with device=cpu"""
 _SHOW_LINE = "add torch.autograd.set_detect_anomaly(True) to the task to find the line"
 _AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (

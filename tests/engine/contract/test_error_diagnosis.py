@@ -101,6 +101,24 @@ def test_a_failure_of_the_system_is_named_after_its_cause(
         assert ("a.bin" in problem.where) == (getattr(error, "filename", None) == "a.bin")
 
 
+@pytest.mark.parametrize(
+    ("text", "is_assert"),
+    [
+        ("CUDA error: device-side assert triggered", True),
+        ("HIP error: device-side assertion failed", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: unspecified launch failure", False),
+    ],
+)
+def test_a_failed_assertion_of_a_kernel_is_not_a_broken_device(text: str, is_assert: bool) -> None:
+    """It is usually an index out of range, and the line that meets the error may be a later one."""
+    result = explain(raised_in("torch", torch.AcceleratorError(text)), Path("mine.py"), "update 3", 4)
+    assert isinstance(result, DeviceMissing)
+    fix = result.problems[0].fix
+    assert ("CUDA_LAUNCH_BLOCKING=1" in fix, "nvidia-smi" in fix) == (is_assert, not is_assert)
+    assert "device=cpu" in fix
+
+
 @pytest.mark.parametrize(("size", "suggested"), [(4, "micro_batch_size=2"), (2, "micro_batch_size=1"), (1, "model")])
 def test_out_of_memory_is_answered_with_half_of_the_samples(size: int, suggested: str) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
