@@ -31,7 +31,7 @@ from runner.plan.memory_fit import (
     predict_memory,
 )
 from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
-from runner.plan.rank_devices import RankDevice, assign_gpus, split_shares
+from runner.plan.rank_devices import RankDevice, assign_gpus, several_on_one, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
 from runner.workload.division import Batch, divide
@@ -255,6 +255,9 @@ class _Planner(Decisions):
         if ranks is not None and len(ranks) > 1 and parallelism.uses("single"):
             what = f"cannot be used with the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
+        requested = self.configuration.settings.device
+        if ranks is not None and len(ranks) > 1 and requested.partition(":")[0] in ("xpu", "mps"):
+            self.problems.append(several_on_one(requested, f"device={requested}"))
         if ranks is not None or parallelism.uses("single"):
             self.ranks = self._limit_memory(ranks or [RankDevice.of(chosen, self.inventory)])
             num_gpus = len(_available_devices(chosen, self.inventory))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
-from runner.base.errors import DeviceMissing, Problem
+from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.shares import Shares, equal_shares, fixed_shares, split_proportionally
 from runner.config.configuration import Choice
 from runner.plan.inventory import Device, Inventory, Kind
@@ -105,13 +105,21 @@ def find_wrong_world_size(parallelism: Choice, num_ranks: int) -> Problem | None
     return Problem(what, f"parallelism.world_size={requested}", fix)
 
 
+def several_on_one(device: str, where: str) -> Problem:
+    """Return the problem of several ranks on an Intel or Apple GPU, for which there are no tested collectives."""
+    what = f"several ranks cannot use {device}: they need CUDA or ROCm GPUs, or the CPU"
+    return Problem(what, where, "use parallelism=single, or device=cpu")
+
+
 def assign_gpus(first: Device | None, requested: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
     """Return the GPU of each rank, None for the CPU, and the reason for the number of ranks.
 
     first      the GPU that was chosen for rank 0, None for the CPU
     requested  number of ranks, or auto: one for each GPU
-    Raises DeviceMissing if there are more ranks than GPUs.
+    Raises DeviceMissing if there are more ranks than GPUs, and ConfigError for several ranks on another accelerator.
     """
+    if first is not None and first.kind != "cuda" and requested != 1:
+        raise ConfigError(several_on_one(first.torch_name, f"parallelism.world_size={requested}"))
     if first is None or first.kind != "cuda":
         if requested == "auto":
             return [first] * CPU_RANKS, f"auto: no GPUs; {CPU_RANKS} ranks for testing"

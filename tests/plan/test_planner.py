@@ -279,6 +279,25 @@ def test_the_gpu_with_most_free_memory_is_chosen() -> None:
     assert made.device_uuid == "GPU-1"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize(("device", "word"), [(ARC, "device=xpu"), (ARC, "device=auto"), (MPS, "device=mps")])
+def test_several_ranks_do_not_share_an_intel_or_apple_gpu(device: Device, word: str, strategy: str) -> None:
+    for ranks in ("parallelism.world_size=auto", "parallelism.world_size=2"):
+        (problem,) = refused(word, f"parallelism={strategy}", ranks, on=machine(device))
+        assert device.torch_name in problem.what
+    alone = plan(word, f"parallelism={strategy}", "parallelism.world_size=1", on=machine(device))
+    assert [rank.device for rank in alone.ranks] == [device.torch_name]
+    assert plan(word, "parallelism=auto", on=machine(device)).world_size == 1
+
+
+@pytest.mark.parametrize(("device", "word"), [(ARC, "device=xpu"), (MPS, "device=mps")])
+def test_ranks_of_another_launcher_do_not_silently_use_the_cpu(device: Device, word: str) -> None:
+    here = machine(device)
+    ranks = devices_of_local_ranks(configuration(word), here, 2)
+    with pytest.raises(ConfigError):
+        make_plan(configuration(word, "parallelism=ddp"), here, ranks)
+
+
 def test_a_requested_device_is_used() -> None:
     assert plan("device=cuda:1", on=machine(*PAIR)).device == "cuda:1"
     assert plan("device=cuda", on=machine(*PAIR)).device == "cuda:0"
