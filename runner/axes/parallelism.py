@@ -5,7 +5,8 @@ Keys of several options:
 world_size  number of ranks; auto: one per GPU
 batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
 restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
-timeout_s   seconds after which a rank that does not respond is considered lost
+timeout_s   seconds after which a rank that does not respond is considered lost; on GPUs, not less than the sum of the
+            watchdog's limits
 """
 
 from __future__ import annotations
@@ -92,7 +93,6 @@ def fsdp(
         gathers_model=evaluation != "sharded",
         init=init,
         shard_size=shard_size if isinstance(shard_size, int) else None,
-        timeout_s=timeout_s,
     )
 
 
@@ -131,7 +131,6 @@ def pipeline(
         split=split,
         balance=balance,
         init=init,
-        timeout_s=timeout_s,
     )
 
 

@@ -24,20 +24,25 @@ from runner.base.accelerator import get_accelerator
 from runner.base.errors import DeviceMissing, SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.distributed.timeouts import call_with_timeout
-from runner.distributed.world import World
+from runner.distributed.world import TIMEOUT_S, World
 
 RENDEZVOUS_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
 ABORT_S = 10.0  # s to abort the kernels of a process group
-TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
 def join_process_group(
-    rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S, rendezvous_s: float | None = None
+    rank_info: RankInfo,
+    device: torch.device,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    rendezvous_s: float | None = None,
+    watchdog_s: float = 0.0,
 ) -> Iterator[World]:
     """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
 
     rendezvous_s  timeout of the rendezvous, at most `timeout_s`; None: RENDEZVOUS_S plus 0.5 s per rank
+    watchdog_s    time within which the run's watchdog reports a hang; collectives of GPUs do not time out before
 
     CPU tensors use gloo, and CUDA tensors use NCCL. After an error, and if destroying the group takes longer than
     `timeout_s`, the group is abandoned.
@@ -45,7 +50,12 @@ def join_process_group(
     """
     has_own_launcher = rank_info.store.startswith("file:")  # other launchers end all ranks when one exits
     folder = Path(rank_info.store.removeprefix("file://")).parent if has_own_launcher else None
-    world = World(device, rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.num_local_ranks, folder)
+    # NCCL aborts the rank that waits, without naming the one that hangs. The watchdog's report must come first.
+    collective_s = max(timeout_s, watchdog_s) if device.type == "cuda" else timeout_s
+    world = World(
+        device, rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.num_local_ranks, folder,
+        timeout_s=collective_s,
+    )  # fmt: skip
     get_accelerator(device).activate()  # calls that name no device must not initialize the first GPU
     if rank_info.world_size == 1:
         yield world
@@ -56,9 +66,9 @@ def join_process_group(
     rendezvous_s = min(timeout_s, rendezvous_s)
     try:
         if has_own_launcher:
-            _init_group(rank_info, device, timeout_s, rendezvous_s)
+            _init_group(rank_info, device, collective_s, rendezvous_s)
         else:  # with a timeout, because the port may belong to another program
-            call_with_timeout(rendezvous_s + 5.0, partial(_init_group, rank_info, device, timeout_s, rendezvous_s))
+            call_with_timeout(rendezvous_s + 5.0, partial(_init_group, rank_info, device, collective_s, rendezvous_s))
     except (RuntimeError, OSError) as error:
         if "Duplicate GPU" in str(error):
             raise DeviceMissing(

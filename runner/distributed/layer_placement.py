@@ -161,7 +161,7 @@ def shared_parameters(
         stages = tuple(sorted(holders[name]))
         if stages not in groups:
             rows = [[first + stage for stage in stages] for first in range(0, grid.world.world_size, size)]
-            groups[stages] = new_groups(rows, grid.timeout_s)
+            groups[stages] = new_groups(rows, grid.world.timeout_s)
         if rank in stages:
             ties.append(Tie(weights[name], groups[stages], rank == stages[0]))
     return ties

@@ -39,7 +39,6 @@ from runner.distributed.agreement import (
     raise_on_all_ranks,
 )
 from runner.distributed.buffer_sync import BufferSync, check_copies
-from runner.distributed.join import TIMEOUT_S
 from runner.distributed.layer_placement import (
     WHERE,
     Example,
@@ -86,7 +85,6 @@ class Pipelined(Parallel):
     split     number of layers of each stage; None: by `balance`
     balance   memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init      how the model is built, see Parallel
-    timeout_s timeout of collectives within a pipeline, or between the copies of a stage
     """
 
     is_lockstep = True
@@ -103,10 +101,9 @@ class Pipelined(Parallel):
         split: Sequence[int] | None = None,
         balance: partition.Balance = "memory",
         init: ModelInit = "full",
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(world)
-        self.grid = split_ranks(world, stages or world.world_size, timeout_s)
+        self.grid = split_ranks(world, stages or world.world_size)
         self.pipeline, self.replicas = self.grid.copy, self.grid.replicas
         self.batch_rank, self.counts_samples = self.replicas.rank, self.pipeline.is_first
         self.init = init

@@ -25,33 +25,29 @@ def new_groups(groups: Sequence[Sequence[int]], timeout_s: float) -> Any:
 class RankGrid(NamedTuple):
     """The worlds of this rank.
 
-    world      all ranks
-    copy       ranks that together hold the same copy of the model as this rank
-    replicas   ranks that hold the same part of the model as this rank, one rank in each copy
-    timeout_s  timeout of collectives in groups of ranks
+    world     all ranks
+    copy      ranks that together hold the same copy of the model as this rank
+    replicas  ranks that hold the same part of the model as this rank, one rank in each copy
     """
 
     world: World
     copy: World
     replicas: World
-    timeout_s: float
 
 
-def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
+def split_ranks(world: World, size: int) -> RankGrid:
     """Divide the ranks into copies of `size` consecutive ranks each. Collective, because it creates process groups.
 
-    size       must divide the number of ranks
-    timeout_s  timeout of collectives in the new groups, which do not inherit the timeout of the world
+    size  must divide the number of ranks
     """
     if size == world.world_size:
-        return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1), timeout_s)
+        return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1))
     rows = torch.arange(world.world_size).view(-1, size)
-    across, inside = (new_groups(ranks.tolist(), timeout_s) for ranks in (rows.t(), rows))
+    across, inside = (new_groups(ranks.tolist(), world.timeout_s) for ranks in (rows.t(), rows))
     return RankGrid(
         world,
         _part_of(world, rows[world.rank // size].tolist(), inside),
         _part_of(world, rows[:, world.rank % size].tolist(), across),
-        timeout_s,
     )
 
 

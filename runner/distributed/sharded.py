@@ -31,7 +31,6 @@ from runner.base.text import abbreviate, dtype_name
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
-from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 from runner.distributed.rank_grid import split_ranks
 from runner.distributed.shared_calls import SharedCalls, parts_of
@@ -58,7 +57,6 @@ class Sharded(Parallel):
                            call of the model
     init                   how the model is built, see Parallel
     shard_size             ranks that hold one copy of the model together; None: all ranks
-    timeout_s              timeout of collectives within a group and between groups
     """
 
     is_lockstep = True
@@ -75,12 +73,10 @@ class Sharded(Parallel):
         gathers_model: bool = True,
         init: ModelInit = "auto",
         shard_size: int | None = None,
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(world)
         self.shard_size = shard_size or world.world_size
         self.num_parts = self.shard_size if saves_parts else 1
-        self.timeout_s = timeout_s
         self.gathers_model = gathers_model
         self.init = init
         self.reshard_after_forward = reshard_after_forward
@@ -155,7 +151,7 @@ class Sharded(Parallel):
         if size == count:
             return init_device_mesh(kind, (count,))
         ranks = torch.arange(count).view(-1, size)
-        grid = split_ranks(self.world, size, self.timeout_s)  # init_device_mesh sets no timeout for its groups
+        grid = split_ranks(self.world, size)  # init_device_mesh sets no timeout for its groups
         groups = [grid.replicas.group, grid.copy.group]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicas", "shards"))
 

@@ -102,6 +102,12 @@ class HangDetector:
             return None
         return self._report(blocking)
 
+    def report_stopped(self, living: Sequence[int]) -> HangReport | None:
+        """Return a report that names the first of the living ranks that is stopped (SIGSTOP), if any."""
+        self.states = {rank: self.states[rank] for rank in living}
+        stopped = next((rank for rank, state in self.states.items() if state.stopped_s), None)
+        return None if stopped is None else self._report(stopped)
+
     def num_updates(self) -> int:
         """Return the number of completed updates, even after the ranks have exited."""
         return max(int(table.num_updates().value) for table in self._tables.values())

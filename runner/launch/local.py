@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from runner.engine.process.watchdog import LEFT_EARLY, STOP_TIMEOUT_S
 from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
-from runner.launch.hangs import TICK_S, HangDetector
+from runner.launch.hangs import TICK_S, HangDetector, HangReport
 from runner.launch.rank_process import Main, read_report, run_rank_process
 from runner.records.events import Console
 
@@ -265,13 +265,8 @@ class _Supervisor:
                 self._record_exit(rank)
             self._handle_requests()
             found = None if self.failures else self.hangs.check([rank.number for rank in living if rank.status is None])
-            if found is not None:  # end all ranks; the blocking rank is the cause
-                problem, seconds = found.error.problems[0], time.monotonic() - self.started
-                self.failures.append(
-                    Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
-                )
-                self.limit = time.monotonic()
-                self._report(self.failures[-1])
+            if found is not None:
+                self._record_hang(found)
                 self._handle_requests()
             if time.monotonic() > self.limit + KILL_TIMEOUT_S:
                 text = "a process does not exit after SIGKILL: it is blocked in the kernel, perhaps by a hanging disk"
@@ -279,6 +274,15 @@ class _Supervisor:
                 return
         if self.failures and not self.is_reported:
             self._report(self._cause())
+
+    def _record_hang(self, found: HangReport) -> None:
+        """End all ranks; the blocking rank is the cause."""
+        problem, seconds = found.error.problems[0], time.monotonic() - self.started
+        self.failures.append(
+            Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
+        )
+        self.limit = time.monotonic()
+        self._report(self.failures[-1])
 
     def result(self) -> LaunchResult:
         cause = self._cause() if self.failures else None
@@ -320,6 +324,13 @@ class _Supervisor:
             (report.time_s or time.monotonic()) - self.started,
             exited_early=signal_name is not None or not report.what,
         )
+        # NCCL's watchdog aborts, and gloo raises an error in, a rank that has waited too long for a stopped one.
+        if (failure.is_victim or signal_name == "SIGABRT") and not any(not other.is_victim for other in self.failures):
+            stopped = self.hangs.report_stopped([other.number for other in self.ranks if other.status is None])
+            if stopped is not None:
+                self.failures.append(replace(failure, is_victim=True))
+                self._record_hang(stopped)
+                return
         self.failures.append(failure)
         now = time.monotonic()
         self.limit = min(self.limit, now + self.grace_s * (2 if failure.is_victim else 1))

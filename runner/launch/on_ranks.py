@@ -17,10 +17,12 @@ import torch
 from runner.base.errors import AccelRunError, Exit, Problem, SharedConfigError, rebuild_error
 from runner.base.json_converter import decode_valid, encode
 from runner.base.rank_env import RankInfo, detect_rank
-from runner.config.configuration import Configuration, to_yaml
+from runner.config.chosen_option import make_chosen
+from runner.config.configuration import Choice, Configuration, to_yaml
 from runner.config.options import task_source
 from runner.distributed.join import join_process_group
 from runner.distributed.world import World
+from runner.engine.process.watchdog import WATCHDOGS
 from runner.forecast.demand import trace_memory_needs
 from runner.host.resources import affinity
 from runner.host.scratch import private_folder
@@ -94,11 +96,16 @@ def join_as_member(
     except AccelRunError as raised:  # rank 0 shares it with the ranks that wait for it
         error = raised
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
+    watchdog_s = _watchdog_s(configuration.choices["watchdog"])
     device, rendezvous_s = devices[member.local_rank], timeout_s if should_trace else None
     with (
         private_folder(),
         join_process_group(
-            member, torch.device(device.device), timeout_s=timeout_s, rendezvous_s=rendezvous_s
+            member,
+            torch.device(device.device),
+            timeout_s=timeout_s,
+            rendezvous_s=rendezvous_s,
+            watchdog_s=watchdog_s,
         ) as joined,
     ):
         source = task_source(configuration.choices["task"].name, task_file).read_bytes()
@@ -188,5 +195,12 @@ def _call_on_rank(plan: Plan, function: RankFunction, member: RankInfo) -> tuple
 def run_as_rank(plan: Plan, member: RankInfo, function: Callable[[World], Result]) -> Result:
     """Join the other ranks, and call the function in this process."""
     timeout_s = float(plan.choices["parallelism"].options.get("timeout_s", 600.0))
-    with join_process_group(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
+    device, watchdog_s = torch.device(plan.ranks[member.rank].device), _watchdog_s(plan.choices["watchdog"])
+    with join_process_group(member, device, timeout_s=timeout_s, watchdog_s=watchdog_s) as world:
         return function(world)
+
+
+def _watchdog_s(choice: Choice) -> float:
+    """Return the time within which the watchdog reports a hang; 0 without a watchdog."""
+    limits = make_chosen(WATCHDOGS, choice)
+    return 0.0 if limits is None else limits.total_s

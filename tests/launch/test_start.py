@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from runner.base.errors import ConfigError, Exit
+from runner.base.errors import ConfigError, Exit, SystemLimit
+from runner.base.rank_env import RankInfo
 from runner.cli import main
+from runner.config.configuration import Choice
 from runner.distributed import join
 from runner.durable.record_files import read_record
-from runner.launch.on_ranks import check_agreement, count_sharing
+from runner.launch.on_ranks import check_agreement, count_sharing, run_as_rank
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
@@ -128,6 +133,35 @@ def test_ranks_wait_while_rank_0_traces_the_memory(tmp_path: Path, monkeypatch: 
     args = [*task(tmp_path, 0), "memory=budget"]
     result = ranks(tmp_path, args, args, num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[1].err
+
+
+@pytest.mark.parametrize(
+    ("device", "watchdog", "least_s"),
+    [
+        ("cuda:0", Choice("default", "default", {"first_update_s": 5000.0, "update_s": 700.0}), 5700.0),
+        ("cuda:0", Choice("off", "off", {}), 60.0),
+        ("cpu", Choice("default", "default", {"first_update_s": 5000.0}), 60.0),
+    ],
+)
+def test_collectives_of_gpus_do_not_time_out_before_the_watchdog_reports_a_hang(
+    device: str, watchdog: Choice, least_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would abort the waiting rank, and its message does not name the one that hangs."""
+    timeouts = []
+
+    def refuse(*_: Any, timeout: timedelta, **__: Any) -> None:
+        timeouts.append(timeout.total_seconds())
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    monkeypatch.setattr(join, "choose_interface", lambda rank_info: None)
+    monkeypatch.setattr(join, "get_accelerator", lambda device: SimpleNamespace(activate=lambda: None))
+    choices = {"parallelism": Choice("ddp", "ddp", {"timeout_s": 60.0}), "watchdog": watchdog}
+    plan: Any = SimpleNamespace(choices=choices, ranks=[SimpleNamespace(device=device)] * 2)
+    with pytest.raises(SystemLimit):
+        run_as_rank(plan, RankInfo(0, 0, 2, 2, f"file://{tmp_path}/store"), lambda world: None)
+    assert timeouts[0] >= least_s
+    assert (timeouts[0] == 60.0) == (least_s == 60.0)
 
 
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """A task in which one rank fails during an update, while the others wait in a collective."""
 
+import importlib
+import os
+import signal
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,7 +22,7 @@ class Failing(Task):
         self.is_due = False
 
     def begin_update(self, progress):
-        self.is_due = progress.update == self.at and dist.is_initialized() and dist.get_rank() == self.rank
+        self.is_due = progress.update == self.at and self.rank == (dist.get_rank() if dist.is_initialized() else 0)
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(0)
@@ -29,7 +33,12 @@ class Failing(Task):
         is_due = self.is_due and model.training
         if is_due and self.how == "memory":
             torch.empty(1 << 40, device=batch[0].device)
-        if is_due:
+        if is_due and self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if is_due and self.how == "assert":  # surfaces in a later operation
+            importlib.import_module("_stand_in").fail_after(0, "device-side assert triggered")
+            self.is_due = False
+        elif is_due:
             raise ValueError("planted")
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 

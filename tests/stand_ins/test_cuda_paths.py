@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import Exit
+from runner.durable.checkpoint import newest_valid
+from runner.durable.record_files import read_error
 from tests.faults import tallies
 from tests.gpu.runs import PIPES, TASK
 from tests.stand_ins.cuda.build import why_not
@@ -102,6 +105,41 @@ def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: St
     error = json.loads((tmp_path / "outputs/r/error.json").read_text())
     assert error["place"]["rank"] == rank
     assert "planted" in result.err
+
+
+@pytest.mark.slow  # waits for the timeout
+def test_a_rank_that_stops_is_named_and_not_the_one_that_nccl_aborts(stand_in: StandIn, tmp_path: Path) -> None:
+    """NCCL's watchdog ends the rank that waits, after the timeout of its collective."""
+    args = f"train --task {FAILING} task.how=stop updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
+    result = stand_in.command(
+        "a100x2", f"{args} parallelism=ddp parallelism.timeout_s=45 watchdog=off monitor=off", tmp_path
+    )
+    assert result.code == Exit.HANG, result.out + result.err
+    error = read_error(tmp_path / "outputs/r")
+    assert error is not None
+    assert (error.exit_code, error.place["rank"]) == (Exit.HANG, 1)
+    assert "rank 1 of 2" in (tmp_path / "outputs/r/stacks.txt").read_text()
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize(
+    ("args", "rank"),
+    [("parallelism=single", 0), ("parallelism=ddp", 1), ("parallelism=fsdp", 0), ("parallelism=pipeline", 1)],
+)
+def test_a_late_error_of_a_device_names_its_rank_and_leaves_valid_checkpoints(
+    args: str, rank: int, stand_in: StandIn, tmp_path: Path
+) -> None:
+    """A failed assertion of a kernel is raised by a later call, here while other ranks wait in a collective."""
+    task = f"train --task {FAILING} task.how=assert task.rank={rank} updates=6 global_batch_size=16 micro_batch_size=8"
+    result = stand_in.command("a100x2", f"{task} run=r device=cuda checkpoint.every=1 monitor=off {args}", tmp_path)
+    assert result.code == Exit.NO_DEVICE, result.out + result.err
+    error = read_error(tmp_path / "outputs/r")
+    assert error is not None
+    assert (error.place["rank"], error.reached) == (rank, 3)
+    assert "CUDA_LAUNCH_BLOCKING=1" in error.fix
+    found = newest_valid(tmp_path / "outputs/r/checkpoints")
+    assert found is not None
+    assert found.name == error.last_checkpoint
 
 
 SMALL = f"--task {FAILING} task.rank=-1"

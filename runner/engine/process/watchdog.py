@@ -120,6 +120,16 @@ class WatchdogLimits:
     data_s: float | None
     checkpoint_s: float
 
+    @property
+    def total_s(self) -> float:
+        """The longest time between two collectives of a rank that is not overdue, unless derived timeouts grow.
+
+        Between two collectives, a rank may load a batch, compute, and write a checkpoint.
+        """
+        return (
+            self.first_update_s + self.checkpoint_s + (self.update_s or MIN_TIMEOUT_S) + (self.data_s or MIN_TIMEOUT_S)
+        )
+
     def timeout_s(self, kind: str, *, is_first: bool, longest_s: float, least_s: float = 0.0) -> float:
         """Return the timeout of this kind of work; at least `least_s` if derived."""
         if kind in (CHECKPOINT, END):

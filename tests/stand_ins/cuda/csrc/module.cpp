@@ -51,8 +51,8 @@ std::vector<Tensors> aliases_on_cpu(const std::vector<Tensors>& lists) {
   return all;
 }
 
-// NCCL does not report a lost peer: its kernels spin until the watchdog ends the process, and destroying the communicator
-// waits for them.
+// NCCL does not report a peer that is lost or does not join: its kernels spin until the watchdog ends the process, and
+// destroying the communicator waits for them.
 class NcclWork final : public Work {
  public:
   NcclWork(int rank, c10d::OpType type, Tensors tensors, std::vector<c10::intrusive_ptr<Work>> parts, StreamKey stream,
@@ -95,7 +95,8 @@ class NcclWork final : public Work {
   // Blocks until all peers have participated. A lost peer is not detected before the watchdog's timeout.
   void finish() {
     for (auto& part : parts_) try {
-        part->wait();
+        auto left = std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+        part->wait(std::max(left, milliseconds(1)));  // 0 would mean no timeout
       } catch (const std::exception& error) {
         spin_until_watchdog(error.what());
       }
