@@ -329,7 +329,7 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 def test_the_documented_commands_load_a_resnet_50_into_task_cape(server: ForkServer, tmp_path: Path) -> None:
     torch.manual_seed(0)
     backbone = PretrainedResNet50(1).state_dict()
-    for name, tensor in backbone.items():
+    for tensor in backbone.values():
         if tensor.dim() == 1:  # of a norm; unlike the initial values, but the loss stays finite
             tensor.uniform_(0.5, 1.0)
     counts = {name.replace("running_mean", "num_batches_tracked"): torch.tensor(7) for name in backbone}
