@@ -135,7 +135,7 @@ def _read_metrics(path: Path) -> dict[str, float | None]:
 
 
 def read_sweep_row(path: Path) -> RunRow:
-    """Return a sweep or search as a row: trials instead of updates, and the metric of the best trial."""
+    """Return a sweep or search as a row: trials instead of updates, and the best value of the metric."""
     from runner.durable.directory import SWEEP
     from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, find_best
@@ -148,7 +148,7 @@ def read_sweep_row(path: Path) -> RunRow:
         written = (path / SWEEP).stat().st_mtime
     except OSError:
         written = 0.0
-    metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
+    metrics = {} if best is None else {sweep.goal.metric: best.mean}
     return RunRow(
         path.name,
         str(path),

@@ -13,10 +13,14 @@ from runner.records.run_record import ProcessRecord
 
 @dataclass(frozen=True)
 class Goal:
-    """How trials are compared: the last value of a metric, and its direction."""
+    """How trials are compared: the last value of a metric, and its direction.
+
+    over  keys of repetitions, such as seed: trials that differ only in these keys are compared by their mean
+    """
 
     metric: str = "val/loss"
     best_is: Literal["min", "max"] = "min"
+    over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.best_is} of {self.metric}"

@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +44,7 @@ from runner.sweeps.trials import (
     format_summary,
     format_trial_table,
     is_launcher_override,
+    is_repetition,
 )
 from runner.trackers.tracker import require_installed
 
@@ -129,7 +130,7 @@ def open_sweep(
     configuration: Configuration,
     options: SweepOptions,
     axes: Sequence[SearchSpace] = (),
-    varied: Iterable[str] = (),
+    varied: Collection[str] = (),
 ) -> Iterator[tuple[RunDirectory, Sweep]]:
     """Create or open the folder of a sweep, lock it, and check that its earlier trials have the requested settings.
 
@@ -152,7 +153,7 @@ def open_sweep(
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             command=fixed.command_line,
             fixed=tuple(override for override in fixed.overrides if not _is_location(override)),
-            goal=_choose_goal(options, configuration),
+            goal=_choose_goal(options, configuration, varied),
             space={axis.key: str(axis) for axis in axes},
             runs=_find_named_runs(overrides, settings.root, earlier.record.runs),
             process=ProcessRecord(started=earlier.record.process.started),
@@ -342,7 +343,7 @@ def _as_recorded(override: str, recorded: Collection[str]) -> str:
     return plain if override not in recorded and plain in recorded else override
 
 
-def _choose_goal(options: SweepOptions, configuration: Configuration) -> Goal:
+def _choose_goal(options: SweepOptions, configuration: Configuration, varied: Collection[str]) -> Goal:
     early, saves = configuration.settings.early_stopping, configuration.choices["checkpoint"].options
     goals = [Goal(early.metric, early.best_is)]
     if saves.get("best"):  # null: no checkpoint is kept as the best
@@ -350,7 +351,8 @@ def _choose_goal(options: SweepOptions, configuration: Configuration) -> Goal:
         goals.insert(1 if is_set else 0, Goal(saves["best"], saves["best_is"]))
     metric = options.metric or goals[0].metric
     best_is = next((goal.best_is for goal in goals if goal.metric == metric), early.best_is)
-    return Goal(metric, options.best_is or best_is)
+    over = dict.fromkeys(key for key in map(override_key, varied) if is_repetition(key))
+    return Goal(metric, options.best_is or best_is, tuple(over))
 
 
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:

@@ -7,11 +7,12 @@ import io
 import math
 import os
 import socket
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from runner.base.errors import Exit, SystemLimit
 from runner.base.json_converter import decode, encode
@@ -82,6 +83,37 @@ class Result:
     def value(self) -> float | None:
         """Return the value used for comparison, None if unfinished or not finite."""
         return self.last if self.state == "finished" and self.last is not None and math.isfinite(self.last) else None
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Trials that differ only in repetitions, such as seeds or folds; without repetitions, a single trial.
+
+    settings  key -> value of their other settings that differ between trials
+    """
+
+    settings: Mapping[str, str]
+    results: Sequence[Result]
+
+    @property
+    def values(self) -> list[float]:
+        """Return the values of the trials that have one."""
+        return [result.value for result in self.results if result.value is not None]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean of the values, NaN if there are none."""
+        return statistics.mean(self.values) if self.values else math.nan
+
+    @property
+    def std(self) -> float:
+        """Return the sample standard deviation of the values (n - 1), NaN if there are fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    @property
+    def count(self) -> str:
+        """Return how many of its trials have a value: `2 of 3`."""
+        return f"{len(self.values)} of {len(self.results)}"
 
 
 @dataclass
@@ -214,15 +246,38 @@ class Sweep:
             for result in results
         )
         self.record = replace(self.record, name=directory.name, process=process, trials=trials)
-        directory.write(SWEEP, to_json(encode(self.record), 1))
+        means = {"combinations": encode_combinations(results, self.goal)} if self.goal.over else {}
+        directory.write(SWEEP, to_json(encode(self.record) | means, 1))
         directory.write(TABLE, to_csv(results, self.goal))
         return results
 
 
-def find_best(results: Sequence[Result], goal: Goal) -> Result | None:
-    """Return the best finished trial, the first one if several are equal; None if none has a finite value."""
-    best = goal.best(result.value for result in results if result.value is not None)
-    return next((result for result in results if best is not None and result.value == best), None)
+def is_repetition(key: str) -> bool:
+    """Return whether trials that differ only in this key repeat the same experiment: a seed or a fold."""
+    return key.rpartition(".")[2] in ("seed", "fold")
+
+
+def combine_repetitions(results: Sequence[Result], goal: Goal) -> list[Combination]:
+    """Group the trials that differ only in repetitions; without repetitions, each trial is a group."""
+    groups: dict[object, Combination] = {}
+    for result in results:
+        settings = {key: value for key, value in result.trial.settings.items() if key not in goal.over}
+        # The trials of a search can have equal settings.
+        key = tuple(settings.items()) if goal.over else result.trial.number
+        groups[key] = Combination(settings, [*(groups[key].results if key in groups else ()), result])
+    return list(groups.values())
+
+
+def find_best(results: Sequence[Result], goal: Goal) -> Combination | None:
+    """Return the combination with the best mean, the first one if several are equal; None if none has a value.
+
+    Means over fewer trials than others, because some have failed or are not finished, are not compared.
+    """
+    combinations = combine_repetitions(results, goal)
+    most = max((len(combination.values) for combination in combinations), default=0)
+    comparable = [combination for combination in combinations if len(combination.values) == most]
+    best = goal.best(combination.mean for combination in comparable)
+    return next((combination for combination in comparable if combination.mean == best), None)
 
 
 def count_states(results: Sequence[Result]) -> str:
@@ -235,9 +290,20 @@ def format_summary(results: Sequence[Result], goal: Goal) -> str:
     """Return a one-line summary: trials by state, and the best one or why there is none."""
     best = find_best(results, goal)
     if best is not None:
-        return f"{count_states(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
+        return f"{count_states(results)}; {format_best(best, goal)}"
     why = explain_missing_metric(results, goal) or f"no finished trial has a finite {goal.metric}"
     return f"{count_states(results)}; {why}"
+
+
+def format_best(best: Combination, goal: Goal) -> str:
+    """Return a one-line description of the best trial, or of the combination with the best mean."""
+    if not goal.over:
+        return f"{goal}: {best.mean:.5g}, {best.results[0].trial.label}"
+    what = f"mean of {goal.metric} over {', '.join(goal.over)}"
+    settings = [f"{key}={value}" for key, value in best.settings.items()]
+    what = f"{goal.best_is} of the {what}" if settings else what  # otherwise there is only one combination
+    spread = f"standard deviation {_format_value(best.std, 3)}, {best.count} trials"
+    return ", ".join([f"{what}: {best.mean:.5g} ({spread})", *([" ".join(settings)] if settings else [])])
 
 
 def explain_missing_metric(results: Sequence[Result], goal: Goal) -> str:
@@ -259,7 +325,10 @@ def format_result(result: Result, goal: Goal) -> str:
 
 
 def trial_rows(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table of trials, formatted for display; the best one is marked."""
+    """Return header and rows of the table of trials, formatted for display; the best one is marked.
+
+    Repetitions are not marked, because only their means are compared.
+    """
     keys = list(dict.fromkeys(key for result in results for key in result.trial.settings))
     best = find_best(results, goal)
     head = ["trial", *keys, "state", goal.metric, "lowest" if goal.best_is == "min" else "highest", "seconds", ""]
@@ -272,26 +341,56 @@ def trial_rows(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[l
         ]
         cells += ["-" if value is None else format_metric(value, 5) for value in (result.last, result.best)]
         cells += ["-" if result.seconds is None else f"{result.seconds:.1f}"]
-        rows.append([*cells, BEST if result is best else ""])
+        rows.append([*cells, BEST if best and result in best.results and not goal.over else ""])
+    return head, rows
+
+
+def combination_rows(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table of means over repetitions, formatted for display; the best one is marked."""
+    combinations, best = combine_repetitions(results, goal), find_best(results, goal)
+    keys = list(dict.fromkeys(key for combination in combinations for key in combination.settings))
+    head = [*keys, "trials", f"mean of {goal.metric} over {', '.join(goal.over)}", "standard deviation", ""]
+    rows = [
+        [
+            *(_shorten(combination.settings.get(key, "-")) for key in keys),
+            combination.count,
+            _format_value(combination.mean, 5),
+            _format_value(combination.std, 3),
+            BEST if combination == best and len(combinations) > 1 else "",
+        ]
+        for combination in combinations
+    ]
     return head, rows
 
 
 def format_trial_table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
-    """Format the table of trials for a terminal of `columns` columns; 0: unlimited."""
+    """Format the tables of trials and of means for a terminal of `columns` columns; 0: unlimited."""
     head, rows = trial_rows(results, goal)
-    lines = [[sanitize(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
-    return format_table(lines, droppable=("seconds", head[-3]), columns=columns)
+    lines = format_table(_make_printable([head, *rows]), droppable=("seconds", head[-3]), columns=columns)
+    if goal.over:
+        head, rows = combination_rows(results, goal)
+        lines += ["", *format_table(_make_printable([head, *rows]))]
+    return lines
 
 
 def to_csv(results: Sequence[Result], goal: Goal) -> str:
-    """Return the results as CSV: one row per trial, one column per varied key and per metric."""
+    """Return the results as CSV: one row per trial, one column per varied key and per metric.
+
+    With repetitions, each row also has the mean and the standard deviation over the repetitions of its trial.
+    """
     keys = list(dict.fromkeys(key for result in results for key in result.trial.settings))
     metrics = list(dict.fromkeys(name for result in results for name in result.metrics if name != goal.metric))
     best = find_best(results, goal)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     head = ["trial", "name", *keys, "state", "exit_code", "seconds", goal.metric, f"{goal.metric} {goal.best_is}"]
+    head += [f"{goal.metric} {name}" for name in ("mean", "std", "count")] if goal.over else []
     writer.writerow([*head, *metrics, "is_best"])
+    combinations = {
+        result.trial.number: combination
+        for combination in combine_repetitions(results, goal)
+        for result in combination.results
+    }
     for result in results:
         cells = [result.trial.number, result.trial.name, *(result.trial.settings.get(key, "") for key in keys)]
         cells += [
@@ -301,8 +400,28 @@ def to_csv(results: Sequence[Result], goal: Goal) -> str:
             _finite_or_none(result.last),
             _finite_or_none(result.best),
         ]
-        writer.writerow([*cells, *(_finite_or_none(result.metrics.get(name)) for name in metrics), int(result is best)])
+        combination = combinations[result.trial.number]
+        means = [_finite_or_none(combination.mean), _finite_or_none(combination.std), len(combination.values)]
+        cells += means if goal.over else []
+        cells += [_finite_or_none(result.metrics.get(name)) for name in metrics]
+        writer.writerow([*cells, int(combination == best)])
     return text.getvalue()
+
+
+def encode_combinations(results: Sequence[Result], goal: Goal) -> list[dict[str, Any]]:
+    """Return the means over repetitions as JSON-serializable data: one object per combination of the other settings."""
+    best = find_best(results, goal)
+    return [
+        {
+            "settings": dict(combination.settings),
+            "trials": [result.trial.number for result in combination.results],
+            "count": len(combination.values),
+            "mean": _finite_or_none(combination.mean),
+            "std": _finite_or_none(combination.std),
+            "is_best": combination == best,
+        }
+        for combination in combine_repetitions(results, goal)
+    ]
 
 
 def is_launcher_override(override: str) -> bool:
@@ -333,6 +452,14 @@ def _derive_state(run_state: str, code: int | None, job: str | None) -> State:
 def _format_state(result: Result) -> str:
     is_known = result.state == "failed" and result.exit_code is not None
     return f"{result.state} ({result.exit_code})" if is_known else result.state
+
+
+def _format_value(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else format_metric(value, digits)
+
+
+def _make_printable(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[sanitize(cell).replace("\n", " ") for cell in row] for row in rows]
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -73,6 +73,7 @@ def trial() -> int:
             record["made"] = made
             value = (math.log10(float(given.get("optimizer.lr", "0.001"))) + 2.5) ** 2 + 1 / made
             value += abs(int(given.get("task.hidden", "8")) - 16) / 100
+            value += int(given.get("seed", "0")) * int(given.get("task.hidden", "8")) / 1000
             value = math.nan if act == "bad" else value
             with run.metrics.open("a") as rows:
                 rows.write(json.dumps({"update": made, "phase": "train", metric: value}) + "\n")

@@ -10,7 +10,16 @@ from runner.base.picture import COLORS, new_figure
 from runner.base.text import abbreviate
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal
-from runner.sweeps.trials import Result, Sweep, count_states, find_best, trial_rows
+from runner.sweeps.trials import (
+    Result,
+    Sweep,
+    combination_rows,
+    combine_repetitions,
+    count_states,
+    find_best,
+    format_best,
+    trial_rows,
+)
 from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, label_axes
 from runner.tools.report.comparison import make_comparison_page
 from runner.tools.report.page import Page, PageHead, PageTable, Step
@@ -23,25 +32,23 @@ def make_sweep_page(sweep: Sweep) -> Page:
     results, goal = sweep.results(), sweep.goal
     best = find_best(results, goal)
     sign = 1 if goal.best_is == "min" else -1
-    evaluated = [result for result in results if result.state != "waiting" and result.metrics]
     # The best first, trials without a value last.
-    order = sorted(evaluated, key=lambda result: math.inf if result.value is None else sign * result.value)
-    shown = order[:_MAX_COMPARED]
+    combinations = sorted(
+        combine_repetitions(results, goal),
+        key=lambda combination: math.inf if math.isnan(combination.mean) else sign * combination.mean,
+    )
+    order = [result for combination in combinations for result in combination.results]
+    shown = [result for result in order if result.state != "waiting" and result.metrics][:_MAX_COMPARED]
     runs = [read_run_data(RunDirectory.find(sweep.folder, result.trial.name)) for result in shown]
     page = make_comparison_page(runs) if runs else Page()
-    head, rows = trial_rows(results, goal)
-    table = PageTable(
-        "trials",
-        "Trials",
-        head,
-        [[make_printable(cell) for cell in row] for row in rows],
-        make_printable(sweep.record.together),
-    )
+    tables = [_make_table("Trials", trial_rows(results, goal), make_printable(sweep.record.together))]
+    if goal.over:
+        tables.insert(0, _make_table("Means", combination_rows(results, goal)))
     charts, missing = _draw_charts(results, goal)
     lines = [f"{sweep.record.kind} of {make_printable(sweep.record.task)}: {count_states(results)}"]
     lines += [f"{make_printable(key)}: {make_printable(value)}" for key, value in sweep.record.space.items()]
     if best is not None:
-        lines.append(make_printable(f"{goal.best_is} of {goal.metric}: {best.value:.5g}, {best.trial.label}"))
+        lines.append(make_printable(format_best(best, goal)))
     if shown and len(shown) < len(results):
         what = f"the {len(shown)} best are compared" if len(shown) > 1 else "is the best"
         lines.append(f"below the table {what}")
@@ -53,11 +60,16 @@ def make_sweep_page(sweep: Sweep) -> Page:
         page,
         head=PageHead(name=name, title=f"{name} · accel-run report", lines=lines),
         problems=[*([abbreviate(failed)] if failed else []), *page.problems],
-        first=[table, *page.first],
+        first=[*tables, *page.first],
         charts=[*charts, *page.charts],
         repeat=[Step("Whole sweep", make_printable(sweep.record.command))] if sweep.record.command else [],
         missing=[*missing, *page.missing],
     )
+
+
+def _make_table(title: str, table: tuple[list[str], list[list[str]]], note: str = "") -> PageTable:
+    head, rows = table
+    return PageTable(title.lower(), title, head, [[make_printable(cell) for cell in row] for row in rows], note)
 
 
 def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[MissingPart]]:
@@ -76,24 +88,28 @@ def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], li
 def _draw_over_trials(known: Sequence[tuple[Result, float]], goal: Goal) -> Drawing:
     numbers = [result.trial.number for result, _ in known]
     values = [value for _, value in known]
+    figure = new_figure(6.2, 3.1)
+    axes = figure.subplots()
+    axes.plot(numbers, values, "o", markersize=4, color=COLORS[0], label="a trial")
+    label_axes(axes, "trial", goal.metric)
+    if goal.over:  # the best of several repetitions is a matter of chance
+        return Drawing(figure, f"{len(values)} trials, from {min(values):.4g} to {max(values):.4g}")
     best: list[float] = []
     for value in values:
         so_far = goal.best([*best[-1:], value])
         assert so_far is not None
         best.append(so_far)
-    figure = new_figure(6.2, 3.1)
-    axes = figure.subplots()
-    axes.plot(numbers, values, "o", markersize=4, color=COLORS[0], label="a trial")
     axes.plot(numbers, best, drawstyle="steps-post", linewidth=1.7, color=COLORS[1], label="best so far")
-    label_axes(axes, "trial", goal.metric)
     axes.legend(loc="best", fontsize=9)
     return Drawing(figure, f"{len(values)} trials, the best {best[-1]:.4g}, the first {values[0]:.4g}")
 
 
 def _draw_over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> list[tuple[str, Drawing]]:
-    """Draw a chart for each setting that is numeric in every trial and has more than one value."""
+    """Draw a chart for each setting that is numeric in every trial and has more than one value, except repetitions."""
     found = []
-    for key in list(known[0][0].trial.settings)[:_MAX_KEYS]:
+    winner = find_best([result for result, _ in known], goal)
+    assert winner is not None
+    for key in [key for key in known[0][0].trial.settings if key not in goal.over][:_MAX_KEYS]:
         points = [(_parse_number(result.trial.settings.get(key, "")), value) for result, value in known]
         if not all(math.isfinite(x) for x, _ in points) or len({x for x, _ in points}) < 2:
             continue
@@ -104,7 +120,7 @@ def _draw_over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> li
         label_axes(axes, key, goal.metric, is_whole=all(number.is_integer() for number in x))
         if x[0] > 0 and x[-1] / x[0] >= _LOG_SCALE_RATIO:
             axes.set_xscale("log")
-        best = x[y.index(goal.best(y))]
+        best = _parse_number(winner.settings[key])
         found.append(
             (f"{goal.metric} over {key}", Drawing(figure, f"from {x[0]:.4g} to {x[-1]:.4g}, best at {best:.4g}"))
         )
