@@ -49,6 +49,7 @@ def make_figures(results: Results) -> dict[str, Any]:
     if not rows:
         fix = "measure first, with accel-run benchmark"
         raise InputMissing("there are no results to plot", where=str(results.csv), fix=fix)
+    rows = {name.replace("$", r"\$"): row for name, row in rows.items()}  # not a formula
     figures = {
         "steps.png": _draw_by_session(rows, _steps_height, _draw_steps),
         "heatmap.png": _draw_by_session(rows, _heatmap_height, _draw_heatmap),

@@ -95,6 +95,7 @@ class Results:
     """The files `<prefix>results.json` and `<prefix>results.csv` in a folder, and the plots beside them.
 
     csv     column `step`, 1 to N, then a column per variant in milliseconds; shorter columns end with empty cells.
+            With several sessions, each name ends in ` (session N)`, which selects the baseline of the column.
             Written for other programs; read only for plots of a CSV file without a JSON file, such as a published one
     Raises ConfigError if file names cannot begin with the prefix.
     """
@@ -145,23 +146,19 @@ class Results:
         return rows
 
     def _read_csv(self) -> dict[str, LadderRow]:
-        """Return the columns of the CSV file, without those that are empty."""
+        """Return the columns of the CSV file, under their names in the file and without those that are empty."""
         text = files.read(self.csv, at_most=_MAX_BYTES).decode("utf-8", errors="replace")
-        first, *lines = list(csv.reader(io.StringIO(text))) or [[]]
-        columns: dict[str, list[float]] = {name: [] for name in first if name != STEP}
         try:
-            for line in lines:
-                for name, cell in zip(first, line, strict=True):
-                    if name != STEP and cell:
-                        columns[name].append(float(cell))
-        except ValueError as error:
-            what = f"is not a table of times: {error}"
+            columns = _parse_csv(text)
+        except (csv.Error, ValueError) as error:
+            what = f"is not a table of times in milliseconds: {error}"
             raise DataError(what, where=str(self.csv), fix=_TABLE_FIX) from None
-        rows = {name: LadderRow(updates_ms=tuple(times)) for name, times in columns.items() if times}
-        if not all(_is_column(name) and _are_times(row.updates_ms) for name, row in rows.items()):
-            what = f"must have a column {STEP} and columns of times in milliseconds"
-            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX)
-        return rows
+        sessions = {name: int(found[1]) for name in columns if (found := _SESSION.search(name))}
+        if unknown := [name for name in columns if sessions and name not in sessions]:  # of an earlier version
+            what = f"has columns of several sessions, but does not state the session of {abbreviate(unknown)}"
+            fix = "use the results.json of the same measurements, or append (session N) to the name of each column"
+            raise DataError(what, where=str(self.csv), fix=fix)
+        return {name: LadderRow(updates_ms=times, session=sessions.get(name, 1)) for name, times in columns.items()}
 
     def put(self, rows: Mapping[str, LadderRow], *, session: int | None = None, is_main: bool = True) -> int:
         """Write these columns, replacing earlier ones with the same names; return the number of their session.
@@ -228,7 +225,8 @@ class Results:
     def _write(self, rows: Mapping[str, LadderRow]) -> None:
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([STEP, *rows])
+        has_sessions = len({row.session for row in rows.values()}) > 1
+        writer.writerow([STEP, *(_add_session(name, row) if has_sessions else name for name, row in rows.items())])
         steps: Iterator[tuple[Any, ...]] = zip_longest(*(row.updates_ms for row in rows.values()), fillvalue="")
         writer.writerows([number, *values] for number, values in enumerate(steps, 1))
         records = {
@@ -273,6 +271,36 @@ def session_baseline(session: int) -> str:
     return f"{BASELINE} (session {session})"
 
 
+def _add_session(name: str, row: LadderRow) -> str:
+    return name if _SESSION.search(name) else f"{name} (session {row.session})"
+
+
+def _parse_csv(text: str) -> dict[str, tuple[float, ...]]:
+    """Return column -> its times, without empty columns. Raises csv.Error, and ValueError if a cell is not a time."""
+    head, *lines = [line for line in csv.reader(io.StringIO(text)) if line] or [[STEP]]
+    if STEP not in head:
+        raise ValueError(f"there is no column {STEP}")
+    if len(set(head)) < len(head):
+        raise ValueError(f"several columns are called {next(name for name in head if head.count(name) > 1)!r}")
+    if lengths := {len(line) for line in lines} - {len(head)}:
+        raise ValueError(f"a row has {min(lengths)} cells instead of {len(head)}")
+    columns: dict[str, tuple[float, ...]] = {}
+    for name, *cells in zip(head, *lines, strict=True):
+        times = tuple(_parse_time(name, cell) for cell in cells if cell and name != STEP)
+        columns |= {name: times} if times else {}
+    return columns
+
+
+def _parse_time(column: str, cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not _are_times((value,)):
+        raise ValueError(f"column {column!r} has the value {cell!r}")
+    return value
+
+
 def _rename_baseline(rows: Mapping[str, LadderRow], name: str) -> dict[str, LadderRow]:
     """Return the rows with the baseline under another name, at the same position."""
     return {name if key == BASELINE else key: row for key, row in rows.items()}
@@ -292,7 +320,7 @@ def hardware() -> dict[str, Any]:
     return collect_environment(take_inventory())
 
 
-_SESSION = re.compile(r" \(session \d+\)$")  # see session_baseline
+_SESSION = re.compile(r" \(session (\d{1,9})\)$")  # see session_baseline
 LOCK_TIMEOUT_S = 30.0  # a change takes less than a second
 _RETRY_S = 0.02
 _MAX_BYTES = 256 << 20  # enough for a thousand columns of ten thousand steps

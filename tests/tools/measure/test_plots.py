@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import shutil
 import statistics
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -425,9 +427,33 @@ def test_plots_of_a_published_csv_need_no_json(tmp_path: Path) -> None:
     assert set(make_figures(measured)) == set(PICTURES)
 
 
-@pytest.mark.parametrize("text", ["step,baseline\n1,fast\n", "step,baseline\n1,-2\n", "step,a\n1,2,3\n"])
-def test_a_csv_without_times_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [("step,baseline\n1,fast\n", "baseline"), ("step,baseline,all but a\n1,3,-2\n", "all but a"),
+     ("step,a,a\n1,2,3\n", "'a'"), ("step,a\n1,inf\n", "'a'"), ("n,a\n1,2\n", "step"), ("step,a\n1,2,3\n", "csv"),
+     ("step,a\n1,\x00\n", "csv")],
+)  # fmt: skip
+def test_a_csv_without_times_is_refused(tmp_path: Path, text: str, column: str) -> None:
     found = Results(tmp_path)
     found.csv.write_text(text)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=column):
         found.rows()
+
+
+@pytest.mark.parametrize("name", ["all but bf16", "2 GPUs, bf16", "$\\frac$", "größer"])
+def test_a_csv_may_have_any_column_names(tmp_path: Path, name: str) -> None:
+    found = Results(tmp_path)
+    with found.csv.open("w", newline="") as file:
+        csv.writer(file).writerows([["step", "baseline", name], [1, 4.0, 2.0], [2, 4.0, ""]])
+    assert found.rows()[name].updates_ms == (2.0,)
+    for figure in make_figures(found).values():
+        encode_png(figure)
+
+
+PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*/results.csv"))
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda path: path.parent.name)
+def test_the_published_tables_can_be_plotted(tmp_path: Path, published: Path) -> None:
+    shutil.copy(published, tmp_path / "results.csv")
+    assert set(make_figures(Results(tmp_path))) == set(PICTURES)

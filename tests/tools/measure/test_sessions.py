@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from runner.base.errors import DataError
 from runner.tools.measure import results as module
-from runner.tools.measure.plots import make_figures
+from runner.tools.measure.plots import compute_ratios, make_figures
 from runner.tools.measure.results import LadderRow, Results, session_baseline
 from runner.tools.measure.technique import BASELINE
 
@@ -104,6 +105,35 @@ def test_times_of_two_sessions_never_share_axes_and_bars_use_their_own_baseline(
             lengths = dict(zip(labels, (bar.get_width() for bar in axes.patches), strict=True))
             of_techniques = {name: 2.0 + NAMES.index(name) for name in columns if name in NAMES}
             assert lengths == pytest.approx(of_techniques | {BASELINE: 1.0})
+
+
+@settings(max_examples=25)
+@given(runs)
+@example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
+@example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
+def test_the_csv_alone_keeps_the_baseline_of_each_column(given_runs: list[tuple[set[str], bool, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for run, (names, is_main, in_stages) in enumerate(given_runs):
+            measure(folder, run, names, is_main=is_main, in_stages=in_stages)
+        results = Results(folder)
+        expected = {name: ratio.middle for name, ratio in compute_ratios(results.rows()).items()}
+        results.json.unlink()
+        rows = results.rows()
+
+        ratios = {name.partition(" (")[0]: ratio.middle for name, ratio in compute_ratios(rows).items()}
+        assert ratios == expected
+        assert len({(row.session, run_of(list(row.updates_ms))) for row in rows.values()}) == len(
+            {row.session for row in rows.values()}
+        )
+
+
+def test_columns_of_unknown_sessions_are_not_plotted(tmp_path: Path) -> None:
+    """An earlier version marked only the baselines: bf16 may belong to either."""
+    results = Results(tmp_path)
+    results.csv.write_text("step,baseline,bf16,baseline (session 2)\n1,8.0,4.0,4.0\n")
+    with pytest.raises(DataError, match="bf16"):
+        results.rows()
 
 
 def test_a_baseline_is_removed_with_the_last_column_of_its_session(tmp_path: Path) -> None:
