@@ -211,8 +211,11 @@ class _Planner(Decisions):
                 self.reasons["device"] = f"auto: no GPU found{self._describe_unusable(' that can be used')}"
                 return None
             best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
-            others = f", which has the most free memory of {len(usable)} GPUs" if len(usable) > 1 else ""
-            self.reasons["device"] = f"auto: {best.name}{others}"
+            if best.free_bytes is None:
+                others = f", the largest of {len(usable)} GPUs ({format_bytes(best.memory_bytes)})"
+            else:
+                others = f", which has the most free memory of {len(usable)} GPUs ({format_bytes(best.free_bytes)})"
+            self.reasons["device"] = f"auto: {best.name}{others if len(usable) > 1 else ''}"
             return best
         kind, _, number = requested.partition(":")
         for device in usable:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.shares import equal_shares
+from runner.base.text import format_bytes
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.request import Request
@@ -276,6 +277,8 @@ def test_the_gpu_with_most_free_memory_is_chosen() -> None:
     assert plan(on=machine(full, free)).device == "cuda:1"
     made = plan(on=machine(busy, free))
     assert made.reason("device").startswith(f"auto: {small.name}, ")
+    assert format_bytes(7 * GIB) in made.reason("device")
+    assert format_bytes(large.memory_bytes) in plan(on=machine(large, small)).reason("device"), "its total memory"
     assert made.device_uuid == "GPU-1"
 
 
