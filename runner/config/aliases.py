@@ -18,6 +18,7 @@ _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samp
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16, which accumulates the gradients of 64 / 16 = 4 micro-batches"
 _RESUME = "accel-run resume, or resume NAME; for a new run that starts from another one: resume=NAME"
 _TASK_SETTING = "it belongs to the task; use task.NAME=VALUE for a parameter of its build()"
+PHASE_ADVICE = "phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists"
 _RENDEZVOUS_SETTING = "ranks on one machine find each other; for several machines, see docs/scale.md"
 
 # Suggestion -> equivalent keys of other trainers; {} is replaced by the given value. Names of groups that are common
@@ -152,7 +153,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "--config-dir DIR, the folder of your configuration files": "config config_file config_path cfg_file c"
     " config_name cn cp",
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
-    "phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists": "phase",
+    PHASE_ADVICE: "phase",
     "ACCEL_RUN_LOG_LEVEL=debug accel-run train": "verbose verbosity",
     "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent disable_tqdm",
     "accel-run train": "do_train",

@@ -39,7 +39,7 @@ from runner.config.layers import (
 from runner.config.objective_keys import OBJECTIVE, check_objective_options, declared_key_notes, nest_objectives
 from runner.config.options import AXES, collect_option_names, custom_option_notes, find_extension, option_reference
 from runner.config.overrides import parse_overrides, split_overrides
-from runner.config.phases import PHASE_GROUPS
+from runner.config.phases import PHASE_GROUPS, name_phases
 from runner.config.request import Request
 from runner.config.schema import find_nearest, settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
@@ -210,7 +210,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
     problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:
-        raise ConfigError(omit_consequences(problems))
+        raise ConfigError([name_phases(problem, task.phases) for problem in omit_consequences(problems)])
     configuration = _build_configuration(
         setting_values(merged),
         choices,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runner.base.errors import Problem
+from runner.config.aliases import PHASE_ADVICE
 from runner.config.schema import Key, Signature, did_you_mean, settings_keys
 from runner.config.settings import Settings
 
@@ -68,6 +70,16 @@ def parse_phases(
         settings |= {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
         phases.append(DeclaredPhase(name, kind, tuple(needs), settings))
     return tuple(phases)
+
+
+def name_phases(problem: Problem, phases: Sequence[DeclaredPhase]) -> Problem:
+    """Name the phases of the task in the advice for `--phase 2`, in order: the number may count from 0 or from 1."""
+    if not phases or problem.fix != f"use {PHASE_ADVICE}":
+        return problem
+    names = [phase.name for phase in phases]
+    value = re.split("[ =]", problem.where)[-1].strip("[]")
+    listed = f"phases=[NAME]; the phases of the task, in this order, are {', '.join(names)}"
+    return replace(problem, fix=f"use phases=[{value}]" if value in names else f"use {listed}")
 
 
 def phase_keys(

@@ -99,9 +99,11 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
 def test_every_suggestion_is_accepted(args: str) -> None:
     _, *rest = SLIPS[args].split("\n")
+    task = " ".join(word for word in args.split() if word.removeprefix("task=") in list_options("task"))
     for line in rest:
         for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
-            assert refusals("-m " * args.startswith("train -m ") + suggestion) == [], suggestion
+            context = "-m " * args.startswith("train -m ") + f"{task} " * ("task" not in suggestion)
+            assert refusals(context + suggestion) == [], suggestion
 
 
 @pytest.mark.slow

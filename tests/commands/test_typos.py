@@ -129,11 +129,15 @@ accel-run: my.yaml: is not a setting; settings have the form key=value
 """,
     "train task=dynamo --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
-           use phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists
+           use phases=[NAME]; the phases of the task, in this order, are pretrain, lora, router, joint
+""",
+    "train --phase=router task=dynamo": """\
+accel-run: --phase=router: unknown option; settings have the form key=value
+           use phases=[router]
 """,
     "train phase=2 task=hyperspectral": """\
 accel-run: phase=2: unknown key
-           use phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists
+           use phases=[NAME]; the phases of the task, in this order, are fit, train
 """,
     "train task=nmt --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
