@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -89,7 +89,9 @@ class SampleNoise:
         """
         if p == 0:
             return x
-        dropped = self.bernoulli(p, *x.shape[self.keys.dim() :])
+        noise = self if _replace_keys is None else self._copy_with_keys(_replace_keys(self.keys, x))
+        dropped = noise.bernoulli(p, *x.shape[self.keys.dim() :])
+        self._next = noise._next
         # Scale before masking: 1 / (1 - p) rounded to bfloat16 would be off by up to 0.4 %.
         return torch.where(dropped, 0.0, x * (1 / (1 - p) if p < 1 else 0.0))
 
@@ -124,6 +126,11 @@ class SampleNoise:
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]
         return _copy_to_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
+
+    def _copy_with_keys(self, keys: Tensor) -> SampleNoise:
+        copy = SampleNoise(keys, self._samples)
+        copy._next = self._next
+        return copy
 
     def _bits(self, shape: tuple[int, ...], *, only_high_bits: bool = False) -> Tensor:
         """Return 64 random bits per element, (*rows, *shape) int64; only_high_bits: only the highest 31 are used."""
@@ -176,6 +183,17 @@ def without_samples() -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+@contextmanager
+def replace_dropout_keys(replace: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within the context, `dropout` of x draws with the keys `replace(keys, x)`, such as fake ones for a fake x."""
+    global _replace_keys
+    before, _replace_keys = _replace_keys, replace
+    try:
+        yield
+    finally:
+        _replace_keys = before
 
 
 def exclude_from_graphs() -> None:
@@ -367,4 +385,5 @@ _STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of 
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _hashed = _HashedElements()
 _current: _Pass | None = None
+_replace_keys: Callable[[Tensor, Tensor], Tensor] | None = None
 _noise_of_batch = _new_noise

@@ -155,6 +155,11 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # the most frequent call, which is not an operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        # Otherwise, function modes such as CudaAutocastMode would be called for each attribute that is read here.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         if not any(map(self.is_fake, tensors)):
@@ -218,6 +223,10 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fake = self.fakes.from_tensor(tensor)
         self.recorder.ignore(fake)
         return fake
+
+    def hide_dropout_mask(self, keys: Tensor, x: Tensor) -> Tensor:
+        """Return fake keys for dropout of a fake tensor: computing a mask takes much longer than tracing it."""
+        return self.to_fake(keys) if self.is_fake(x) else keys
 
     @contextmanager
     def without_values(self) -> Iterator[None]:

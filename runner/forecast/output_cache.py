@@ -55,6 +55,8 @@ class OutputCache:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self._entries: dict[Any, CachedOperation | None] = {}
+        # torch's constructor takes longer than most operations, and sets the same attributes for each tensor.
+        self._attributes = vars(FakeTensor(fakes, torch.empty(0, device="meta"), _CPU))
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
@@ -105,7 +107,10 @@ class OutputCache:
             # As torch does: in this context, fake tensors report the meta device, on which their storage is.
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
-        return FakeTensor(self._fakes, empty, _CPU)
+        fake = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes)
+        return fake
 
 
 class _Uncacheable(Exception):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.noise import without_samples
+from runner.base.noise import replace_dropout_keys, without_samples
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
 from runner.base.text import format_bytes
@@ -74,6 +74,7 @@ class PhaseTracer:
             for weight in self.trained:
                 hook = weight.register_post_accumulate_grad_hook(self._record_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
+            stack.enter_context(replace_dropout_keys(self.fake_run.hide_dropout_mask))
             training = work.inputs.wrap_forward(self._wrap_loss)
             stack.enter_context(self._mark_update(parts.parallel))
             batches = self._prefetch(self._read(order, fetcher))

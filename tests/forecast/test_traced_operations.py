@@ -1,0 +1,99 @@
+"""A trace computes no tensor whose values it does not need, and calls no function that the code does not call."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.forecast.fake_mode import AllocationRecorder, FakeRun
+from runner.forecast.memory_forecast import forecast
+from runner.host.subprocesses import run_in_subprocess
+from runner.plan.inventory import Inventory, read_cpu
+
+DROPPING = """
+import torch
+from torch import nn
+from runner import Task, per_sample_noise
+
+WIDTH = 4096
+
+class Dropping(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(2, WIDTH), nn.Linear(WIDTH, 1))
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(16, 2))
+    def loss(self, model, batch):
+        (x,) = batch
+        wide = model[0](x)
+        return model[1](per_sample_noise(x).dropout(wide, 0.1)).square().sum(), len(x)
+
+def build():
+    return Dropping()
+"""
+
+
+class Functions(TorchFunctionMode):
+    """Record the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[object] = []
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Computed(TorchDispatchMode):
+    """Record the number of elements of the largest tensor that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor and result.device.type == "cpu":
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def functions_called(update: Callable[[], object], run: FakeRun | None) -> list[object]:
+    with Functions() as functions, run or nullcontext():
+        update()
+    return functions.called
+
+
+def test_a_trace_calls_the_functions_that_the_code_calls_and_no_others() -> None:
+    """A function mode, such as the one with the autocast rules of a GPU, is not called for what the trace reads."""
+    run = FakeRun(AllocationRecorder())
+
+    def update(layer: nn.Module) -> None:
+        for _ in range(2):
+            torch.autograd.backward(layer(torch.ones(4, 8)).relu().sum())  # its operations see the function mode
+
+    with run, run.fake_parameters():
+        fake = nn.Linear(8, 8)
+    real = nn.Linear(8, 8)
+    assert functions_called(lambda: update(fake), run) == functions_called(lambda: update(real), None)
+
+
+def largest_computed(configuration: Any) -> int:
+    with Computed() as computed:
+        forecast(configuration, Inventory((), read_cpu()[0]), [8])
+    return computed.largest
+
+
+def test_dropout_masks_are_not_computed(tmp_path: Path) -> None:
+    """A mask has as many elements as the activations; per element, it takes twenty operations."""
+    file = tmp_path / "dropping.py"
+    file.write_text(DROPPING)
+    configuration = compose(Request(("micro_batch_size=8", "global_batch_size=16", "device=cpu"), file))
+    assert run_in_subprocess(largest_computed, configuration) < 8 * 4096
