@@ -65,7 +65,8 @@ def fsdp(
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
     shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
-                           auto: the ranks of one machine, if all machines have equally many and the shards fit
+                           auto: the ranks of one machine, if all machines have equally many, the shards fit, and the
+                           predicted time of an update is not longer than with all
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            dtype in which parameters are communicated; a 16-bit dtype must match precision
     gradients              full: keep unsharded gradients, and reduce them after the last micro-batch of an update;

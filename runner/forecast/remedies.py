@@ -19,7 +19,7 @@ from runner.plan.memory_fit import MemoryNeeds, choose_micro_batch_size, largest
 from runner.plan.planner import make_plan
 from runner.plan.prediction_text import FittingChange, format_size_setting, is_settable
 from runner.plan.run_plan import Plan, rank_part
-from runner.plan.update_time import find_rank_rates, predict_phase_time
+from runner.plan.update_time import find_rank_rates, predict_training_time
 
 Overrides = tuple[str, ...]
 MAX_CPU_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
@@ -197,10 +197,5 @@ def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
 
 
 def _seconds(plan: Plan, needs: MemoryNeeds, profiles: Sequence[Mapping[str, Any]]) -> float | None:
-    rates = find_rank_rates(plan, profiles)
-    estimates = [
-        predict_phase_time(plan, phase, needs.demands[phase.name], rates)
-        for phase in plan.selected
-        if phase.name in needs.demands and phase.kind == "train"
-    ]
-    return sum(time.seconds for time in estimates if time) if estimates and all(estimates) else None
+    time = predict_training_time(plan, needs, find_rank_rates(plan, profiles))
+    return time.seconds if time else None

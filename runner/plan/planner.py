@@ -1,6 +1,6 @@
 """Derive the plan from the configuration and the machine.
 
-`make_plan` is pure: it queries no devices and reads no user files, so it can also plan for another machine.
+`make_plan` queries no devices and reads no files except hardware profiles, so it can also plan for another machine.
 It reports all problems together.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.shares import equal_shares
 from runner.base.text import format_bytes
 from runner.config.allocator_settings import allocator_environment
-from runner.config.config_files import shipped_options, user_profile_file
+from runner.config.config_files import profile_facts, shipped_options, user_profile_file
 from runner.config.configuration import Configuration, PhaseSettings
 from runner.config.custom_tables import ENABLED
 from runner.plan.cuda_allocator import AllocatorSettings
@@ -34,6 +34,7 @@ from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
 from runner.plan.rank_devices import RankDevice, assign_gpus, several_on_one, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
+from runner.plan.update_time import DeviceRates, find_rank_rates, format_seconds, predict_training_time
 from runner.workload.division import Batch, divide
 
 
@@ -55,6 +56,36 @@ def make_plan(
     """
     planner = _Planner(configuration, inventory, needs)
     planner.num_sharing = num_sharing
+    plan = _decide(planner, ranks)
+    if planner.needs is None or not planner.other_shard_sizes:
+        return plan
+    alternatives = []
+    for shard_size in planner.other_shard_sizes:
+        other = _Planner(configuration, inventory, needs)
+        other.num_sharing, other.shard_size = num_sharing, shard_size
+        alternatives.append(_decide(other, ranks))
+    profiles = [configuration.hardware, *profile_facts(configuration.request.config_dir).values()]
+    return _choose_shard_size([plan, *alternatives], planner.needs, find_rank_rates(plan, profiles))
+
+
+def _choose_shard_size(plans: Sequence[Plan], needs: MemoryNeeds, rates: Mapping[str, DeviceRates]) -> Plan:
+    """Return the fastest of these plans; the first one if one does not fit or its time cannot be predicted."""
+    times = [predict_training_time(plan, needs, rates) for plan in plans]
+    known = [time for time in times if time and time.is_complete]
+    if len(known) < len(plans) or not all(memory.prediction.fits for plan in plans for memory in plan.memory):
+        return plans[0]
+    fastest = min(range(len(plans)), key=lambda number: known[number].seconds)
+    described = [
+        f"{format_seconds(time.seconds)} with {plan.choices['parallelism'].options['shard_size']}"
+        for time, plan in zip(known, plans, strict=True)
+    ]
+    others = ", ".join(described[:fastest] + described[fastest + 1 :])
+    reason = f"auto: the predicted update time is {described[fastest]}, and {others}"
+    return dataclasses.replace(plans[fastest], reasons={**plans[fastest].reasons, "parallelism.shard_size": reason})
+
+
+def _decide(planner: _Planner, ranks: Sequence[RankDevice] | None) -> Plan:
+    configuration, inventory = planner.configuration, planner.inventory
     # Each step uses the earlier ones: the strategy decides how many devices there are, the weakest device limits the
     # options, and both limit the batch. Steps add to planner.problems and continue, so that all problems are reported.
     chosen = planner.choose_gpu()
@@ -114,12 +145,13 @@ def should_trace_memory(
 ) -> bool:
     """Return whether the plan needs a memory trace; `ranks` as in `make_plan`.
 
-    A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, a micro-batch size or a backend.
+    A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, a shard size, a micro-batch size or a
+    backend.
     Otherwise nothing is traced, so that the run starts sooner. Raises what `make_plan` raises.
     """
     parallelism = configuration.choices["parallelism"]
-    functions = (parallelism.function, configuration.choices["backend"].function)
-    is_auto = "auto" in functions or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    values = (parallelism.function, parallelism.options.get("shard_size"), configuration.choices["backend"].function)
+    is_auto = "auto" in values or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     memory = configuration.choices["memory"]
     if memory.uses("budget") and memory.options["recompute"] == "auto":
         # On a CPU, the plan replaces what the profile of a GPU selects.

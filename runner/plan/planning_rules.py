@@ -256,7 +256,12 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
 
 
 def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[int | str, str]:
-    """Return the number of ranks of a machine if machines are equal and a shard fits, else "all"; and the reason."""
+    """Return the number of ranks of a machine if machines are equal and a shard fits, else "all"; and the reason.
+
+    If both fit, the plan compares their predicted times.
+    """
+    if planner.shard_size is not None:
+        return planner.shard_size, "auto"
     if len(machines) == 1:
         return "all", "auto: all ranks are on one machine"
     size = machines[0]
@@ -268,6 +273,7 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     part = dataclasses.replace(_part_of_shards(planner), shard_size=size, gathers_model=gathers_model)
     if not _shards_fit(planner, part):
         return "all", f"auto: 1/{size} of the model does not fit a device"
+    planner.other_shard_sizes = ("all",)
     return size, f"auto: each of {len(machines)} machines gathers parameters; only sums of gradients cross the network"
 
 

@@ -17,13 +17,16 @@ docs/update-time.md compares predictions with measurements, and lists the measur
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runner.base.text import format_bytes
-from runner.plan.memory_fit import Demand
+from runner.plan.memory_fit import Demand, MemoryNeeds
 from runner.plan.memory_trace import ComputeCost, ModelSizes
+from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.workload import partition
 
@@ -131,11 +134,13 @@ class Ring:
 
     bytes_per_s  achieved rate at which each rank sends and receives
     steps_s      latency of `count - 1` steps
+    uses_network  some ranks are on different machines
     """
 
     count: int
     bytes_per_s: float
     steps_s: float
+    uses_network: bool = False
 
     def gather(self, nbytes: float) -> float:
         """Return the seconds to all-gather or reduce-scatter tensors of this many bytes in total."""
@@ -174,7 +179,7 @@ def make_ring(ranks: Sequence[DeviceRates]) -> Ring | None:
         return None
     between = machines - 1
     latency = (count - 1 - between) * LINK_LATENCY_S + between * NETWORK_LATENCY_S
-    return Ring(count, min(known) * LINK_EFFICIENCY, latency)
+    return Ring(count, min(known) * LINK_EFFICIENCY, latency, between > 0)
 
 
 def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | None:
@@ -188,7 +193,7 @@ def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | No
     crosses = all(rank.per_machine and len(ranks) > rank.per_machine for rank in ranks)
     step = NETWORK_LATENCY_S if crosses else LINK_LATENCY_S
     sharing = min(shard_size, *(rank.per_machine or 1 for rank in ranks)) if crosses else 1
-    return Ring(groups, ring.bytes_per_s / sharing, (groups - 1) * step)
+    return Ring(groups, ring.bytes_per_s / sharing, (groups - 1) * step, crosses)
 
 
 @dataclass(frozen=True)
@@ -250,22 +255,25 @@ class Shards:
         """Return the traffic of an update with `passes` micro-batches of `forward` and `backward` seconds each.
 
         The first block is gathered before computation starts, and the last gradients are reduced after it ends. In
-        between, a block's communication overlaps with the computation of another.
+        between, a block's communication overlaps with the computation of another. fully_shard sums gradients across
+        groups on a separate stream. If only these sums use the network, they also overlap with the communication of
+        another block inside the groups.
 
         ring    ranks that hold a copy of the model together; across: ranks with the same shard, which sum gradients
         """
         count = max(1, self.count)
         gather, outside = ring.gather(self.block), ring.gather(self.outside)
-        scatter, last = (
-            ring.gather(nbytes) + across.reduce(nbytes / ring.count)
-            for nbytes in (self.block_gradients, self.outside_gradients)
-        )
+        sums = across.reduce(self.block_gradients / ring.count)
+        scatter = ring.gather(self.block_gradients) + sums
+        last = ring.gather(self.outside_gradients) + across.reduce(self.outside_gradients / ring.count)
         again = gather if self.reshards else 0.0
+        is_concurrent = across.uses_network and not ring.uses_network
+        backward_s = max(again + scatter - sums, sums) if is_concurrent else again + scatter
         reductions = passes if self.reduces_each else 1
         overlapped = (count - 1) * (
             passes * max(0.0, gather - forward / count)
             + (passes - reductions) * max(0.0, again - backward / count)
-            + reductions * max(0.0, again + scatter - backward / count)
+            + reductions * max(0.0, backward_s - backward / count)
         )
         total = passes * (outside + self.count * (gather + again)) + reductions * (self.count * scatter + last)
         return Traffic(total, passes * (outside + gather) + overlapped + reductions * (scatter + last))
@@ -317,7 +325,7 @@ def predict_phase_time(
     plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]
 ) -> UpdateTime | None:
     """Return the predicted time of an update of this phase; None if a device's rates or the operators are unknown."""
-    devices = [rates.get(rank.name, DeviceRates()) for rank in plan.ranks]
+    devices = _find_devices(plan.ranks, rates)
     if not all(device.is_known for device in devices) or not demand.points[-1].work.moved_bytes:
         return None
     update = _Update(plan, phase, demand, devices)
@@ -329,6 +337,31 @@ def predict_phase_time(
         for number, (rank, share) in enumerate(zip(plan.ranks, phase.batch.shares, strict=True))
     }
     return max(map(update.predict_rank, kinds.values()), key=lambda time: time.seconds)
+
+
+def predict_training_time(plan: Plan, needs: MemoryNeeds, rates: Mapping[str, DeviceRates]) -> UpdateTime | None:
+    """Return the predicted times of one update of each phase that trains, together; None if one is unknown."""
+    times = [
+        predict_phase_time(plan, phase, needs.demands[phase.name], rates)
+        for phase in plan.selected
+        if phase.name in needs.demands and phase.kind == "train"
+    ]
+    known = [time for time in times if time]
+    return (
+        UpdateTime(tuple(part for time in known for part in time.parts)) if known and len(known) == len(times) else None
+    )
+
+
+def _find_devices(ranks: Sequence[RankDevice], rates: Mapping[str, DeviceRates]) -> list[DeviceRates]:
+    """Return the rates of each rank's device. A run may use fewer devices of a machine than the profile describes."""
+    devices = [rates.get(rank.name, DeviceRates()) for rank in ranks]
+    counts = Counter(rank.machine for rank in ranks)
+    if len(counts) == 1:
+        return devices
+    return [
+        dataclasses.replace(device, per_machine=counts[rank.machine])
+        for device, rank in zip(devices, ranks, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -483,7 +516,7 @@ class _Update:
         if ring is None:
             return Part(COMMUNICATION, None, "the link rate of a device is not in any hardware profile")
         seconds = [self.pass_time(self.demand.at(size).work, device) for size in sizes]
-        link = f"{ring.count} ranks at {LINK_EFFICIENCY:.0%} of {_format_si(ring.bytes_per_s / LINK_EFFICIENCY)}B/s"
+        link = f"{ring.count} ranks {_format_rate(ring)}"
         if choice.uses("fsdp"):
             mean = sum(seconds) / max(1, len(seconds))
             group = make_ring(self.devices[: self.shard_size])
@@ -494,6 +527,10 @@ class _Update:
             forward, backward = mean * (1 - BACKWARD_FRACTION), mean * BACKWARD_FRACTION
             traffic = shards.traffic(len(sizes), forward, backward, group, across)
             copies = device.access_time(shards.copied_bytes(len(sizes)))
+            if across.count > 1:
+                link = (
+                    f"{group.count} ranks {_format_rate(group)}, {across.count} groups {_format_rate(across)} per rank"
+                )
         else:
             buckets = self.demand.model.buckets
             traffic = reduce_buckets(buckets, (seconds or [0.0])[-1] * BACKWARD_FRACTION, ring)
@@ -523,6 +560,10 @@ def _split_share(share: int, micro_batch_size: int) -> list[int]:
 def format_seconds(seconds: float) -> str:
     """Format seconds with three digits: `1.43 s`, `14.3 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _format_rate(ring: Ring) -> str:
+    return f"at {LINK_EFFICIENCY:.0%} of {_format_si(ring.bytes_per_s / LINK_EFFICIENCY)}B/s"
 
 
 def _format_si(value: float) -> str:

@@ -558,9 +558,17 @@ def test_kernels_are_searched_for_convolutions_whose_shapes_repeat(
     assert named in planned.reason("backend")
 
 
-@pytest.mark.parametrize(("word", "expected"), [("backend=auto", True), ("backend=fast", False)])
-def test_a_model_is_traced_to_choose_a_backend_on_a_gpu(word: str, expected: bool) -> None:
-    given = configuration(word, "micro_batch_size=8")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("backend=auto",), True),
+        (("backend=fast",), False),
+        (("backend=fast", "parallelism=fsdp", "parallelism.shard_size=auto"), True),
+        (("backend=fast", "parallelism=fsdp", "parallelism.shard_size=all"), False),
+    ],
+)
+def test_a_model_is_traced_to_choose_a_backend_or_a_shard_size_on_a_gpu(words: tuple[str, ...], expected: bool) -> None:
+    given = configuration(*words, "micro_batch_size=8")
     assert should_trace_memory(given, machine(A100)) is expected
     assert not should_trace_memory(given, machine())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import yaml
 
 from runner.base.errors import ConfigError, Problem
 from runner.config.configuration import compose
@@ -12,12 +15,12 @@ from runner.config.request import Request
 from runner.launch.training_ranks import options_for_ranks
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
-from runner.plan.memory_trace import ModelSizes
+from runner.plan.memory_trace import ComputeCost, ModelSizes
 from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice, number_machines, ranks_per_machine
 from runner.plan.run_plan import Plan
 from runner.plan.strategy import choose_strategy
-from runner.plan.update_time import Ring, Shards
+from runner.plan.update_time import BASE_LATENCY_S, Ring, Shards, UpdateTime, find_rank_rates, predict_training_time
 from tests.plan.test_strategy import model, needs
 
 
@@ -65,6 +68,44 @@ def test_auto_is_the_ranks_of_a_machine_if_there_are_several_equal_ones(
 def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: float, expected: int | str) -> None:
     made = plan_for(on_machines(4, 4, gib=gib), "auto", needs(model(24)))
     assert made.choices["parallelism"].options["shard_size"] == expected
+
+
+@pytest.mark.parametrize(("network_gb_s", "expected"), [(400.0, "all"), (20.0, 4), (None, 4)])
+def test_auto_is_the_size_with_the_shortest_predicted_update(
+    tmp_path: Path, network_gb_s: float | None, expected: int | str
+) -> None:
+    """A rank of a group updates more of the model, which only a slow network outweighs."""
+    device = {
+        "name": "a GPU", "memory_gib": 16, "capability": [9, 0], "bf16_tensor_tflops": 1000.0, "fp32_tflops": 100.0,
+        "memory_bandwidth_gb_s": 1000.0, "link_gb_s": 400.0, "network_gb_s": network_gb_s, "gpus_per_machine": 4,
+    }  # fmt: skip
+    (tmp_path / "hardware").mkdir()
+    content = {"hardware": {"title": "a GPU", "devices": [device]}}
+    (tmp_path / "hardware" / "own.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
+    demand = model(24)
+    work = ComputeCost(10**12, 10**10, 0, 10**9)
+    points = tuple(dataclasses.replace(point, work=work.scale(point.micro_batch_size)) for point in demand.points)
+    need = needs(dataclasses.replace(demand, points=points, step=ComputeCost(moved_bytes=5 * 10**11)))
+    args = ("+hardware=own", "parallelism=fsdp", "global_batch_size=32", "device=cpu")
+
+    def plan(shard_size: int | str) -> Plan:
+        configuration = compose(Request((*args, f"parallelism.shard_size={shard_size}"), config_dir=tmp_path))
+        return make_plan(configuration, Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), on_machines(4, 4), need)
+
+    def time(shard_size: int | str) -> UpdateTime:
+        made, profiles = plan(shard_size), [{"devices": [device]}]
+        predicted = predict_training_time(made, need, find_rank_rates(made, profiles))
+        assert predicted is not None
+        return predicted
+
+    made = plan("auto")
+    sizes: tuple[int | str, ...] = (4, "all")
+    assert made.choices["parallelism"].options["shard_size"] == expected
+    if network_gb_s is None:
+        assert not time("all").is_complete
+        return
+    assert min(sizes, key=lambda size: time(size).seconds) == expected
+    assert all(str(time(size)) in made.reasons["parallelism.shard_size"] for size in sizes)
 
 
 def test_parallelism_auto_keeps_shards_within_equal_machines() -> None:
@@ -150,3 +191,23 @@ def test_sharded_gradients_are_sent_after_each_micro_batch() -> None:
     )
     gathered = 3 * 10 * 2 * ring.gather(10**8)  # ten blocks, before each of the two passes
     assert each.total - gathered == pytest.approx(3 * (once.total - gathered))
+
+
+def test_sums_over_the_network_overlap_with_communication_inside_machines() -> None:
+    """A block of 80 MB in groups of 8 ranks, without computation.
+
+    Each link inside a machine takes 70 ms to gather or scatter a block at 1 GB/s. Each network adapter takes 175 ms to
+    all-reduce the 10 MB of a shard over 8 groups at 0.1 GB/s.
+    """
+    shards = Shards.of(ModelSizes(block=8 * 10**7, trained=8 * 10**8), 8 * 10**8, {})
+    inside, network, link = Ring(8, 1e9, 0.0), Ring(8, 1e8, 0.0, uses_network=True), Ring(8, 1e8, 0.0)
+    gather, total = inside.gather(8 * 10**7), network.reduce(10**7)
+    assert gather == pytest.approx(0.07 + BASE_LATENCY_S)
+    assert total == pytest.approx(0.175 + BASE_LATENCY_S)
+    blocks = shards.count - 1
+    first_and_last = 2 * gather + total
+    concurrent = shards.traffic(1, 0.0, 0.0, inside, network)
+    assert concurrent.exposed == pytest.approx(first_and_last + blocks * (gather + max(2 * gather, total)))
+    shared = shards.traffic(1, 0.0, 0.0, inside, link)
+    assert shared.exposed == pytest.approx(first_and_last + blocks * (3 * gather + total)), "on the same links"
+    assert concurrent.total == shared.total

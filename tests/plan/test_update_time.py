@@ -239,7 +239,7 @@ def test_several_machines_are_limited_by_their_network_and_its_latency() -> None
     device = dataclasses.replace(DEVICE, network_bytes_per_s=1.25e9, per_machine=4)
     inside, between = make_ring([device] * 4), make_ring([device] * 8)
     assert inside == Ring(4, 1e10, pytest.approx(3 * LINK_LATENCY_S))
-    assert between == Ring(8, 1e9, pytest.approx(6 * LINK_LATENCY_S + NETWORK_LATENCY_S))
+    assert between == Ring(8, 1e9, pytest.approx(6 * LINK_LATENCY_S + NETWORK_LATENCY_S), uses_network=True)
     assert make_ring([dataclasses.replace(device, network_bytes_per_s=None)] * 8) is None
 
 
@@ -281,7 +281,7 @@ def test_a_model_without_blocks_is_gathered_at_once() -> None:
 def test_groups_gather_inside_and_reduce_their_shards_across() -> None:
     device = dataclasses.replace(DEVICE, network_bytes_per_s=1.25e9, per_machine=2)
     across = make_ring_across([device] * 4, 2)
-    assert across == Ring(2, 1e9 / 2, NETWORK_LATENCY_S), "both ranks of a machine share its network"
+    assert across == Ring(2, 1e9 / 2, NETWORK_LATENCY_S, uses_network=True), "both ranks of a machine share its network"
     assert make_ring_across([device] * 4, 4) == make_ring([device])
     assert make_ring_across([DEVICE] * 4, 2) == Ring(2, 1e10, LINK_LATENCY_S)
     shards = Shards.of(MODEL, 10**8, {})
