@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.crash_states import after_all, states
-from tests.faults.histories import HISTORIES, History, check
+from tests.faults.histories import BY_NAME, HISTORIES, History, check
 from tests.faults.tallies import Tally
 
 
@@ -17,8 +17,19 @@ from tests.faults.tallies import Tally
 def test_every_crash_state_keeps_the_guarantees(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
+    _check_crash_states(history, memory, seed, amount(2_400, 110_000) // len(HISTORIES), tally)
+
+
+@pytest.mark.slow
+def test_every_crash_state_of_saves_in_parts_keeps_the_guarantees(
+    memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    """Not sampled: no other fault test saves in parts."""
+    _check_crash_states(BY_NAME["saves in parts"], memory, seed, amount(2_400, 110_000) // len(HISTORIES), tally)
+
+
+def _check_crash_states(history: History, memory: Path, seed: int, count: int, tally: Tally) -> None:
     recording = history.record(memory / "recorded")
-    count = amount(2_400, 110_000) // len(HISTORIES)
     for state in states(recording.start, recording.operations, count, f"{history.name} {seed}"):
         check(history, state, memory / "state")
         tally.tried += 1
