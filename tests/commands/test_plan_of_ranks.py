@@ -122,3 +122,13 @@ def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(server: 
     assert fits == ["[]"]
     assert len(does_not_fit) == 1
     assert does_not_fit != fits
+
+
+@pytest.mark.slow
+def test_a_machine_of_eight_gpus_is_planned_with_its_profile_and_its_ranks(server: ForkServer, tmp_path: Path) -> None:
+    result = server.run("plan +hardware=h100 parallelism.world_size=8", tmp_path)
+    assert result.code == 0, result.err
+    devices = re.findall(r"cuda:(\d+): NVIDIA H100", result.out)
+    assert devices == list("01234567")
+    assert re.search(r"^update time +[\d.]+ ms", result.out, re.M)
+    assert result.out.count(" fits\n") == 1, "all ranks are equal"

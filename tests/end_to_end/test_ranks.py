@@ -158,6 +158,17 @@ def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", ["parallelism=fsdp parallelism.shard_size=2", "parallelism=pipeline parallelism.stages=2"]
+)
+def test_two_copies_of_a_divided_model_have_the_same_curve(
+    args: str, server: ForkServer, folder: Path, expected: dict[int, float]
+) -> None:
+    assert_success(server.run(f"{BASE} {args} parallelism.world_size=4", folder))
+    assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
+
+
+@pytest.mark.slow
 def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
