@@ -3,7 +3,8 @@
 #
 #   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
 #   scripts/test.sh --slow       also the tests marked slow, as continuous integration does: 16 minutes
-#   scripts/test.sh --all        also all cases of sampled tests, the long fault tests, SLURM, the browser: hours
+#   scripts/test.sh --all        also all cases of sampled tests and the long fault tests, the browser: hours
+#                                (scripts/test_slurm.sh and scripts/test_elastic.sh test SLURM and returning machines)
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
 # Tests marked slow mostly run the same code as the others, in more situations. Random choices follow ACCEL_RUN_SEED
@@ -12,7 +13,7 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit
 fi
 selected="not slow"
