@@ -42,6 +42,7 @@ from runner import Task
 class Fit(Task):
     def __init__(self):
         Path(f"rank-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        Path("ray-" + os.environ.get("RAY_JOB_ID", "none") + f"-{os.getpid()}").touch()
         self.calls = 0
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -213,6 +214,7 @@ def test_trials_of_a_sweep_run_on_the_cluster(cluster: Any, nodes: list[Any], tm
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     for number in (1, 2):
         assert len(losses(tmp_path, f"grid/grid-{number}")) == 5
+    assert_trials_are_tasks_of_ray(tmp_path)
 
 
 def test_trials_of_a_search_run_on_the_cluster(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
@@ -222,6 +224,14 @@ def test_trials_of_a_search_run_on_the_cluster(cluster: Any, nodes: list[Any], t
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     for number in (1, 2):
         assert len(losses(tmp_path, f"best/best-{number}")) == 5
+    assert_trials_are_tasks_of_ray(tmp_path)
+
+
+def assert_trials_are_tasks_of_ray(folder: Path) -> None:
+    """Ray sets the variable in its workers, from which the processes of a trial inherit it."""
+    jobs = [path.name.split("-")[1] for path in folder.glob("ray-*")]
+    assert len(jobs) == 2
+    assert "none" not in jobs
 
 
 def test_ranks_of_a_node_see_the_gpus_that_the_cluster_reserved(
