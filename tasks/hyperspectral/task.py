@@ -40,7 +40,7 @@ SETTINGS = {
 SIZES = {
     "tiny": {"global_batch_size": 8},
     "small": {"global_batch_size": 8},
-    "full": {"global_batch_size": 8, "micro_batch_size": 4},
+    "full": {"global_batch_size": 8, "cpu_micro_batch_size": 4},
 }
 
 

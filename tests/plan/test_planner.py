@@ -428,6 +428,16 @@ def test_the_profile_of_a_pair_uses_both_devices_or_the_only_one() -> None:
         assert not any("parallelism" in note for note in made.notes)
 
 
+@pytest.mark.parametrize("task", ["gpt task.size=124m", "cape", "dynamo", "hyperspectral"])
+def test_large_tasks_limit_micro_batches_only_on_a_cpu(task: str) -> None:
+    """On a GPU, `auto` selects the largest micro-batch that fits."""
+    name, *size = task.split()
+    args = [f"task={name}", *(size or ["task.size=full"])]
+    on_cpu, on_gpu = plan(*args, on=machine()), plan(*args, on=machine(T4))
+    for small, large in zip(on_cpu.selected, on_gpu.selected, strict=True):
+        assert small.batch.micro_batch_size < large.batch.micro_batch_size == large.batch.global_batch_size
+
+
 def test_the_memory_budget_of_an_absent_gpu_is_not_traced() -> None:
     assert plan("hardware=rtx3050ti_4gb", on=machine()).choices["memory"].name == "none"
     assert not should_trace_memory(configuration("hardware=rtx3050ti_4gb"), machine())
