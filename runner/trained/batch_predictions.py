@@ -23,7 +23,7 @@ from runner.base.task import Prediction
 from runner.base.text import abbreviate
 from runner.base.values import Count, PositiveInt
 from runner.config.inference_keys import inference_keys
-from runner.config.schema import REQUIRED
+from runner.config.schema import default_values
 from runner.engine.contract.contract_checks import describe_value
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.contract.task_loading import task_errors
@@ -114,9 +114,9 @@ def select_options(method: Callable[..., Any], options: Mapping[str, Any], sourc
     parameters = inspect.signature(method).parameters
     if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(options)
-    keys = inference_keys(source)
+    defaults = default_values(inference_keys(source))
     for name, value in options.items():
-        if name not in parameters and name in keys and keys[name].default not in (value, REQUIRED):
+        if name not in parameters and name in defaults and value != defaults[name]:
             what = f"{method.__qualname__} has no such parameter"
             raise ConfigError(Problem(what, f"inference.{name}={value}", "omit it, or add the parameter"))
     return {name: value for name, value in options.items() if name in parameters}

@@ -103,7 +103,8 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
             _write_combined(result.parts, names, parts, directory, console)
         if table is not None:
             names.add(_write_table(table, parts, world, console))
-            result = dataclasses.replace(result, kept=table.num_rows - result.num if world.is_first else 0)
+            if world.is_first:  # after an out-of-memory error, `result` has the rows of smaller batches only
+                result = dataclasses.replace(result, num=table.num_rows - table.num_kept, kept=table.num_kept)
         elif not result.num:
             raise TaskFault("predict() yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         item = "sample" if is_table else parts.task.item

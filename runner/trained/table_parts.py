@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from runner.base.errors import StorageError
+from runner.base.json_values import parse_object
 from runner.base.text import abbreviate
 from runner.distributed.world import World
 from runner.durable import files
@@ -47,7 +48,7 @@ def open_table(source: ModelSource, trained: TrainedModel, plan: Plan, world: Wo
                 f" {abbreviate(keys)}; if you do not need them, delete the folder"
             )
         if table.batches:
-            console.info(f"{name}: {table.num_rows:,} rows of an earlier command are used; the others are predicted")
+            console.info(f"{name}: {table.num_kept:,} rows of an earlier command are used; the others are predicted")
     table.finished = frozenset(world.broadcast(sorted(table.batches)))
     return table
 
@@ -88,6 +89,7 @@ class TableParts:
     identity  JSON; what the rows depend on. Only a command with the same identity uses the parts
     report    called with a message once rows are on disk
     finished  numbers of the batches that are on disk at the start; their rows may be in memory on rank 0 only
+    num_kept  number of rows that `read` has found
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class TableParts:
         self.folder = f"predictions/{INCOMPLETE}/{name.removesuffix('.csv')}-{digest}"
         self.batches: dict[int, PredictedBatch] = {}
         self.finished: frozenset[int] = frozenset()
+        self.num_kept = 0
         self._unfinished: list[PredictedRows] = []  # parts of the current batch, after an out-of-memory error
         self._unwritten: list[int] = []  # numbers of finished batches
         self._unwritten_size = 0
@@ -119,7 +122,9 @@ class TableParts:
         folder = self.directory.path / self.folder
         for name in files.list_names(folder):
             if name.startswith("part-"):
-                self.batches |= decode_batches(files.read_object(folder / name))
+                with suppress(StorageError):  # another command may have completed the table
+                    self.batches |= decode_batches(parse_object(files.read(folder / name)) or {})
+        self.num_kept = self.num_rows
 
     def find_others(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the folders with parts of the same table that this command cannot use, and the keys that differ."""
@@ -168,7 +173,8 @@ class TableParts:
         own = range(self.split.shard, len(self.split.keys), self.split.num_shards)
         tenths = 10 * sum(number in self.batches for number in own) // len(own)
         if not self._has_written:
-            self._report(f"{self.name}: finished rows are being saved; if stopped, the same command continues")
+            continues = f"if stopped, the same command with run={self.directory.name} continues"
+            self._report(f"{self.name}: finished rows are being saved; {continues}")
         elif tenths > self._tenths:
             self._report(f"{self.name}: {10 * tenths} % of the rows are saved")
         self._has_written, self._tenths = True, tenths

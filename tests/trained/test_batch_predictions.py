@@ -182,6 +182,7 @@ def test_secrets_are_redacted_in_each_cell(server: ForkServer, trained: Path) ->
 
 def test_each_task_of_a_file_receives_its_own_options(server: ForkServer, trained: Path) -> None:
     text = TASK.read_text(encoding="utf-8").replace("return Tables(", 'return (Other if item == "other" else Tables)(')
+    text = text.replace("scale: float = 1.0", "scale: float = 1.0, limits: tuple[float, ...] = (0.0, 1.0)")
     other = "class Other(Tables):\n    def predict_batch(self, model, batch, *, add: float = 0.0):\n"
     other += '        return {"sum": model(batch[0]).sum(-1) + add}\n'
     (trained / "two_tasks.py").write_text(f"{text}\n\n{other}", encoding="utf-8")

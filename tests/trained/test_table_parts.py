@@ -171,6 +171,18 @@ def test_rows_before_an_out_of_memory_error_are_not_predicted_again(server: Fork
     assert result.code == 0, result.err
     summary = json.loads((trained / PREDICTIONS / "summary.json").read_text(encoding="utf-8"))
     assert (summary["predictions"], summary["items"]) == (SIZES["test"], SIZES["test"] - 32)
+    assert summary["kept"] == 0  # this command has predicted all rows
+
+
+def test_a_large_part_is_read(tmp_path: Path) -> None:
+    """A batch is written to one part, whatever its size."""
+    table = make_table(tmp_path)
+    rows = "0," + "x" * (65 << 20) + "\n"
+    table.add(PredictedRows({}, items=1, batch=0, names=["text"], rows=rows))
+    found = make_table(tmp_path)
+    found.read()
+    assert found.batches.keys() == {0}
+    assert found.batches[0].rows == rows
 
 
 # ---------------------------------------------------------------- crashes

@@ -23,10 +23,12 @@ BEST, STOPPING, PLATEAU = "checkpoint.best", "early_stopping.metric", "scheduler
 
 
 @contextmanager
-def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[tuple[Any, list[str]]]:
+def opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str, task: Path = TASK
+) -> Iterator[tuple[Any, list[str]]]:
     """Yield the phase and the warnings of the run."""
     warned: list[str] = []
-    with open_phase(Request((*COMMON, f"output_root={folder}", "backend.threads=1", *args), TASK)) as phase:
+    with open_phase(Request((*COMMON, f"output_root={folder}", "backend.threads=1", *args), task)) as phase:
         monkeypatch.setattr(phase.run.observers.screen, "warn", warned.append)
         yield phase, warned
 
@@ -60,6 +62,17 @@ def test_a_metric_that_a_batch_does_not_have_is_reported_before_the_first_update
         phase.hook(Evaluation).begin()
         assert phase.position.update == 0
     assert [text.startswith(key) and similar in text for text in warned] == [True] * bool(key)
+
+
+def test_a_metric_that_stops_another_phase_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, it is also checkpoint.best, which the user has not set."""
+    phases = {"first": {}, "second": {"early_stopping.metric": "val/f1", "early_stopping.patience": 3}}
+    task = tmp_path / "phases.py"
+    task.write_text(f"{TASK.read_text(encoding='utf-8')}\nPHASES = {phases}\n", encoding="utf-8")
+    with opened(tmp_path, monkeypatch, task=task) as (phase, warned):
+        assert phase.name == "first"
+        phase.hook(Evaluation).begin()
+    assert warned == []
 
 
 @pytest.mark.parametrize("args", [[], ["task.gathered=true", "task.summarized=true"]])
