@@ -1,18 +1,13 @@
-"""A trace computes no tensor whose values it does not need, and calls no function that the code does not call."""
+"""A trace computes no tensor whose values it does not need."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.memory_forecast import forecast
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Inventory, read_cpu
@@ -39,18 +34,6 @@ def build():
 """
 
 
-class Functions(TorchFunctionMode):
-    """Record the functions that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[object] = []
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        self.called.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 class Computed(TorchDispatchMode):
     """Record the number of elements of the largest tensor that is computed."""
 
@@ -63,26 +46,6 @@ class Computed(TorchDispatchMode):
         if type(result) is Tensor and result.device.type == "cpu":
             self.largest = max(self.largest, result.numel())
         return result
-
-
-def functions_called(update: Callable[[], object], run: FakeRun | None) -> list[object]:
-    with Functions() as functions, run or nullcontext():
-        update()
-    return functions.called
-
-
-def test_a_trace_calls_the_functions_that_the_code_calls_and_no_others() -> None:
-    """A function mode, such as the one with the autocast rules of a GPU, is not called for what the trace reads."""
-    run = FakeRun(AllocationRecorder())
-
-    def update(layer: nn.Module) -> None:
-        for _ in range(2):
-            torch.autograd.backward(layer(torch.ones(4, 8)).relu().sum())  # its operations see the function mode
-
-    with run, run.fake_parameters():
-        fake = nn.Linear(8, 8)
-    real = nn.Linear(8, 8)
-    assert functions_called(lambda: update(fake), run) == functions_called(lambda: update(real), None)
 
 
 def largest_computed(configuration: Any) -> int:
