@@ -86,6 +86,7 @@ class PhaseView:
     closed = must_stop = is_ended = was_ended = is_evaluating = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
+    _is_in_evaluation_mode = False
 
     @property
     def model(self) -> nn.Module:
@@ -138,16 +139,23 @@ class PhaseView:
 
         The model has the weights of evaluations, such as the average of averaging=ema, and is in eval mode, without
         gradients, in the precision of the run. The random generators have the seed of the run. On exit, weights, modes,
-        buffers and generators are restored.
+        buffers and generators are restored. A nested call has no effect.
         """
-        parts = self.parts
-        with ExitStack() as stack:
-            for hook in self.hooks:
-                stack.enter_context(hook.during_evaluation())
-            stack.enter_context(evaluation_mode(parts, parts.plan.settings.seed))
-            stack.enter_context(parts.parallel.gather_parameters(parts.model))
-            stack.enter_context(parts.precision.forward())
+        if self._is_in_evaluation_mode:  # hooks swap weights in place, so a second swap would restore those of training
             yield
+            return
+        parts = self.parts
+        self._is_in_evaluation_mode = True
+        try:
+            with ExitStack() as stack:
+                for hook in self.hooks:
+                    stack.enter_context(hook.during_evaluation())
+                stack.enter_context(evaluation_mode(parts, parts.plan.settings.seed))
+                stack.enter_context(parts.parallel.gather_parameters(parts.model))
+                stack.enter_context(parts.precision.forward())
+                yield
+        finally:
+            self._is_in_evaluation_mode = False
 
     def hook(self, hook_class: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""
