@@ -162,11 +162,19 @@ class TableParts:
             content = {number: self.batches[number] for number in numbers}
             # As bytes, because the texts are already redacted; together, they could look like another secret.
             part = json.dumps(content, ensure_ascii=False).encode()
-            data: dict[str, bytes | str] = {f"{self.folder}/part-{secrets.token_hex(8)}.json": part}
-            if not self._has_written:
-                data[f"{self.folder}/{_IDENTITY}"] = json.dumps(self.identity, indent=2)
-            self.directory.write_all(data)
+            try:
+                self._write_part(part)
+            except StorageError:
+                if files.exists(self.directory.path / self.folder):
+                    raise
+                self._write_part(part)  # another command has completed the same table and removed the folder
             self._report_progress()
+
+    def _write_part(self, part: bytes) -> None:
+        data: dict[str, bytes | str] = {f"{self.folder}/part-{secrets.token_hex(8)}.json": part}
+        if not files.exists(self.directory.path / self.folder / _IDENTITY):
+            data[f"{self.folder}/{_IDENTITY}"] = json.dumps(self.identity, indent=2)
+        self.directory.write_all(data)
 
     def _report_progress(self) -> None:
         """Report that rows are being saved, and later each further tenth of this shard."""

@@ -12,6 +12,7 @@ import pytest
 
 from runner.base.errors import Exit
 from runner.base.order import MicroBatchKey
+from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.loading.fetcher import Fetcher
 from runner.trained.batch_predictions import PredictedBatch, PredictedRows, SplitBatches
@@ -183,6 +184,32 @@ def test_a_large_part_is_read(tmp_path: Path) -> None:
     found.read()
     assert found.batches.keys() == {0}
     assert found.batches[0].rows == rows
+
+
+def test_a_command_continues_after_another_one_has_completed_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one removes the folder between two parts, and while a part is written."""
+    table, other = make_table(tmp_path), make_table(tmp_path)
+    rename = files.rename
+
+    def remove_and_rename(*arguments: Any) -> None:
+        monkeypatch.setattr(files, "rename", rename)
+        other.remove()
+        rename(*arguments)
+
+    for number in range(3):
+        table.add(rows_of(number))
+        table.write()
+        if number == 0:
+            other.remove()
+        if number == 1:
+            assert {path.name for path in (tmp_path / table.folder).glob("identity*")} == {"identity.json"}
+            monkeypatch.setattr(files, "rename", remove_and_rename)
+    found = make_table(tmp_path)
+    found.read()
+    assert found.batches.keys() == {2}
+    assert not [*found.find_others()]
 
 
 # ---------------------------------------------------------------- crashes
