@@ -194,7 +194,7 @@ def _explain_not_literal(name: str, value: ast.expr, source: Path) -> Problem:
             if isinstance(node, ast.expr) and not isinstance(node, containers) and not _is_literal(node):
                 fix = "write the value itself, because the file is read without executing it"
                 return Problem(f"{what}, but contains {first_line(ast.unparse(node))}", f"{source}:{node.lineno}", fix)
-    return Problem(what, str(source))
+    return Problem(what, str(source), f'write {name} = {{"key": value}}')
 
 
 def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
