@@ -74,7 +74,7 @@ def placed(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     size = world.world_size // copies
     copy = World(torch.device("cpu"), world_size=size)
-    grid = RankGrid(world, copy, World(torch.device("cpu"), world_size=copies), 60.0)
+    grid = RankGrid(world, copy, World(torch.device("cpu"), world_size=copies))
     result = place_layers(grid, model, list(model), PlacementRequest(**options), example)
     return result, measured
 
