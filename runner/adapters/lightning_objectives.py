@@ -67,13 +67,15 @@ def _declare_objective(
     taken = {part for other in others for path in other for part in path}
     trains = list(dict.fromkeys(next(part for part in path if part not in taken) for path in paths))
     values, by_group = _optimizer_values(optimizer, has_schedule=bool(schedule))
-    signature = find_signature("optimizer", type(optimizer).__name__.lower())
+    option = type(optimizer).__name__.lower()
+    signature = find_signature("optimizer", option)
     known = {} if signature is None else signature.keys
-    options = {"trains": trains, "optimizer": type(optimizer).__name__.lower(), **dict(_options(values, known))}
+    options = {"trains": trains, "optimizer": option, **dict(_options(values, known))}
     content = ", ".join(f'"{key}": {_format_literal(value)}' for key, value in options.items())
     notes = [f'with {schedule}: set "scheduler" and its keys'] if schedule else []
     missing = [f"{key}={_format_literal(value)}" for key, value in _missing_options(optimizer, values, known)]
-    if missing := [*missing, *(f"{key} of each parameter group" for key in by_group)]:
+    missing += [f"{key} of each parameter group" for key in by_group]
+    if missing:
         notes.append(f"for {', '.join(missing)}: define the optimizer in OPTIMIZERS")
     note = f"  # {'; '.join(notes)}" if notes else ""
     return f'"{"_".join(trains).replace(".", "_")}": {{{content}}},{note}'
@@ -91,7 +93,7 @@ def _optimizer_values(optimizer: Optimizer, *, has_schedule: bool) -> tuple[dict
             by_group.append(key)
         elif not has_schedule:
             values[key] = groups[0][key]
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}, by_group
+    return {key: _as_plain(value) for key, value in values.items()}, by_group
 
 
 def _options(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,7 @@ def open_table(source: ModelSource, trained: TrainedModel, plan: Plan, world: Wo
     is_shard = world.world_size == 1 and split.num_shards > 1
     suffix = f"-{split.shard}-of-{split.num_shards}" if is_shard else ""
     name = f"{options.get('split', 'val')}{suffix}.csv"
-    identity = world.broadcast(_identify(source, trained, plan, split))
+    identity = world.broadcast(_identify(source, trained, plan, split) if world.is_first else {})
     table = TableParts(trained.directory, name, split, identity, console.info)
     if world.is_first:
         table.read()

@@ -17,6 +17,7 @@ from runner.distributed.world import World
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from runner.durable.checkpoint_parts import CheckpointPart
 from runner.durable.safetensors_writer import HostBuffer
+from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.tensors.optimizer_state import export_state
 from runner.tensors.stored_tensor import StoredTensor
 from tests.distributed.ranks import run_ranks
@@ -84,21 +85,16 @@ def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path
         assert buffer <= 1.2 * nbytes + SLACK
 
 
-def memory_of_save(folder: str, world: World) -> tuple[int, int]:
+def memory_of_save(folder: str, world: World) -> tuple[float, int]:
     """Return by how many bytes the process grows at most while it saves its part, and the size of the part."""
     parallel = in_parts(world)
     model = parallel.wrap(nn.Linear(LARGE, LARGE, bias=False), list, [])
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = peak_bytes()
+    restart_host_peak()
+    before = host_peak_gib()
     tensors = parallel.checkpoint_tensors(model.state_dict(), HostBuffer().copy)
     given = Snapshot(3, {"model": tensors}, {}, {}, CheckpointPart(world.rank, world.world_size, "0"))
     (save if world.is_first else save_part)(Path(folder), given)
-    return peak_bytes() - before, sum(tensor.nbytes for tensor in tensors.values())
-
-
-def peak_bytes() -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) << 10
+    return (host_peak_gib() - before) * 2**30, sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.slow
