@@ -19,10 +19,10 @@ TABLES = ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS", "HOOKS")
 FUNCTIONS = ("build", "optimizer", "schedule", "accuracy")
 DATA = ("dataset", "stream", "collate", "sample_lengths")
 NOT_FOR_THE_TRAINER = {
-    ("actor_critic", "dcgan"): "the Trainer has one optimizer",
-    ("lightning_module",): "the project is written for Lightning",
-    ("nano_gpt",): "the Trainer saves tied weights only of a PreTrainedModel, as in hf_gpt2",
-    ("unet_diffusion",): "the Trainer has no average of the weights",
+    ("actor_critic", "dcgan"): "the Trainer has only one optimizer",
+    ("lightning_module",): "the model is a LightningModule",
+    ("nano_gpt",): "the Trainer saves tied weights only for a PreTrainedModel, as in hf_gpt2",
+    ("unet_diffusion",): "the Trainer does not support weight averaging",
 }
 
 
@@ -99,12 +99,13 @@ def table() -> str:
     rows += [
         f"| {name} | {' | '.join('' if each is None else str(each) for each in row)} |" for name, row in counts.items()
     ]
-    for column, title in ((1, "those with Lightning"), (2, "those with the Trainer"), (3, f"all {len(files)}")):
+    titles = ("those written for Lightning", "those written for the Trainer", f"all {len(files)} projects")
+    for column, title in enumerate(titles, 1):
         both = [row for row in counts.values() if row[column] is not None]
         cells = [str(sum(row[index] or 0 for row in both)) if index in (0, column) else "" for index in range(4)]
-        rows.append(f"| {title} | {' | '.join(cells)} |")
+        rows.append(f"| total of {title} | {' | '.join(cells)} |")
     missing = [f"- {', '.join(names)}: {reason}" for names, reason in NOT_FOR_THE_TRAINER.items()]
-    return "\n".join([*rows, "", "Not written for the Trainer:", "", *missing])
+    return "\n".join([*rows, "", "These projects are not written for the Trainer:", "", *missing])
 
 
 if __name__ == "__main__":
