@@ -101,7 +101,7 @@ def pipeline(
     world: World,
     *,
     world_size: PositiveInt | Auto = "auto",
-    stages: PositiveInt | Literal["all"] = "all",
+    stages: PositiveInt | Literal["all", "auto"] = "auto",
     schedule: Literal["1f1b", "gpipe"] = "1f1b",
     split: list[PositiveInt] | None = None,
     balance: Literal["memory", "time"] = "memory",
@@ -111,8 +111,9 @@ def pipeline(
 ) -> Parallel:
     """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
-    stages      ranks that hold one copy of the model together: all, or a number that divides world_size. With several
-                copies, each processes its share of an update, and gradients are summed over the copies
+    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: the
+                number with the shortest predicted update that fits; all on a CPU. With several copies, each processes
+                its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage, such as [8,6]; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage

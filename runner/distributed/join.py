@@ -110,7 +110,7 @@ def _destroy_group(device: torch.device) -> None:
 
 @contextmanager
 def simulated_world(rank: int, world_size: int) -> Iterator[World]:
-    """Return a simulated world on the CPU: data sent to other ranks is dropped, and received integers are 1.
+    """Return a simulated world on the CPU: data sent to other ranks is dropped, and received values are constant.
 
     Used to trace the computation of one rank on fake tensors. All other ranks are assumed to agree with it.
     """
@@ -128,13 +128,16 @@ def simulated_world(rank: int, world_size: int) -> Iterator[World]:
 
 
 class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fill received integers with 1: in torch's pipeline, ranks use them to report that they know their shapes."""
+    """Fill received tensors, which are otherwise uninitialized.
+
+    Integers are 1: in torch's pipeline, ranks use them to report that they know their shapes. Other numbers are 0, so
+    that gradients are finite if they are real: those of a single linear layer depend on no fake weight.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.recv_.default:
             for tensor in args[0]:
-                if not tensor.is_floating_point():
-                    tensor.fill_(1)
+                tensor.fill_(0 if tensor.is_floating_point() else 1)
         return func(*args, **(kwargs or {}))
 
 

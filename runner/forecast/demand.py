@@ -24,7 +24,7 @@ from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
-from runner.plan.rank_devices import RankDevice
+from runner.plan.rank_devices import RankDevice, copy_sizes
 from runner.plan.run_plan import Plan
 
 PhaseSize = tuple[str, int]  # name of a phase, and a micro-batch size
@@ -78,7 +78,7 @@ def predict_needs(
             Forecast(_with_auto_sizes(configuration), inventory, ranks) as forecast,
         ):
             if _is_pipeline(plan) and not forecast.has_budget:
-                staged = _trace_pipeline(configuration, plan_with, plan, MemoryNeeds({}), alternatives=alternatives)
+                staged = _trace_pipelines(configuration, plan_with, plan, MemoryNeeds({}), alternatives=alternatives)
                 if staged.demands:
                     return staged
             tracer = _Tracer(forecast, AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
@@ -97,7 +97,7 @@ def predict_needs(
             single = MemoryNeeds(tracer.demands())
             plan = plan_with(configuration, needs=single)
             return (
-                _trace_pipeline(configuration, plan_with, plan, single, alternatives=alternatives)
+                _trace_pipelines(configuration, plan_with, plan, single, alternatives=alternatives)
                 if _is_pipeline(plan)
                 else single
             )
@@ -114,6 +114,35 @@ def _fits(plan: Plan) -> bool:
 
 def _is_pipeline(plan: Plan) -> bool:
     return plan.choices["parallelism"].uses("pipeline") and plan.world_size > 1
+
+
+def _trace_pipelines(
+    configuration: Configuration, plan_with: PlanWith, plan: Plan, single: MemoryNeeds, *, alternatives: bool
+) -> MemoryNeeds:
+    """Return the result of `_trace_pipeline`; with stages=auto, for each number of stages that can hold the layers.
+
+    The demand of the phases is then that of the chosen number.
+    Raises what `_trace_pipeline` raises, ConfigError only if no number is possible.
+    """
+    choice, for_auto = configuration.choices["parallelism"], configuration.for_auto
+    requested = choice.options.get("stages", for_auto.get("parallelism.stages", "auto"))
+    chosen = plan.choices["parallelism"]
+    if requested != "auto" or chosen.options["split"] or len(copy_sizes(plan.world_size)) < 2:
+        return _trace_pipeline(configuration, plan_with, plan, single, alternatives=alternatives)
+    by_stages, problem = {}, None
+    for stages in copy_sizes(plan.world_size):
+        fixed = dataclasses.replace(chosen, options={**chosen.options, "stages": stages})
+        settings = dataclasses.replace(configuration, choices={**configuration.choices, "parallelism": fixed})
+        try:
+            planned = plan_with(settings, needs=single)
+            by_stages[stages] = _trace_pipeline(settings, plan_with, planned, single, alternatives=alternatives)
+        except ConfigError as error:  # more pipelines than samples, too few layers, or layers that do not fit
+            problem = error
+    if problem is not None and not by_stages:
+        raise problem
+    needs = dataclasses.replace(by_stages[max(by_stages)], by_stages=by_stages)
+    used = by_stages.get(plan_with(configuration, needs=needs).batch.stages)
+    return dataclasses.replace(used, by_stages=by_stages) if used else needs
 
 
 def _trace_pipeline(

@@ -26,6 +26,7 @@ from runner.distributed.layer_placement import (
     format_stage_device,
     plan_placement,
 )
+from runner.distributed.parallel import Sums
 from runner.distributed.pipelined import Pipelined, model_not_called_error
 from runner.distributed.stages import Call, ModelCalled, Shapes
 from runner.engine.contract.contract_checks import validate_modules
@@ -171,8 +172,9 @@ class StageTracer(PhaseTracer):
 
     def trace(self) -> Traced:
         assert isinstance(self.parts.parallel, Pipelined)
-        stage = self.parts.parallel.stage
-        stage.forward = self._wrap_forward(stage.forward)  # type: ignore[method-assign]
+        parallel = self.parts.parallel
+        parallel.stage.forward = self._wrap_forward(parallel.stage.forward)  # type: ignore[method-assign]
+        parallel.reduce = self._wrap_reduce(parallel)  # type: ignore[assignment, method-assign]
         return super().trace()
 
     def after_update(self) -> None:
@@ -184,6 +186,17 @@ class StageTracer(PhaseTracer):
         def wrapped(*received: Any) -> Any:
             with self.forward():
                 return forward(*received)
+
+        return wrapped
+
+    def _wrap_reduce(self, parallel: Pipelined) -> Callable[[Sums], Sums]:
+        reduce = parallel.reduce
+
+        def wrapped(sums: Sums) -> Sums:
+            reduced = reduce(sums)
+            if not parallel.stage.is_last:  # gradients are divided by the items that the last stage counts
+                reduced.items.fill_(1)  # type: ignore[union-attr]
+            return reduced
 
         return wrapped
 

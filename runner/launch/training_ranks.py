@@ -150,7 +150,7 @@ def _train_on_rank(job: Job, member: RankInfo) -> tuple[int, bool]:
 
 def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
     """Return the job without rank `lost`; it resumes if this start has written a checkpoint."""
-    kept = ranks_to_keep(job.configuration.choices["parallelism"].options, lost, job.plan.world_size)
+    kept = ranks_to_keep(job.plan.choices["parallelism"].options, lost, job.plan.world_size)
     left = [job.plan.ranks[rank] for rank in kept]
     configuration = configuration_for_ranks(job.configuration, job.plan, kept)
     if _has_checkpoint_since(job, start_time):
@@ -195,7 +195,8 @@ def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_siz
         size = adapted.get(key)
         if isinstance(size, int) and len(kept) % size and len(kept) > 1:
             adapted[key] = "all"
-    if adapted.get("split") and not isinstance(adapted.get("stages"), int):
+    split, stages = adapted.get("split"), adapted.get("stages")
+    if split and not isinstance(stages, int) and (stages != "auto" or len(kept) % len(split)):
         adapted["split"] = None  # applies to another number of stages
     return adapted
 

@@ -19,8 +19,8 @@ class Decisions:
 
     needs     memory demand of training; None if it was not traced
     num_sharing  number of ranks that share the cores of the inventory; None: the ranks whose GPUs it contains
-    shard_size   the value for parallelism.shard_size=auto; None: a rule chooses it
-    other_shard_sizes  values that could be faster than the one that the rule has chosen
+    copy_size    the value for parallelism.shard_size=auto or stages=auto; None: a rule chooses it
+    copy_sizes   values for it whose times should be compared, in ascending order; the rule has chosen the first
     choices   group -> choice; `auto` is replaced by `choose` and `set`
     problems  reported together at the end
     """
@@ -31,8 +31,8 @@ class Decisions:
         self.needs = needs if needs is not None and needs.demands else None
         self.ranks: tuple[RankDevice, ...] = ()
         self.num_sharing: int | None = None
-        self.shard_size: str | None = None
-        self.other_shard_sizes: tuple[str, ...] = ()
+        self.copy_size: int | str | None = None
+        self.copy_sizes: tuple[int | str, ...] = ()
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes = [f"memory is not predicted: {needs.why_not}"] if needs is not None and needs.why_not else []

@@ -463,11 +463,13 @@ class MemoryNeeds:
     demands  phase -> its demand
     why_not  why the demand is unknown or incomplete; empty otherwise
     layout   lines with the layers that a pipeline puts on each device
+    by_stages  for parallelism.stages=auto: number of stages whose layers fit -> the needs with these stages
     """
 
     demands: Mapping[str, Demand]
     why_not: str = ""
     layout: tuple[str, ...] = ()
+    by_stages: Mapping[int, MemoryNeeds] = field(default_factory=dict)
 
     def select(self, phase: str | None) -> tuple[Demand, ...]:
         """Return the demand of the phase; for None, or a phase that was not traced, those of all phases."""

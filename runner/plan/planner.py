@@ -31,7 +31,7 @@ from runner.plan.memory_fit import (
     predict_memory,
 )
 from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
-from runner.plan.rank_devices import RankDevice, assign_gpus, several_on_one, split_shares
+from runner.plan.rank_devices import RankDevice, assign_gpus, copy_sizes, several_on_one, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
 from runner.plan.update_time import DeviceRates, find_rank_rates, format_seconds, predict_training_time
@@ -57,31 +57,46 @@ def make_plan(
     planner = _Planner(configuration, inventory, needs)
     planner.num_sharing = num_sharing
     plan = _decide(planner, ranks)
-    if planner.needs is None or not planner.other_shard_sizes:
+    if planner.needs is None or len(planner.copy_sizes) < 2:
         return plan
-    alternatives = []
-    for shard_size in planner.other_shard_sizes:
+    candidates = [(plan, planner.needs)]
+    for size in planner.copy_sizes[1:]:
         other = _Planner(configuration, inventory, needs)
-        other.num_sharing, other.shard_size = num_sharing, shard_size
-        alternatives.append(_decide(other, ranks))
+        other.num_sharing, other.copy_size = num_sharing, size
+        plan = _decide(other, ranks)
+        candidates.append((plan, other.needs or planner.needs))
     profiles = [configuration.hardware, *profile_facts(configuration.request.config_dir).values()]
-    return _choose_shard_size([plan, *alternatives], planner.needs, find_rank_rates(plan, profiles))
+    return _choose_copy_size(candidates, find_rank_rates(plan, profiles))
 
 
-def _choose_shard_size(plans: Sequence[Plan], needs: MemoryNeeds, rates: Mapping[str, DeviceRates]) -> Plan:
-    """Return the fastest of these plans; the first one if one does not fit or its time cannot be predicted."""
-    times = [predict_training_time(plan, needs, rates) for plan in plans]
-    known = [time for time in times if time and time.is_complete]
-    if len(known) < len(plans) or not all(memory.prediction.fits for plan in plans for memory in plan.memory):
-        return plans[0]
-    fastest = min(range(len(plans)), key=lambda number: known[number].seconds)
-    described = [
-        f"{format_seconds(time.seconds)} with {plan.choices['parallelism'].options['shard_size']}"
-        for time, plan in zip(known, plans, strict=True)
-    ]
-    others = ", ".join(described[:fastest] + described[fastest + 1 :])
-    reason = f"auto: the predicted update time is {described[fastest]}, and {others}"
-    return dataclasses.replace(plans[fastest], reasons={**plans[fastest].reasons, "parallelism.shard_size": reason})
+def _choose_copy_size(candidates: Sequence[tuple[Plan, MemoryNeeds]], rates: Mapping[str, DeviceRates]) -> Plan:
+    """Return the fastest plan that fits; the first one that fits if a time is unknown, and the last if none fits.
+
+    candidates  plans with different numbers of ranks per copy of the model, in ascending order, and their needs
+    """
+    key = "stages" if candidates[0][0].choices["parallelism"].uses("pipeline") else "shard_size"
+    fitting, too_large = [], []
+    for plan, needs in candidates:
+        size = str(plan.choices["parallelism"].options[key])
+        if all(memory.prediction.fits for memory in plan.memory):
+            fitting.append((plan, predict_training_time(plan, needs, rates), size))
+        else:
+            too_large.append(size)
+    unfit = f"an update does not fit with {', '.join(too_large)}"
+    known = [(time.seconds, plan, size) for plan, time, size in fitting if time and time.is_complete]
+    if not fitting:
+        chosen, reason = candidates[-1][0], unfit
+    elif len(known) == len(fitting) > 1:
+        described = [f"{format_seconds(seconds)} with {size}" for seconds, _, size in known]
+        fastest = min(range(len(known)), key=lambda number: known[number][0])
+        chosen, first = known[fastest][1], described.pop(fastest)
+        reason = f"the predicted update time is {first}, and {', '.join(described)}"
+        reason += f"; {unfit}" if too_large else ""
+    elif too_large:
+        chosen, reason = fitting[0][0], unfit
+    else:
+        return fitting[0][0]
+    return dataclasses.replace(chosen, reasons={**chosen.reasons, f"parallelism.{key}": f"auto: {reason}"})
 
 
 def _decide(planner: _Planner, ranks: Sequence[RankDevice] | None) -> Plan:
@@ -145,13 +160,15 @@ def should_trace_memory(
 ) -> bool:
     """Return whether the plan needs a memory trace; `ranks` as in `make_plan`.
 
-    A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, a shard size, a micro-batch size or a
-    backend.
+    A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, the ranks per copy of the model, a
+    micro-batch size or a backend.
     Otherwise nothing is traced, so that the run starts sooner. Raises what `make_plan` raises.
     """
     parallelism = configuration.choices["parallelism"]
     values = (parallelism.function, parallelism.options.get("shard_size"), configuration.choices["backend"].function)
     is_auto = "auto" in values or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    if parallelism.options.get("stages") == "auto" and not is_auto:
+        is_auto = len(copy_sizes(make_plan(configuration, inventory, ranks).world_size)) > 1
     memory = configuration.choices["memory"]
     if memory.uses("budget") and memory.options["recompute"] == "auto":
         # On a CPU, the plan replaces what the profile of a GPU selects.

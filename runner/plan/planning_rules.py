@@ -10,7 +10,7 @@ from runner.base.text import format_bytes
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import RankPart
-from runner.plan.rank_devices import ranks_per_machine
+from runner.plan.rank_devices import copy_sizes, ranks_per_machine
 from runner.plan.strategy import MAX_MEMORY_RATIO
 
 READ_MS = 1.0  # dataloader.workers_above_ms=auto, in ms per batch
@@ -194,7 +194,9 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     if choice.uses("pipeline") and not compiled.uses("off", "regional"):
         what = "compiles the whole model, but a pipeline rank holds only some of its layers"
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
-    if choice.uses("pipeline"):
+    if choice.uses("pipeline") and choice.options["stages"] == "auto":
+        planner.set("parallelism", "stages", *_automatic_stages(planner))
+    elif choice.uses("pipeline"):
         _check_copy_size(planner, "stages")
     if not choice.uses("fsdp"):
         return
@@ -232,19 +234,22 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
 
 
 def _check_copy_size(planner: Decisions, key: str) -> None:
-    """Check the number of ranks per copy of the model.
-
-    It must divide the number of all ranks. A note is added if a copy spans machines that other copies also use.
-    """
+    """Check the number of ranks per copy of the model, which must divide the number of all ranks."""
     size, count = planner.choices["parallelism"].options[key], len(planner.ranks)
     if not isinstance(size, int) or count == 1:
         return
     if size == 1 or count % size:
-        sizes = ", ".join(str(divisor) for divisor in range(2, count + 1) if count % divisor == 0)
+        sizes = ", ".join(map(str, copy_sizes(count)))
         fix = f"use {sizes}, or parallelism=ddp for a copy of the model on each rank"
         what = f"must divide the {count} ranks into groups of at least 2, each with a copy of the model"
         planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
         return
+    _note_mixed_groups(planner, key, size)
+
+
+def _note_mixed_groups(planner: Decisions, key: str, size: int) -> None:
+    """Add a note if a copy spans machines that other copies also use."""
+    count = len(planner.ranks)
     groups = [{rank.machine for rank in planner.ranks[first : first + size]} for first in range(0, count, size)]
     if any(len(group) > 1 and any(group & other for other in groups if other is not group) for group in groups):
         what = (
@@ -255,13 +260,41 @@ def _check_copy_size(planner: Decisions, key: str) -> None:
         planner.notes.append(f"{what} ({machines} ranks per machine)")
 
 
+def _automatic_stages(planner: Decisions) -> tuple[int | str, str]:
+    """Return the fewest ranks that hold the layers of one copy of the model, and the reason.
+
+    If larger numbers are possible too, the plan compares the predicted times.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021, takeaway 2: a copy of the model
+    uses as few devices as memory allows.
+    """
+    count, split = len(planner.ranks), planner.choices["parallelism"].options["split"]
+    by_stages = planner.needs.by_stages if planner.needs is not None else {}
+    sizes = [size for size in copy_sizes(count) if size in by_stages]
+    if split and len(split) in copy_sizes(count):
+        stages, reason = len(split), "as many as in parallelism.split"
+    elif len(copy_sizes(count)) < 2:
+        stages, reason = count, "one pipeline"
+    elif not sizes:
+        stages, reason = count, "memory was not traced"
+    else:
+        planner.copy_sizes = tuple(sizes)
+        stages, reason = sizes[0], "the fewest ranks that hold the model"
+        if isinstance(planner.copy_size, int):
+            stages = planner.copy_size
+        planner.needs = by_stages[stages]
+    if stages == count:
+        return "all", f"auto: {reason}"
+    _note_mixed_groups(planner, "stages", stages)
+    return stages, f"auto: {reason}"
+
+
 def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[int | str, str]:
     """Return the number of ranks of a machine if machines are equal and a shard fits, else "all"; and the reason.
 
     If both fit, the plan compares their predicted times.
     """
-    if planner.shard_size is not None:
-        return planner.shard_size, "auto"
+    if planner.copy_size is not None:
+        return planner.copy_size, "auto"
     if len(machines) == 1:
         return "all", "auto: all ranks are on one machine"
     size = machines[0]
@@ -273,7 +306,7 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     part = dataclasses.replace(_part_of_shards(planner), shard_size=size, gathers_model=gathers_model)
     if not _shards_fit(planner, part):
         return "all", f"auto: 1/{size} of the model does not fit a device"
-    planner.other_shard_sizes = ("all",)
+    planner.copy_sizes = (size, "all")
     return size, f"auto: each of {len(machines)} machines gathers parameters; only sums of gradients cross the network"
 
 

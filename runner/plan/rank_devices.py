@@ -95,6 +95,11 @@ def ranks_per_machine(ranks: Sequence[RankDevice]) -> tuple[int, ...]:
     return tuple(Counter(rank.machine for rank in ranks).values())
 
 
+def copy_sizes(count: int) -> tuple[int, ...]:
+    """Return the numbers of ranks that can hold a copy of the model together: the divisors of `count` above 1."""
+    return tuple(size for size in range(2, count + 1) if count % size == 0)
+
+
 def find_wrong_world_size(parallelism: Choice, num_ranks: int) -> Problem | None:
     """Return a problem if the user requests another number of ranks than another launcher starts."""
     requested = parallelism.options.get("world_size", "auto")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.text import format_bytes
-from runner.plan.memory_fit import Demand, MemoryNeeds, RankPart, predict_memory
-from runner.plan.rank_devices import RankDevice, ranks_per_machine
+from runner.plan.memory_fit import Demand, MemoryNeeds, RankPart, num_stages, predict_memory
+from runner.plan.rank_devices import RankDevice, copy_sizes, ranks_per_machine
 
 MAX_MEMORY_RATIO = 1.1  # largest memory relative to the smallest, for devices that are treated as equal
 
@@ -66,7 +66,8 @@ def choose_strategy(
     too_large = f"auto: a replica needs {format_bytes(min_bytes)}, above {available}"
     if shards_fit and not are_unequal:
         return Strategy("fsdp", hybrid, f"{too_large}; a shard fits ({demand})")
-    if (demand.model.num_layers or 0) >= count and _fits_together(demand, samples, ranks):
+    stages = [size for size in copy_sizes(count) if size <= (demand.model.num_layers or 0)]
+    if stages and _fits_together(demand, samples, ranks, stages[-1]):
         why = "even shards of fsdp do not fit"
         if not can_shard:
             why = "this version of torch cannot shard over several ranks"
@@ -85,17 +86,21 @@ def choose_strategy(
     return Strategy("ddp", options, f"auto: nothing fits: {reason}{hint}", fits=False)
 
 
-def _fits_together(demand: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
-    """Return whether one copy of the model, split at layer boundaries, fits into the total memory of the devices.
+def _fits_together(demand: Demand, samples: int, ranks: Sequence[RankDevice], stages: int) -> bool:
+    """Return whether one copy of the model, split at layer boundaries, fits into the memory of each `stages` devices.
 
     The libraries take memory on each device. If the stages were traced, each device must be able to hold its layers.
     """
+    count = len(ranks)
     if demand.stages:
         samples = min(samples, demand.stages[0].points[-1].micro_batch_size)
-        part = RankPart("pipeline", len(ranks))
+        part = RankPart("pipeline", count, stages=num_stages({"stages": len(demand.stages)}, count))
         return all(
             predict_memory(demand, samples, rank, part.for_rank(number)).fits for number, rank in enumerate(ranks)
         )
-    replica = predict_memory(demand, samples, ranks[0])
-    overhead = sum(rank.overhead_bytes + rank.communication_bytes for rank in ranks)
-    return replica.total - replica.parts["libraries"] + overhead <= sum(rank.capacity_bytes for rank in ranks)
+    for group in (ranks[first : first + stages] for first in range(0, count, stages)):
+        copy = predict_memory(demand, samples, group[0], RankPart("ddp" if stages < count else "single", count))
+        overhead = sum(rank.overhead_bytes + rank.communication_bytes for rank in group)
+        if copy.total - copy.parts["libraries"] + overhead > sum(rank.capacity_bytes for rank in group):
+            return False
+    return True

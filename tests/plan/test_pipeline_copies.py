@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from runner.base.errors import ConfigError
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.launch.training_ranks import options_for_ranks, ranks_to_keep
-from runner.plan.inventory import Cpu, Inventory
-from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
-from runner.plan.planner import MICRO_BATCHES_PER_STAGE, make_plan
+from runner.plan.inventory import Cpu, Device, Inventory
+from runner.plan.memory_fit import GIB, Demand, MemoryNeeds, RankPart, predict_memory
+from runner.plan.memory_trace import ComputeCost
+from runner.plan.planner import MICRO_BATCHES_PER_STAGE, make_plan, should_trace_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan, rank_part
-from runner.plan.update_time import BUBBLE, COMMUNICATION, PRODUCTS
+from runner.plan.update_time import BUBBLE, COMMUNICATION, PRODUCTS, find_rank_rates, predict_training_time
 from tests.plan.test_shard_size import on_machines
 from tests.plan.test_strategy import model
 from tests.plan.test_update_time import DEVICE, known, predict, staged
@@ -54,6 +57,80 @@ def test_an_evaluation_keeps_the_rules_of_micro_batches_if_an_update_cannot_be_d
     batch = make_plan(settings, Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), ranks).batch
     assert batch.micro_batch_size == size
     assert len(set(batch.shares)) == 1
+
+
+def equal_stages(count: int, gib: float) -> MemoryNeeds:
+    """Return the needs of a model of this size that is traced as `count` equal stages, which send 1 MB per sample."""
+    work = ComputeCost(10**12 // count, 10**10 // count, 0, 10**9 // count, received=10**6)
+    part = model(gib / count)
+    points = tuple(dataclasses.replace(point, work=work.scale(point.micro_batch_size)) for point in part.points)
+    sizes = dataclasses.replace(part.model, trained=int(gib * GIB / 4 / count), buckets=(int(gib * GIB / 4 / count),))
+    stage = dataclasses.replace(part, points=points, model=sizes, step=ComputeCost(moved_bytes=10**8))
+    return MemoryNeeds({"train": Demand.from_stages([stage] * count)})
+
+
+@pytest.mark.parametrize(
+    ("gib", "link_gb_s", "expected"),
+    [
+        (8.0, 400.0, 2),  # a shorter bubble
+        (8.0, 2.0, "all"),  # gradients of two copies take longer than the bubble
+        (8.0, None, 2),  # no time is known
+        (26.0, 400.0, "all"),  # two stages do not fit
+        (26.0, None, "all"),
+        (80.0, 400.0, "all"),  # nothing fits
+    ],
+)
+def test_auto_is_the_number_of_stages_with_the_shortest_predicted_update_that_fits(
+    tmp_path: Path, gib: float, link_gb_s: float | None, expected: int | str
+) -> None:
+    device = {
+        "name": "a GPU", "memory_gib": 16, "capability": [9, 0], "bf16_tensor_tflops": 1000.0, "fp32_tflops": 100.0,
+        "memory_bandwidth_gb_s": 1000.0, "link_gb_s": link_gb_s,
+    }  # fmt: skip
+    (tmp_path / "hardware").mkdir()
+    content = {"hardware": {"title": "a GPU", "devices": [device]}}
+    (tmp_path / "hardware" / "own.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
+    by_stages = {stages: equal_stages(stages, gib) for stages in (2, RANKS)}
+    need = dataclasses.replace(by_stages[RANKS], by_stages=by_stages)
+    args = ("+hardware=own", "parallelism=pipeline", "global_batch_size=32", "device=cpu")
+
+    def plan(stages: int | str, memory: MemoryNeeds) -> Plan:
+        configuration = compose(Request((*args, f"parallelism.stages={stages}"), config_dir=tmp_path))
+        return make_plan(configuration, Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), on_machines(RANKS), memory)
+
+    made, times = plan("auto", need), []
+    assert made.choices["parallelism"].options["stages"] == expected
+    for stages, traced in by_stages.items():
+        explicit = plan(stages, traced)
+        if stages == made.batch.stages:
+            assert explicit.memory == made.memory, "of the stages that were traced for this number"
+        if all(memory.prediction.fits for memory in explicit.memory):
+            times.append(predict_training_time(explicit, traced, find_rank_rates(explicit, [{"devices": [device]}])))
+    if len(times) > 1 and link_gb_s is not None:
+        assert all(str(time) in made.reasons["parallelism.stages"] for time in times)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), "all"),  # not traced
+        (("parallelism.split=[3,1]",), 2),
+        (("parallelism.split=[1,1,1,1]",), "all"),
+    ],
+)
+def test_auto_without_a_trace_is_the_length_of_the_split_or_all(args: tuple[str, ...], expected: int | str) -> None:
+    assert plan_for("auto", *args).choices["parallelism"].options["stages"] == expected
+
+
+def test_only_ranks_that_can_form_several_pipelines_need_a_trace_for_their_number_of_stages() -> None:
+    def is_traced(count: int, stages: int | str) -> bool:
+        gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB) for index in range(count))
+        here = Inventory(gpus, Cpu("a CPU", 8, 8, 8 * GIB))
+        args = ("parallelism=pipeline", f"parallelism.stages={stages}", "micro_batch_size=1", "backend=default")
+        return should_trace_memory(compose(Request(args)), here)
+
+    assert [is_traced(count, "auto") for count in (2, 3, 4, 6)] == [False, False, True, True]
+    assert not is_traced(4, 2)
 
 
 @pytest.mark.parametrize("stages", [1, 3, 8])
@@ -117,6 +194,7 @@ def test_gradients_of_the_copies_are_exchanged() -> None:
         (2, 5, [0, 1, 2, 3, 6, 7], {"stages": 2, "split": [3, 1]}),  # its pipeline ends with it
         (8, 0, [1, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),  # no pipeline is complete
         ("all", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),
+        ("auto", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "auto", "split": None}),
     ],
 )
 def test_a_run_that_lost_a_rank_keeps_its_complete_pipelines(
@@ -125,6 +203,11 @@ def test_a_run_that_lost_a_rank_keeps_its_complete_pipelines(
     options = {"stages": stages, "split": [3, 1]}
     assert ranks_to_keep(options, lost, 8) == kept
     assert options_for_ranks(options, kept, 8) == adapted
+
+
+def test_auto_keeps_the_split_of_pipelines_that_the_kept_ranks_can_form() -> None:
+    options = {"stages": "auto", "split": [3, 1]}
+    assert options_for_ranks(options, [2, 3], 4) == options
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])

@@ -107,6 +107,13 @@ def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: i
     assert (result.name, result.fits) == (name, name == "pipeline")
 
 
+@pytest.mark.parametrize(("gib", "fits"), [(40, True), (52, False)])
+def test_a_model_with_fewer_layers_than_ranks_is_pipelined_over_some_of_them(gib: float, fits: bool) -> None:
+    """Two layers on four ranks: two pipelines, each with a bucket for every gradient, in 2 x 32 GiB."""
+    result = choose_strategy(needs(model(gib, layers=2)), devices(32, 32, 32, 32), 32, None, can_shard=False)
+    assert (result.name, result.fits) == ("pipeline" if fits else "ddp", fits)
+
+
 @pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
 def test_auto_shards_only_with_a_torch_whose_gradients_are_right(version: str, name: str) -> None:
     gpus = tuple(

@@ -1,0 +1,92 @@
+"""parallelism.stages=auto: a pipeline is traced with each number of stages that can hold the layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request
+from runner.forecast.demand import predict_needs
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.memory_fit import GIB, MemoryNeeds
+from runner.plan.planner import make_plan
+
+HERE = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
+LAYERED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner import Task
+
+
+class Layered(Task):
+    def __init__(self, layers):
+        self.model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(layers)))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    def dataset(self, split):
+        return TensorDataset(torch.randn(64, 128))
+
+
+def build(*, layers: int = 4):
+    return Layered(layers)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "layered.py"
+    path.write_text(LAYERED)
+    return path
+
+
+def configuration(file: Path, *args: str) -> Configuration:
+    fixed = ("parallelism=pipeline", "parallelism.world_size=4", "micro_batch_size=2", "device=cpu")
+    return compose(Request((*fixed, "global_batch_size=8", *args), file))
+
+
+def stages_of(needs: MemoryNeeds) -> int:
+    return len(needs.demands["train"].stages)
+
+
+def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -> None:
+    settings = configuration(file)
+    needs = predict_needs(settings, HERE)
+    assert set(needs.by_stages) == {2, 4}
+    for stages, traced in needs.by_stages.items():
+        fixed = configuration(file, f"parallelism.stages={stages}")
+        asked = predict_needs(fixed, HERE)
+        assert not asked.by_stages
+        assert (stages_of(traced), traced.layout) == (stages, asked.layout)
+        assert make_plan(fixed, HERE, needs=traced).memory == make_plan(fixed, HERE, needs=asked).memory
+    plan = make_plan(settings, HERE, needs=needs)
+    assert plan.batch.stages == 2, "a CPU has no predicted time, so the fewest ranks that hold the model"
+    assert (plan.batch.stages, needs.layout) == (stages_of(needs), needs.by_stages[2].layout)
+    assert all(memory.is_exact for memory in plan.memory)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("task.layers=3",), {2}),
+        (("global_batch_size=1", "micro_batch_size=1"), {4}),  # one sample cannot be divided among two pipelines
+        (("parallelism.split=[1,3]",), set()),
+        (("parallelism.world_size=2",), set()),
+    ],
+)
+def test_only_possible_numbers_of_stages_are_traced(file: Path, args: tuple[str, ...], expected: set[int]) -> None:
+    settings = configuration(file, *args)
+    needs = predict_needs(settings, HERE)
+    assert set(needs.by_stages) == expected
+    assert make_plan(settings, HERE, needs=needs).batch.stages == stages_of(needs)
+
+
+def test_a_model_that_no_pipeline_can_hold_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError):
+        predict_needs(configuration(file, "task.layers=1"), HERE)
