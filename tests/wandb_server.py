@@ -55,8 +55,14 @@ def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[in
         for data in tracker_process.records(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("history"):
-                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                result.append((record.history.step.num, items))
+                row: dict[str, Any] = {}
+                for item in record.history.item:
+                    *outer, name = item.nested_key or [item.key]
+                    inner = row
+                    for key in outer:
+                        inner = inner.setdefault(key, {})
+                    inner[name] = json.loads(item.value_json)
+                result.append((record.history.step.num, row))
     return result
 
 

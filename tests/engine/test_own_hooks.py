@@ -20,6 +20,8 @@ from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.engine.evaluation.media import encode_png, histogram
 from runner.trackers import tracker_process
 from tests.rounding import PROMISED, assert_close
+from tests.waiting import wait_until
+from tests.wandb_server import MARK, marked, offline_rows
 
 TASK = '''
 import torch
@@ -459,7 +461,7 @@ def test_an_error_in_a_packaged_hook_names_the_line(
 
 MEDIA = TASK.replace(
     '        self.phase.log({"drift/sum": self.sum, "drift/seen": self.seen})\n',
-    """        self.phase.log_images("samples", torch.full((2, 3, 4, 5), 0.5))
+    """        self.phase.log_images("samples", torch.full((2, 3, 4, 5), step.update / 5))
         self.phase.log_text("text", f"update {step.update}")
         self.phase.log_histogram("weights", self.phase.model.weight)
 """,
@@ -481,6 +483,28 @@ def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Pat
     assert texts == [[b"update 1"], [b"update 2"]]
     assert [event.histogram_value.num for event in result.Histograms("weights")] == [2.0, 2.0]
     assert not rows(tmp_path / "outputs" / "media", "samples")
+
+
+@pytest.mark.slow
+def test_images_text_and_histograms_are_in_the_folder_of_wandb(
+    write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(MARK, tmp_path.name)
+    args = [word for word in WORDS if not word.startswith("tracker=")]
+    tracker = ["tracker=wandb", "tracker.mode=offline"]
+    assert main(["train", "--task", str(write(MEDIA)), *args, *tracker, "run=media", "updates=2"]) == 0
+    wait_until(lambda: not marked(tmp_path.name), "the processes of wandb")
+    folder = tmp_path / "outputs" / "media"
+    (files,) = folder.glob("wandb/offline-run-*/files")
+    logged = [(step, row) for step, row in offline_rows(folder) if "weights" in row]
+    assert [(step, row["update"], row["text"]) for step, row in logged] == [(1, 1, "update 1"), (2, 2, "update 2")]
+    for step, row in logged:
+        assert row["weights"]["_type"] == "histogram"
+        assert sum(row["weights"]["values"]) == 2
+        assert (row["samples"]["_type"], len(row["samples"]["filenames"])) == ("images/separated", 2)
+        for name in row["samples"]["filenames"]:
+            assert pixels_of((files / name).read_bytes()) == [51 * step] * 60
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (3, 4, 5), (1, 4, 5), (4, 5)])
