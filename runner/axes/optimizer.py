@@ -20,7 +20,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import check_installed
-from runner.base.text import abbreviate, dtype_name
+from runner.base.text import dtype_name
 from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNegative, NonPositive, Positive
+from runner.config.module_names import is_under, unmatched_problems
 from runner.config.option_table import call_option
-from runner.config.schema import did_you_mean
 from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
 
@@ -467,44 +467,12 @@ def _groups(
     return list(groups.values())
 
 
-def unmatched_problems(
-    prefixes: Iterable[str], names: Sequence[str], key: str, kind: str = "trainable parameter"
-) -> list[Problem]:
-    """Return a problem for each prefix that matches no name; see `suggest_module` for `kind`."""
-    return [
-        Problem(f"no {kind} has a name that starts with {prefix}", key, suggest_module(prefix, names, kind))
-        for prefix in prefixes
-        if not any(is_under(name, prefix) for name in names)
-    ]
-
-
 def _refuse_shards(parameters: Parameters, option: str) -> None:
     """Raise ConfigError for sharded parameters: the rule needs complete matrices."""
     if any(hasattr(parameter, "device_mesh") for _, parameter in parameters):  # a DTensor
         fix = "use parallelism=ddp, or optimizer=adamw"
         what = "needs complete matrices, but parallelism=fsdp shards them"
         raise ConfigError(Problem(what, f"optimizer={option}", fix))
-
-
-def is_under(name: str, prefix: str) -> bool:
-    """Return whether `prefix` is the name or a module that contains it: blocks.1 does not contain blocks.10.weight."""
-    return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
-
-
-def module_prefixes(names: Sequence[str]) -> list[str]:
-    """Return the names of the parameters, and of all modules that contain them."""
-    return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
-
-
-def suggest_module(prefix: str, names: Sequence[str], kind: str = "trainable parameter") -> str:
-    """Return what to write instead of `prefix`, which matches no name: a similar name, or the top-level modules.
-
-    kind  what a name is, for the message
-    """
-    if not names:
-        return "all parameters are frozen"
-    levels = dict.fromkeys(name.partition(".")[0] for name in names)
-    return did_you_mean(prefix, module_prefixes(names)) or f"{kind}s are in {abbreviate([*levels], 8)}"
 
 
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, check_library, is_under
+from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, check_library
 from runner.axes.scheduler import SCHEDULERS, build_schedule
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.task import Task
+from runner.config.module_names import is_under
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors

@@ -27,10 +27,10 @@ from runner.axes.optimizer import (
     check_library,
     set_learning_rate,
     sgd,
-    suggest_module,
 )
 from runner.base.errors import ConfigError, IncompatibleResume, MissingPackage
 from runner.base.values import Range
+from runner.config.module_names import suggest_module
 from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from tests.forkserver import ForkServer
 from tests.operations import Operations

@@ -320,6 +320,18 @@ def test_an_unknown_module_is_answered_with_those_of_the_model() -> None:
     assert {"gen", "disc"} <= set(problem.fix.replace(",", " ").split())
 
 
+def test_a_frozen_module_is_not_answered_with_another_one() -> None:
+    task = Adversarial(torch.float32)
+    for weight in task.model.disc.parameters():
+        weight.requires_grad_(False)
+    with pytest.raises(ConfigError) as result:
+        specs_of(task)
+    (problem,) = result.value.problems
+    assert problem.where == "OBJECTIVES['disc']"
+    assert "adapter.train=[disc]" in problem.fix
+    assert "gen" not in problem.fix
+
+
 def test_problems_of_all_objectives_are_reported_together() -> None:
     declared = {
         "first": ["disc"],

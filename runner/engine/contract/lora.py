@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, unmatched_problems
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import require
 from runner.base.task import Task
@@ -18,6 +17,7 @@ from runner.base.text import abbreviate
 from runner.base.values import Factor, Positive, PositiveInt
 from runner.config.chosen_option import make_chosen
 from runner.config.configuration import Choice
+from runner.config.module_names import is_under, unmatched_problems
 from runner.config.schema import did_you_mean
 
 _BASE_LAYER = ".base_layer."  # peft's name for the adapted layer inside its adapter

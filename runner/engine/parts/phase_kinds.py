@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, unmatched_problems
+from runner.axes.optimizer import build_optimizer
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule, build_schedule
 from runner.base.batch import MicroBatch
@@ -20,6 +20,7 @@ from runner.base.errors import ConfigError, IncompatibleResume, NumericError, Pr
 from runner.base.order import Order
 from runner.base.task import Fit, State
 from runner.base.text import abbreviate
+from runner.config.module_names import is_under, module_prefixes, unmatched_problems
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.contract_checks import describe_value
@@ -584,7 +585,8 @@ def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Param
     trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if phase.trains is None:
         return trainable
-    problems = unmatched_problems(phase.trains, [*trainable], f"phase.{phase.name}.trains")
+    frozen = [name for name, _ in model.named_parameters() if name not in trainable]
+    problems = unmatched_problems(phase.trains, [*trainable], f"phase.{phase.name}.trains", frozen=frozen)
     if problems or not phase.trains:
         raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
     return {

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, module_prefixes
 from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, StorageError
 from runner.base.text import abbreviate, dtype_name
+from runner.config.module_names import is_under, module_prefixes
 from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel

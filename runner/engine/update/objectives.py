@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, suggest_module
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
 from runner.config.configuration import Choice
+from runner.config.module_names import is_under, unmatched_problems
 from runner.config.options import find_signature, implemented_options, option_reference, unknown_option
 from runner.config.phases import PHASE_GROUPS
 from runner.config.schema import default_values, describe_mismatch, did_you_mean
@@ -154,13 +154,13 @@ def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:
-    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name, weight in named.items() if weight.requires_grad]
+    frozen = [name for name, weight in named.items() if not weight.requires_grad]
     owners: dict[str, list[ObjectiveSpec]] = {}
     for spec in specs:
-        for prefix in (*spec.trains, *spec.shares):
-            if not any(is_under(name, prefix) for name in names):
-                what = f"trains nothing: no trainable parameter has a name that starts with {prefix}"
-                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", suggest_module(prefix, names))
+        where = f"OBJECTIVES[{spec.name!r}]"
+        yield from unmatched_problems((*spec.trains, *spec.shares), names, where, frozen=frozen)
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from runner.distributed.world import World
 from runner.durable import checkpoint
-from runner.engine.contract.lora import lora
+from runner.engine.contract.lora import lora, merge
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
 from runner.engine.parts.frozen_base import frozen_digest, load_weights
+from runner.engine.update.objectives import parse_objectives
 from runner.plan.planner import plan_this_process
 from runner.records.events import Console
 from runner.tensors.global_rng import seed_everything
@@ -30,7 +32,7 @@ from runner.trained.trained_run import open_trained
 from tests.distributed.ranks import run_ranks
 from tests.engine import task_of_averages
 from tests.forkserver import ForkServer
-from tests.rounding import PROMISED
+from tests.rounding import PROMISED, distance
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 
@@ -206,6 +208,62 @@ def test_a_name_that_the_model_lacks_is_refused(args: list[str], where: str, tmp
     with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *args)):
         pass
     assert [problem.where for problem in caught.value.problems] == [where]
+
+
+class Adversarial(Task):
+    """A generator and a discriminator, each with an objective."""
+
+    objectives: ClassVar[Any] = {name: {"trains": [name]} for name in ("disc", "gen")}
+
+    def __init__(self) -> None:
+        self.model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for name in ("disc", "gen")})
+
+
+def test_an_objective_whose_part_the_adapter_freezes_is_told_to_train_it_in_full() -> None:
+    phase: Any = plan_this_process(compose(Request(("device=cpu",), TASK)))[0].selected[0]
+    task, frozen = Adversarial(), Adversarial()
+    lora(target=["gen.0"]).add_to(frozen)
+    with pytest.raises(ConfigError) as caught:
+        parse_objectives(frozen, phase)
+    (problem,) = caught.value.problems
+    (words,) = [word for word in problem.fix.split() if word.startswith("adapter.train=")]
+    assert (problem.where, words) == ("OBJECTIVES['disc']", "adapter.train=[disc]")
+    lora(target=["gen.0"], train=["disc"]).add_to(task)
+    trained = {spec.name: spec.select_parameters(task.model) for spec in parse_objectives(task, phase)}
+    assert {name: len(weights) for name, weights in trained.items()} == {"disc": 2, "gen": 2}
+
+
+class Convolution(Task):
+    """A regression of pixels by two convolutions."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Conv2d(4, 1, 2, padding=1, bias=False)
+        ).double()
+
+
+def test_the_adapter_of_a_convolution_adds_the_convolution_with_the_product_of_its_factors() -> None:
+    task, original = Convolution(), Convolution()
+    lora(target=["0", "2"], rank=2, alpha=6).add_to(task)
+    weights = dict(task.model.named_parameters())
+    added = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    assert {name.split(".")[1] for name in added} == {"lora_A", "lora_B"}
+    with torch.no_grad():
+        for weight in added.values():
+            nn.init.normal_(weight)
+        for layer in ("0", "2"):
+            first, second = (weights[f"{layer}.lora_{factor}.default.weight"] for factor in "AB")
+            product = torch.einsum("orxy,rixy->oixy", second.expand(-1, -1, *first.shape[2:]), first)
+            original.model.get_submodule(layer).weight += 6 / 2 * product
+    x = torch.randn(3, 1, 9, 9, dtype=torch.float64)
+    loss, expected = task.model(x).square().sum(), original.model(x).square().sum()
+    assert distance(loss, expected) <= TOLERANCE
+    loss.backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in added.values())
+    merge(task.model)
+    assert task.model.state_dict().keys() == original.model.state_dict().keys()
+    assert distance(task.model.state_dict(), original.model.state_dict()) <= TOLERANCE
 
 
 class Tied(Task):
