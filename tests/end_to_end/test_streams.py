@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.base.batch import ShardMark
 from runner.durable.checkpoint import load, newest_valid
 from tests.forkserver import ForkServer
 from tests.laws.streams import KINDS
@@ -101,6 +102,7 @@ def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> N
 
 
 def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, tmp_path: Path) -> None:
+    replays, expected_s = {}, 0.0
     for folder, numbers in (("whole", [6]), ("stopped", [3, 6])):
         (tmp_path / folder).mkdir()
         for number in numbers:
@@ -110,7 +112,17 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
             assert ("load_state_dict" in result.out + result.err) == (number == numbers[0]), (
                 "checked at the first start"
             )
-    assert "24 samples" in result.out, "of three updates, read again"
+            events = (tmp_path / folder / "outputs/mine/events.jsonl").read_text().splitlines()
+            replays[folder, number] = [row for row in map(json.loads, events) if row["kind"] == "stream replay"]
+            if number == 3:
+                path = newest_valid(tmp_path / folder / "outputs/mine/checkpoints")
+                assert path is not None
+                shards = [ShardMark(*mark) for _, *mark in load(path).state["stream"]["shards"]]
+                expected_s = sum((mark.item - mark.passed) * mark.sample_s for mark in shards)
+    assert [key for key, rows in replays.items() if rows] == [("stopped", 6)]
+    (replay,) = replays["stopped", 6]
+    assert replay["samples"] == 24, "of three updates, read again"
+    assert replay["expected_s"] == expected_s > 0
     whole, resumed = (newest_valid(tmp_path / folder / "outputs/mine/checkpoints") for folder in ("whole", "stopped"))
     assert whole is not None
     assert resumed is not None

@@ -48,14 +48,16 @@ class StreamPosition(Hook):
         fetcher = self._fetcher
         if fetcher is None or self.phase.is_over:
             return
-        self.phase.run.observers.screen.info(describe_stream(fetcher.dataset, self.phase.parts.plan))
+        screen = self.phase.run.observers.screen
+        screen.info(describe_stream(fetcher.dataset, self.phase.parts.plan))
         if self._marks:
             replayed = [mark for mark in self._marks.values() if mark.state is None]
             samples = sum(mark.item - mark.passed for mark in replayed)
             if samples:
                 seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
                 reason = "its state cannot be used" if self._needs_replay else "it has no state_dict"
-                self.phase.run.observers.screen.info(
+                screen.record_event("stream replay", samples=samples, expected_s=seconds, reason=reason)
+                screen.info(
                     f"replaying the stream from the beginning to the saved position, because {reason}:"
                     f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
                 )
@@ -69,7 +71,7 @@ class StreamPosition(Hook):
             raise_if_invalid(check, fetcher.dataset.source.num_shards)
             self._needs_replay = bool(check.restore_error)
             if check.restore_error:
-                phase.run.observers.screen.warn(
+                screen.warn(
                     f"{check.restore_error}: a resumed run must replay the stream from the beginning to the saved"
                     " position"
                 )
