@@ -10,7 +10,7 @@ import pytest
 from runner.base.errors import Exit
 from runner.cli import main
 from runner.config import custom_options
-from tests.engine.test_own_hooks import TASK, WORDS
+from tests.engine.test_own_hooks import TASK, WORDS, rows
 
 BROKEN = "raise ImportError('libmissing.so')\n"
 OPTIMIZER = """
@@ -150,3 +150,51 @@ def test_a_module_that_two_entry_points_name_does_not_hide_itself(
     assert main(["plan", "device=cpu", "optimizer=signed", "--task", "task.py"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if ".mine" in line]
     assert [line.count(".mine") for line in notes] == [1, 1]
+
+
+EXTENSIONS = '''
+import torch
+
+
+def backwards(samples, *, step: int = 1):
+    """Visit the samples in reverse order.
+
+    step  stride
+    """
+    order = range(samples.num_samples)[::-1][::step]
+    return samples.in_order(lambda seed, epoch: order, len(order))
+
+
+def halved(model, *, factor: float = 0.5):
+    """Multiply the weights by a factor.
+
+    factor  factor of the weights
+    """
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(factor)
+
+
+SAMPLERS = {"backwards": backwards}
+PRECISIONS = {"halved": ("fp32", halved)}
+'''
+
+
+def test_a_package_may_bring_a_sampler_and_a_precision(
+    install: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They train as those of a task file do, bit for bit."""
+    files = [tmp_path / f"{tmp_path.name}_{name}.py" for name in ("plain", "own")]
+    files[0].write_text(TASK)
+    files[1].write_text(f"{TASK}\n{EXTENSIONS}")
+    args = [*WORDS, "updates=3", "sampler=backwards", "sampler.step=2", "precision=halved", "precision.factor=0.25"]
+    assert main(["train", "--task", str(files[1]), *args, "run=own"]) == 0
+    name = install("options", "mine = {}.mine", EXTENSIONS)
+    capsys.readouterr()
+    assert main(["plan", "--task", str(files[0]), *args]) == 0
+    assert capsys.readouterr().out.count(f"{name} 1.5") >= 2
+    assert main(["train", "--task", str(files[0]), *args, "run=package"]) == 0
+    assert main(["train", "--task", str(files[0]), *WORDS, "updates=3", "run=default"]) == 0
+    own, package, default = (rows(tmp_path / "outputs" / run, "train/loss") for run in ("own", "package", "default"))
+    assert own == package
+    assert own != default
