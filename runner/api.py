@@ -227,7 +227,7 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
 def _refuse_recursion(files: Sequence[Path]) -> None:
     """Raise ConfigError for a call in one of these task files while it is imported."""
     if files:
-        what = "calls accel-run while it is imported, so that each process that imports it would start another one"
+        what = "calls accel-run when it is imported, so each process that imports it would start another run"
         raise ConfigError(Problem(what, str(files[0]), 'call it under: if __name__ == "__main__":'))
 
 

@@ -75,7 +75,7 @@ def auto_parallelize(
     Raises ConfigError if the model does not fit, with the needed and available memory.
     """
     if model_size_mb is not None:
-        what = "is computed from the parameters of the model and from bytes_per_parameter, and cannot be given"
+        what = "is computed from the parameters of the model and bytes_per_parameter, so it cannot be passed"
         raise ConfigError(Problem(what, "model_size_mb", "leave it out; to include activations, pass example=(x,)"))
     has_joined = dist.is_available() and dist.is_initialized()
     places = _resolve_devices(_current_rank_device() if devices is None and has_joined else devices)
@@ -366,7 +366,7 @@ def _replicated_choice(model: nn.Module, place: torch.device, need: int, limit: 
 
 def _pipeline_choice(piped: PipelineParallel, limits: Sequence[int], need: int) -> ParallelChoice:
     rooms = ", ".join(_format_size(limit) for limit in limits)
-    why = "it fits on no single device" if need > max(limits) else "the devices are unequal"
+    why = "it does not fit on a single device" if need > max(limits) else "the devices are unequal"
     reason = f"the model needs {_format_size(need)}, and {why} ({rooms}): layers are split {piped.split}"
     return ParallelChoice(piped, "pipeline", reason, piped.table())
 

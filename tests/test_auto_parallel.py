@@ -245,7 +245,10 @@ def test_equal_devices_of_one_process_are_not_split_without_need() -> None:
 
 @pytest.mark.parametrize(
     ("capacities", "why", "split"),
-    [([9000, 8000], "it fits on no single device", "5 : 5"), ([11 * GIB, 8 * GIB], "the devices are unequal", "6 : 4")],
+    [
+        ([9000, 8000], "it does not fit on a single device", "5 : 5"),
+        ([11 * GIB, 8 * GIB], "the devices are unequal", "6 : 4"),
+    ],
 )
 def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str, split: str) -> None:
     whole = ten_layers()

@@ -433,7 +433,7 @@ def count_samples(batch: Any) -> int:
     count = _first_length(batch)
     if count is None:
         what = f"the number of samples of a batch is not known: its type is {type(batch).__name__}"
-        raise TaskFault(what, fix="pass items=function to LightningTask, which returns the number")
+        raise TaskFault(what, fix="pass items=function to LightningTask, where function(batch) returns the number")
     return count
 
 

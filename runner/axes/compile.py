@@ -91,7 +91,7 @@ def max_autotune(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> BeginForward | None:
-    """Compile the whole model and benchmark several kernels per matrix product: minutes at the first update.
+    """Compile the whole model and benchmark several kernels per matrix product; the first update takes minutes.
 
     cuda_graphs  also use CUDA graphs
     Raises ConfigError if the compiler that inductor needs is missing.

@@ -92,7 +92,7 @@ DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"aut
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
 # A URL whose two slashes pathlib or a shell has collapsed to one. Such a folder name is never intended.
 _ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
-LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
+LOCAL_PATH = "a local path (not a URL such as s3://) in one line without control characters"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
 _LOCAL = rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"
 LocalPath = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
@@ -108,7 +108,7 @@ _NAMED_IN_URL = r"[^@?#\s\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 MirrorURL = Annotated[
     str,
     Matches(
-        "a URL such as s3://bucket/folder, without user, password, query or fragment",
+        "a URL such as s3://bucket/folder (without user, password, query and fragment)",
         rf"(?!.*::)(?:abfss?://[a-z0-9-]+@|{URL}){_NAMED_IN_URL}",
     ),
 ]

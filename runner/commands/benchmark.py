@@ -34,7 +34,7 @@ suites
 options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/technique/NAME.yaml
   NAME ...            measure only these techniques, each alone; results of others are kept
   all                 measure everything and draw the plots
-  init, reset, clean  create the table of results, empty it, remove it with its plots
+  init, reset, clean  create an empty table of results; empty the table; delete the table and its plots
   plots               draw the results
   techniques=all      or [bf16,compile]: techniques to measure, in the order in which they are stacked
   modes=all           isolated: each alone; cumulative: each on top of the previous ones

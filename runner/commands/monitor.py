@@ -82,7 +82,7 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
 
     view = View(interval_s=options.interval_s)
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
-    with StopRequest("Stopped at once, without a summary.", display.close) as stop, closing(display):
+    with StopRequest("Stopped immediately, without a summary.", display.close) as stop, closing(display):
         with Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor:
             _follow(monitor, view, display, stop, options.seconds)
         stop.begin_shutdown()  # a second Ctrl-C must not interrupt the display while it restores the terminal

@@ -19,7 +19,7 @@ outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and other ru
 
 options of the profiler
   skip=5                       warm-up updates that are not recorded
-  updates=10                   updates that are only timed; two more blocks of this length record operators, and modules
+  updates=10                   updates that are only timed; as many are then recorded by operator, and by module
   depth=3                      modules nested deeper than this count toward their parent
   sort_by=self|total|calls     sort order of the operator table
   with_stack=true              show the line of the task for each operator; record_shapes=true: separate rows per shape

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     folder = origin.folder
     if folder is not None and not folder.is_dir():
         print_progress(
-            f"{folder}, where this run was started, no longer exists: relative paths now start at this folder"
+            f"{folder}, where this run was started, no longer exists: relative paths now refer to this folder"
         )
         folder = None
     with working_folder(folder) if folder is not None else nullcontext():

@@ -92,7 +92,7 @@ def format_result(tuned: TuneReport) -> list[str]:
         lines.append("the profile is empty")
     else:
         what = "none of the settings tried is clearly faster; the profile is empty"
-        lines.append(what if search.has_tried else "the budget left no time to try a setting")
+        lines.append(what if search.has_tried else "no setting was tried, because the time budget was used up")
     others = {f"{trial.rule}: {trial.candidate.name}": trial for trial in search.tried if trial not in search.adopted}
     untried = {
         name: trial.outcome.reason.removeprefix("not tried: ")

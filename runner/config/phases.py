@@ -45,7 +45,7 @@ def parse_phases(
     for name, declaration in literal.items():
         where = f"{source}: PHASES[{name!r}]"
         if not isinstance(declaration, dict) or not str(name).isidentifier() or name == INFERENCE:
-            what = f"must map a name other than {INFERENCE} to a mapping of keys to values"
+            what = f"the name must be an identifier other than {INFERENCE}, and the value must map keys to values"
             problems.append(Problem(what, where))
             continue
         kind, needs = declaration.get("kind", "train"), declaration.get("needs", [])

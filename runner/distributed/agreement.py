@@ -34,7 +34,7 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
     kinds_per_rank = world.gather(kinds)
     if any(others != kinds_per_rank[0] for others in kinds_per_rank):
         raise TaskFault(
-            "the state of a fit must have the same names, shapes and dtypes on all ranks, also on those without data,"
+            "the state of a fit must have the same names, shapes and dtypes on all ranks, including ranks without data,"
             f" but is {kinds_per_rank}",
             fix="return tensors of the same names, shapes and dtypes from start() and add()",
         )

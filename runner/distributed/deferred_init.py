@@ -141,7 +141,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_moved = device is not None and torch.device(device).type not in ("cpu", "meta")
         is_written = [self.is_deferred(tensor) for tensor in written]
         if any(is_written) and not all(is_written):
-            raise RuntimeError(f"{function.name()} writes to deferred tensors, which have no values, and to others")
+            raise RuntimeError(
+                f"{function.name()} writes to deferred tensors, which have no values, and also to other tensors"
+            )
         if is_moved or not all(is_written):
             return function(*self._with_values(args), **self._with_values(kwargs))
         try:

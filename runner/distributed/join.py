@@ -72,8 +72,7 @@ def join_process_group(
     except (RuntimeError, OSError) as error:
         if "Duplicate GPU" in str(error):
             raise DeviceMissing(
-                f"rank {rank_info.rank} of {rank_info.world_size} has no GPU for itself: {device} is also used by"
-                " another rank",
+                f"rank {rank_info.rank} of {rank_info.world_size} uses the same GPU as another rank: {device}",
                 fix="start one rank per GPU, or use device=cpu",
             ) from error
         reason = str(error).splitlines()[0]

@@ -455,7 +455,7 @@ def _check_owner(checkpoint: LoadedCheckpoint, run: RunIdentity, *, allows_other
         raise _Foreign(f"it belongs to another run, {name}; to start from it, use resume=FOLDER in a new run")
     if has_other_uid:
         raise _SameName(
-            f"it belongs to another run with the same name, {manifest_uid(checkpoint.manifest)}; this one is {run.uid}"
+            f"it belongs to another run with the same name, {manifest_uid(checkpoint.manifest)}; this run is {run.uid}"
         )
 
 
@@ -576,7 +576,7 @@ def _none_valid_error(directory: Path, skipped: list[tuple[str, tuple[str, ...]]
     return DataError(
         f"there are checkpoints, but none is valid ({details})",
         where=str(directory),
-        fix="restore a good copy, or restart at update 0 with resume=fresh, which keeps these folders",
+        fix="restore a valid copy, or restart at update 0 with resume=fresh, which keeps these folders",
     )
 
 

@@ -30,9 +30,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
         is_last = newest_name(directory.checkpoints) == start.path.name
         copy = None if is_last else copy_metrics(directory)  # first, so that a kill in between loses no rows
         moved = set_aside_newer(directory.checkpoints, start.update)
-    later = (
-        f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""
-    )
+    later = f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} renamed to checkpoints/earlier-*" if moved else ""
     report(f"returning to {start.path.name}{labels}{later}")
     try:
         yield

@@ -34,7 +34,7 @@ class StopRequest:
 
     def __init__(
         self,
-        at_once: str = "Stopped at once, without saving; earlier checkpoints are intact.",
+        at_once: str = "Stopped immediately, without saving; earlier checkpoints are intact.",
         before_exit: Callable[[], object] = lambda: None,
     ) -> None:
         self._at_once, self._before_exit = at_once, before_exit

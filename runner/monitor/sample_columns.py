@@ -185,7 +185,7 @@ class SampleReader:
             previous_s = float(times[-1]) if len(times) else previous_s
         devices, self.notes = self._table.devices()
         if num_damaged:
-            self.notes.append(f"{num_damaged} damaged rows of {self._path.name} were left out")
+            self.notes.append(f"{num_damaged} damaged rows of {self._path.name} were skipped")
         self.notes += clock_notes
         self.names = {gpu: name for gpu, (name, _) in devices.items()}
         in_order = sorted(devices.values(), key=lambda device: (len(device[0]), device[0]))
@@ -207,7 +207,10 @@ class SampleReader:
             return times
         before = np.append(times[0] if self._last_s is None else self._last_s, times[:-1])
         back = np.flatnonzero(times < before)
-        notes += [f"the clock was set back by {before[at] - times[at]:.0f} s; later samples follow it" for at in back]
+        notes += [
+            f"the clock was set back by {before[at] - times[at]:.0f} s; the times of later samples are shifted"
+            for at in back
+        ]
         shifts = np.zeros(len(times))
         shifts[back] = before[back] - times[back] + 2 * spans[back] + 1.0  # far enough to be a gap
         shifts[0] += self._shift_s
@@ -425,8 +428,8 @@ class _SampleTable:
             for gpu, (number, device) in self._gpus.items()
         }
         notes = [
-            f"{number} was {_decode(before)} and became {_decode(after)}"
-            + (f"; {_decode(before)} is {named[before][0]} here" if named[before][0] != number else "")
+            f"{number} changes from {_decode(before)} to {_decode(after)}"
+            + (f"; {_decode(before)} is shown as {named[before][0]}" if named[before][0] != number else "")
             for number, before, after in self._changes
         ]
         return {self._ids[gpu]: device for gpu, device in named.items()}, notes

@@ -71,14 +71,16 @@ class SamplesFile:
             return
         header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
         if not set(FIRST_COLUMNS) <= set(header):
-            self._on_loss(f"{path} is not a table of the monitor, so no rows are added; move it away")
+            self._on_loss(
+                f"{path} is not a table of the monitor, so no rows are appended; to record samples, move the file"
+            )
             self.close()
             return
         self._columns, self.num_earlier_bytes = header, self._size
         if missing := [column for column in COLUMNS if column not in header]:
             self._on_note(
-                f"{path} was started by an older version and keeps its {len(header)} columns, without "
-                f"{abbreviate(missing, 3)}; move it away to get all of them"
+                f"{path} was created by an older version and keeps its {len(header)} columns, without "
+                f"{abbreviate(missing, 3)}; to record all columns, move the file"
             )
         if os.pread(self._file, 1, self._size - 1) != b"\n":  # the run was killed during a write
             self._write("\n")

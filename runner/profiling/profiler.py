@@ -187,7 +187,7 @@ class Session:
         )
         if self.shortened:
             findings.notes.append(
-                "the phase has too few updates, so each part of the profile has recorded fewer than requested"
+                "the phase has too few updates, so each part of the profile recorded fewer updates than requested"
             )
         if any(part.seconds is None for part in self.parts[1:]):
             missing = [part.name for part in self.parts[1:] if part.seconds is None]

@@ -55,7 +55,7 @@ WAYS = {
     "another seed": Way(
         Exit.INCOMPATIBLE_RESUME, [*BASE, "seed=9"], "a run cannot be resumed with another value", first=BASE
     ),
-    "a second signal": Way(Exit.INTERRUPTED, BASE, "Stopped at once, without saving", act="interrupt-twice"),
+    "a second signal": Way(Exit.INTERRUPTED, BASE, "Stopped immediately, without saving", act="interrupt-twice"),
 }
 
 

@@ -31,7 +31,7 @@ def check_state(start: LoadedCheckpoint) -> LoadedCheckpoint:
         elif state["updates_before"] + state["phase_update"] != start.update:
             problem = "updates_before and phase_update must sum to the update of the checkpoint"
         elif not _is_count(start.manifest.get("metrics_bytes")):
-            problem = "the manifest's metrics_bytes must be a size"
+            problem = "the manifest's metrics_bytes must be a number of bytes"
     if problem is not None:
         raise _invalid_state(start, problem)
     return start

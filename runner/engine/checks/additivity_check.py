@@ -567,7 +567,7 @@ def _deviation_warning(values: _Values) -> str:
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _HALF = (torch.bfloat16, torch.float16)
-_COLLATED_AGAIN = "samples have other values when they are collated again, as halves of a batch"
+_COLLATED_AGAIN = "samples change when they are collated again as halves of a batch"
 _HALF_WEIGHTS = "it differs slightly from a sum, which may be the rounding of weights in half precision"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"

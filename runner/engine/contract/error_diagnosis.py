@@ -241,8 +241,8 @@ _SHM_FULL_MESSAGES = (  # torch's messages for a full /dev/shm
     "bus error",
 )
 _ASSERT_FIX = """an index is probably out of range: check class labels, token IDs, and indices of gather and scatter;
-the GPU reports the error late, so a line that is named may be a later one: to find the operation, run the same command
-with the environment variable CUDA_LAUNCH_BLOCKING=1, or with device=cpu"""
+CUDA errors are reported asynchronously, so the operation may have failed before the named line: to find it, run the
+same command with the environment variable CUDA_LAUNCH_BLOCKING=1, or with device=cpu"""
 _SHOW_LINE = "add torch.autograd.set_detect_anomaly(True) to the task to find the line"
 _AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (

@@ -147,7 +147,7 @@ class AttributeCheck(Hook):
             holder, key = states[0]
             owner = "self.model" if holder == "task" else "self"
             raise TaskFault(
-                f"{what} changes attributes that later passes use and that no checkpoint contains: {abbreviate(names)}",
+                f"{what} changes attributes that later passes use but checkpoints do not contain: {abbreviate(names)}",
                 where=str(parts.source),
                 fix=f'register each as a buffer: {owner}.register_buffer("{key}", torch.zeros(...)) in __init__, and'
                 f" change it in place, as {owner}.{key}.copy_(new)",

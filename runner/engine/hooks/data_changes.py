@@ -55,10 +55,10 @@ class DataChanges(Hook):
             changed = changed_samples(old, self._data, fetchers, phase.loader)
         if varying:
             self.phase.run.observers.screen.warn(
-                f"samples of split {' and '.join(varying)} differ between two reads with equally seeded generators, so"
-                " they depend on something else, such as a generator of the dataset: they can change with the number of"
-                " workers, and are not repeated after a resume. Draw from the global generators of torch, NumPy or"
-                " Python, or from runner.sample_rng(seed, epoch, index)"
+                f"samples of split {' and '.join(varying)} differ between two reads with the same seed, so they depend"
+                " on other state, such as a generator of the dataset. They can change with the number of workers, and"
+                " a resumed run does not reproduce them. Draw random numbers from the global generators of torch, NumPy"
+                " or Python, or from runner.sample_rng(seed, epoch, index)"
             )
         edited, provenance.edited = provenance.edited, []
         self._report(edited, changed)
@@ -70,8 +70,8 @@ class DataChanges(Hook):
         update = phase.position.update
         change = {"phase": phase.name, "update": update, "files": edited, "samples": samples}
         run.observers.screen.warn(
-            f"since the checkpoint from which {phase.name} continues at update {update}, these have changed:"
-            f" {describe_changes(edited, samples)}. The run uses the changed version, and run.json records it"
+            f"code or data has changed since {phase.name} was saved at update {update}:"
+            f" {describe_changes(edited, samples)}. The run uses the new version, and run.json records the change"
         )
         run.observers.screen.record_event("changed", **change)
         run.provenance.changes.append(change)

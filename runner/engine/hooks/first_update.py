@@ -68,8 +68,8 @@ class FirstUpdate(Hook):
             return
         if parts.parallel.gathers_model and phase.hook(Evaluation).held_out is None:
             reason = (
-                "it would gather the whole model, which may not fit on a device; there is no validation data, for"
-                " which it is gathered anyway (parallelism.evaluation=sharded never gathers it)"
+                "it would gather the whole model, which may not fit on a device, and no evaluation of this run gathers"
+                " it"
             )
         else:
             results = [

@@ -236,7 +236,7 @@ def require_single_writer(directory: RunDirectory) -> Iterator[None]:
     is_here = process.host == socket.gethostname() and process.pid != os.getpid()
     if is_here and process_state_name(process) == "running":
         raise RunInUse(
-            f"process {process.pid} still writes this run, though its lock file was removed",
+            f"process {process.pid} still writes to this run, although its lock file was removed",
             where=f"run={directory.name}",
             fix="wait until it has finished, stop it, or use another run=NAME",
         )

@@ -217,8 +217,8 @@ class Numerics:
         return weights_differ or losses_differ or self.grad_norm > GRADIENT_FACTOR * self.tolerance
 
     def __str__(self) -> str:
-        text = f"loss of the first update {self.loss:.1%} off, gradient norm {self.grad_norm:.1%} off"
-        return text if self.moved is None else f"{text}, weights moved {self.moved:.1%} off"
+        text = f"loss of the first update by {self.loss:.1%}, gradient norm by {self.grad_norm:.1%}"
+        return text if self.moved is None else f"{text}, weights by {self.moved:.1%}"
 
 
 @dataclass(frozen=True)
@@ -287,14 +287,14 @@ class TrialOutcome:
         if not self.pays:
             return f"faster, but its start-up does not pay off within {self.updates:,} updates: {self.summary}"
         if self.ratio.verdict == "better":
-            return f"better, but another setting is better still: {self.ratio}"
+            return f"better, but another setting is even better: {self.ratio}"
         return f"{self.ratio.verdict}: {self.ratio}"
 
     @property
     def verdict(self) -> str:
         """Return the verdict on speed and numerical results, for a table."""
         speed = "unknown" if self.ratio is None else self.ratio.verdict
-        return f"{speed}; other numbers: {self.numerics}" if self.is_wrong else speed
+        return f"{speed}; numerical results differ: {self.numerics}" if self.is_wrong else speed
 
 
 @dataclass
@@ -471,7 +471,7 @@ def describe_disturbances(result: ComparisonResult) -> Iterator[str]:
     if wait_s > MAX_WAIT_SHARE * seconds:
         yield f"{wait_s / seconds:.0%} of the time, blocks waited for cores used by other processes (not counted)"
     if result.mode == "interleaved" and result.measured_spread.freedom and result.spread.sigma > NOTABLE_SIGMA:
-        yield f"identical processes differ by {result.spread.sigma:.1%}: the intervals include that"
+        yield f"identical processes differ by {result.spread.sigma:.1%}: the intervals include this variation"
     for reason, times in sum((trial.throttled for trial in result.variants), Counter[str]()).most_common():
         yield f"the device throttles: {reason}, in {times} of {len(blocks)} blocks"
 

@@ -160,7 +160,7 @@ def judge_candidate(
     outcome, base = result.outcome(result.of(candidate.name)), result.baseline
     period, effect = PERIODIC_WORK.get(rule, ("", ""))
     if period and not base.covers(period) and not outcome.why_not:
-        limit = "" if at_most is None else f"; according to the run it gains at most {100 * (at_most - 1):+.0f} %"
+        limit = "" if at_most is None else f"; the run's measurements limit the gain to {100 * (at_most - 1):+.0f} %"
         why_not = f"blocks of {base.updates} updates are too short to measure {effect}{limit}"
         outcome = dataclasses.replace(outcome, ratio=None, why_not=why_not, later_s=None, pays_at=None)
     return TriedCandidate(rule, candidate, outcome)
