@@ -7,6 +7,7 @@ much as a small model needs for its forward pass. The results are bit-identical.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,10 +79,10 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         else:
             torch._foreach_add_(steps, 1)
         kernel(
-            weights,
-            [weight.grad for weight in weights],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            _shards(weights),
+            _shards(weight.grad for weight in weights),
+            _shards(state["exp_avg"] for state in states),
+            _shards(state["exp_avg_sq"] for state in states),
             [],
             steps,
             lr=group["lr"],
@@ -124,7 +125,9 @@ def _has_observers(optimizer: Optimizer) -> bool:
 
 
 def _share_dtype_and_device(weights: list[Tensor]) -> bool:
-    return len({(weight.dtype, weight.device) for weight in weights}) <= 1 and not any(
-        hasattr(weight, "device_mesh")  # a DTensor
-        for weight in weights
-    )
+    return len({(weight.dtype, weight.device) for weight in weights}) <= 1
+
+
+def _shards(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return the local shards: Adam computes element by element, and a DTensor would plan its collectives first."""
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -1,0 +1,78 @@
+"""An update of shards computes on local tensors: bit for bit like torch's optimizer, without planning collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runner.axes.optimizer import adam, adamw
+from runner.distributed.sharded import Sharded
+from runner.distributed.world import World
+from runner.plan.planning_rules import why_no_fsdp
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
+TORCH = {adam: torch.optim.Adam, adamw: torch.optim.AdamW}
+
+
+class Distributed(TorchDispatchMode):
+    """Counts the operations on DTensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def shards(world: World) -> tuple[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """Return a sharded model; some shards of its three rows are empty on three or more ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
+    Sharded(world).wrap(model, list, [])
+    return model, list(model.named_parameters())
+
+
+def update(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> int:
+    """Update with gradients that are determined by the weights; return the number of operations on DTensors."""
+    for _, weight in named:
+        weight.grad = (3 * weight).sin().detach()
+    with Distributed() as mode:
+        optimizer.step()
+    return mode.count
+
+
+def compare(world: World, function: Any) -> dict[str, Any]:
+    (_, ours), (_, theirs) = shards(world), shards(world)
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
+    optimizer = function(ours, kernel="fused", decay_1d=True, **options)
+    reference = TORCH[function]([weight for _, weight in theirs], fused=True, **options)
+    counts = [(update(optimizer, ours), update(reference, theirs)) for _ in range(3)]
+    pairs = [(mine.to_local(), other.to_local()) for (_, mine), (_, other) in zip(ours, theirs, strict=True)]
+    states = [
+        (optimizer.state[mine][name].to_local(), reference.state[other][name].to_local())
+        for (_, mine), (_, other) in zip(ours, theirs, strict=True)
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    return {
+        "counts": counts[1:],  # the first update creates the state
+        "equal": all(torch.equal(mine, other) for mine, other in pairs + states),
+        "sizes": [mine.numel() for mine, _ in pairs],
+    }
+
+
+@pytest.mark.parametrize("function", TORCH)
+def test_an_update_of_shards_is_that_of_torch_without_operations_on_distributed_tensors(function: Any) -> None:
+    results = run_ranks(lambda world: compare(world, function), 4)
+    assert any(0 in result["sizes"] for result in results)
+    for result in results:
+        assert result["equal"]
+        for ours, theirs in result["counts"]:
+            assert ours == 0
+            assert theirs > 0
