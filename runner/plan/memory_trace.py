@@ -9,6 +9,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 Event = tuple[int, int]  # (number of a memory block, its bytes; 0: it is freed)
 
@@ -168,12 +169,35 @@ def choose_recomputed_blocks(blocks: Sequence[Layer], peak_bytes: Callable[[Bloc
     recomputing all of them exceeds the limit.
 
     blocks      blocks in the order of the forward pass
-    peak_bytes  block indices -> peak bytes if these are recomputed; called about log2(number of blocks) times
+    peak_bytes  block indices -> peak bytes if these are recomputed. A call traces the run, so the most frequent answers
+                come first: no block, then all blocks. Otherwise, two numbers of blocks are chosen by interpolation,
+                which finds the result if the peak falls with the saved activations, and further ones by bisection
     """
     costs = [block.flops / max(1, block.activations) for block in blocks]
     order = sorted(range(len(blocks)), key=costs.__getitem__)
+    saved = [0, *accumulate(blocks[number].activations for number in order)]
 
     def take_first(count: int) -> Blocks:
         return tuple(sorted(order[:count]))
 
-    return take_first(bisect_left(range(len(order)), True, key=lambda count: peak_bytes(take_first(count)) <= limit))
+    def find_excess(count: int) -> int:
+        return peak_bytes(take_first(count)) - limit
+
+    low, high = 0, len(order)
+    if (over := find_excess(low)) <= 0:
+        return take_first(low)
+    if (under := find_excess(high)) > 0:
+        return take_first(high)
+    num_guesses = 2
+    while high - low > 1:  # recomputing `low` blocks exceeds the limit, `high` blocks do not
+        middle = (low + high) // 2
+        if num_guesses:
+            num_guesses -= 1
+            target = saved[low] + (saved[high] - saved[low]) * over / (over - under)
+            middle = bisect_left(saved, target, low + 1, high - 1)
+        excess = find_excess(middle)
+        if excess > 0:
+            low, over = middle, excess
+        else:
+            high, under = middle, excess
+    return take_first(high)

@@ -47,3 +47,42 @@ def test_blocks_are_chosen_by_freed_memory_per_operation_then_by_position():
     blocks = [Layer("dear", 100, 900), Layer("cheap", 100, 100), Layer("cheap", 100, 100), Layer("cheap", 100, 100)]
     assert choose_recomputed_blocks(blocks, taking(blocks), 801) == (1,)
     assert choose_recomputed_blocks(blocks, taking(blocks), 800) == (1, 2)
+
+
+class Counting:
+    """Count the calls of a function."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args):
+        self.count += 1
+        return self.function(*args)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(2900, 1), (100, 2)], ids=["nothing to recompute", "not even all"])
+def test_the_frequent_answers_need_no_search(limit, count):
+    """Each call traces the run."""
+    blocks = [Layer("block", 100, 100)] * 24
+    takes = Counting(taking(blocks))
+    choose_recomputed_blocks(blocks, takes, limit)
+    assert takes.count == count
+
+
+@given(st.integers(1, 200), st.integers(0, 13_000))
+def test_the_smallest_number_of_blocks_is_found_by_bisection_at_worst(number, limit):
+    """The first four calls are those for no block, all blocks and two guesses."""
+    blocks = [Layer("block", 100, 100)] * number
+    takes = Counting(taking(blocks))
+    chosen = choose_recomputed_blocks(blocks, takes, limit)
+    fitting = (count for count in range(number) if takes.function(tuple(range(count))) <= limit)
+    assert chosen == tuple(range(next(fitting, number)))
+    assert takes.count <= 4 + number.bit_length()
+
+
+def test_a_peak_that_falls_with_the_saved_activations_needs_no_bisection():
+    """As in an encoder and a decoder, whose blocks save different numbers of bytes."""
+    blocks = [Layer("block", 100, 100)] * 12 + [Layer("larger", 300, 300)] * 12
+    takes = Counting(lambda again: 5000 - sum(blocks[number].activations for number in again))
+    assert choose_recomputed_blocks(blocks, takes, 2500) == tuple(range(17))
+    assert takes.count == 4
