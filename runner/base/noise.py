@@ -2,8 +2,8 @@
 
 A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here each
 random number is a hash of what it is used for: the sample, the draw within the forward pass, the element. Each sample
-has a key, a hash of seed, epoch, index, and the name and number of the call. Whatever differs between batches, or
-between layers that share code, is in the tensor of these keys and never in a Python number, because torch.compile would
+has a key, a hash of seed, epoch, index, and the name and number of the call. Values that differ between batches, or
+between layers that share code, are stored in the tensor of these keys, not in Python numbers: torch.compile would
 recompile for each value of a number.
 """
 

@@ -81,7 +81,7 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     num_ranks = planner.num_sharing or max(1, sum(rank.uuid in local for rank in on_machine))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if options.get("workers_above_ms") == "auto":
-        limit, why = READ_MS, "auto: if reading a batch takes less, receiving it from a worker costs more than it saves"
+        limit, why = READ_MS, "auto: below this, receiving a batch from a worker takes longer than reading it"
         if workers != "auto":
             limit, why = 0.0, "auto: num_workers is set"
         elif options["start_method"] != "fork":

@@ -174,8 +174,8 @@ def check_loss_is_sum(
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
     Call it on every rank: the model may run collectives.
-    An exception of the loss is ignored here and reported by the first update, unless only some of the ranks
-    that together hold one copy of the model raise it, because the other ranks would wait for them.
+        An exception of the loss is ignored here, because the first update reports it. It is raised if it occurs on only
+    some of the ranks that together hold one copy of the model, because the other ranks would wait for them.
 
     read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """

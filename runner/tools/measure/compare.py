@@ -300,9 +300,9 @@ class Comparison:
     def _run_rounds(self, result: ComparisonResult, *, is_last: bool = False) -> bool:
         """Run rounds until every interval is narrow; return whether time is left.
 
-        No block starts that would end after the deadline. While variants wait to be started, an active one is left out
-        as soon as the interval of its ratio is narrow, even without the variation between processes, which is included
-        once all variants have started.
+        No block starts that would end after the deadline. While variants wait to be started, an active one is skipped
+        as soon as the interval of its ratio is narrow. Until all variants have started, this interval does not include
+        the variation between processes.
 
         is_last  no waiting variant can be started
         """
