@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.axes.optimizer import is_under
 from runner.base.batch import map_tensors
 from runner.base.noise import without_samples
 from runner.base.order import Order
 from runner.base.task import Progress
+from runner.config.module_names import is_under
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import RunDirectory
 from runner.engine.opening import open_new_run
