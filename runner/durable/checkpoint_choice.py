@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -152,15 +153,16 @@ def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = No
     """Return (value, number) of the best checkpoints up to `newest`, best first, for the phase of `newest`.
 
     The state of `newest` does not list a best checkpoint that was held in memory and written later, so every older
-    checkpoint of the phase is checked. Values of another metric are ignored.
+    checkpoint of the phase is checked. One that was saved with another ranking counts with its own evaluation.
 
     ranking  None: the run's own ranking, from the state of `newest`
     """
     ranking = ranking or read_ranking(newest.state)
     folder = newest.path.parent
-    values = _read_bests(newest.state, newest.state, ranking)
+    values = _read_bests(newest.update, newest.state, newest.state, ranking)
     for number, state in _read_earlier_states(newest):
-        values |= {key: value for key, value in _read_bests(state, newest.state, ranking).items() if key == number}
+        found = _read_bests(number, state, newest.state, ranking)
+        values |= {key: value for key, value in found.items() if key == number}
     existing = [
         (value, number)
         for number, value in values.items()
@@ -178,14 +180,20 @@ def _read_earlier_states(newest: LoadedCheckpoint) -> Iterator[tuple[int, dict[s
             yield int(path.name.removeprefix("update-")), files.read_object(path / STATE)
 
 
-def _read_bests(state: Mapping[str, Any], newest_state: Mapping[str, Any], ranking: Ranking) -> dict[int, float]:
-    """Return number -> value of the best checkpoints in a state; none if they belong to another phase or metric."""
+def _read_bests(
+    number: int, state: Mapping[str, Any], newest_state: Mapping[str, Any], ranking: Ranking
+) -> dict[int, float]:
+    """Return number -> value of the best checkpoints in the state of checkpoint `number`; none in another phase.
+
+    If the run ranked its checkpoints in another way at that time, as `resume` allows, only this checkpoint is known.
+    """
     values = as_dict(state.get("values"))
     ranking_values = {"checkpoint.best": ranking.metric, "checkpoint.best_is": ranking.better}
-    if state.get("phase") != newest_state.get("phase") or any(
-        values.get(key, expected) != expected for key, expected in ranking_values.items()
-    ):
+    if state.get("phase") != newest_state.get("phase"):
         return {}
+    if any(values.get(key, expected) != expected for key, expected in ranking_values.items()):
+        own = _metric_value(state, ranking.metric)
+        return {} if own is None or math.isnan(own) else {number: own}
     try:
         values_by_number = {int(number): float(value) for value, number in as_list(state.get("bests"))}
         return {number: value for number, value in values_by_number.items() if 0 <= number < 10**_NUM_DIGITS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,26 @@ def test_bests_of_another_phase_or_metric_are_not_compared(changes: Mapping[str,
         saved(run, 15, **{"bests": [(0.3, 15)], **changes})
         saved(run, 20, [(0.9, 5)])
         assert bests(run, 20) == [(0.9, 5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [(0.1, 15)]),
+        ({"evaluated_at": 14}, [(0.4, 20)]),
+        ({"phase": "other"}, [(0.4, 20)]),
+        ({"metrics": {"val/loss": 0.1}}, [(0.4, 20)]),
+        ({"metrics": {"val/error": math.nan}}, [(0.4, 20)]),
+    ],
+)
+def test_a_checkpoint_that_was_ranked_by_another_metric_counts_with_its_own_evaluation(
+    changes: Mapping[str, Any], expected: list[tuple[float, int]], tmp_path: Path
+) -> None:
+    with RunDirectory.create_or_open(tmp_path, "mine") as run:
+        saved(run, 5, [(0.2, 5)], metrics={"val/error": 0.7})
+        saved(run, 15, [(0.2, 5)], **{"metrics": {"val/error": 0.1}, **changes})
+        saved(run, 20, [(0.4, 20)], values={**VALUES, "checkpoint.best": "val/error"})
+        assert bests(run, 20) == expected
 
 
 @pytest.mark.parametrize(("better", "expected"), [("min", [(0.1, 10), (0.2, 30)]), ("max", [(0.4, 20), (0.2, 30)])])

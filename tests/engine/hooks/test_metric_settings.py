@@ -121,3 +121,13 @@ def test_a_metric_that_later_evaluations_have_selects_the_best_checkpoint(
     newest = load_newest(tmp_path / "small" / "checkpoints")
     assert newest is not None
     assert [number for _, number in find_best_checkpoints(newest)] == expected
+
+
+def test_a_resumed_run_that_ranks_by_another_metric_keeps_the_best_of_its_earlier_checkpoints(tmp_path: Path) -> None:
+    args = ["train", "--task", str(TASK), *COMMON, "task.late=1", "checkpoint.every=1", f"output_root={tmp_path}"]
+    assert main([*args, "updates=4", "checkpoint.keep=9"]) == 0
+    other = ["checkpoint.best=val/late", "checkpoint.best_is=max", "checkpoint.keep=2"]
+    assert main([*args, "updates=8", "resume_allow=[updates]", *other]) == 0
+    newest = load_newest(tmp_path / "small" / "checkpoints")
+    assert newest is not None
+    assert find_best_checkpoints(newest) == [(1.0, 1)], "it falls"
