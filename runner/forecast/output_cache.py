@@ -3,7 +3,8 @@
 A model repeats few distinct operations many times: one pass of a ResNet-50 with a transformer runs 27,000 operations,
 of which fewer than 2,000 differ. torch has such a cache, too (`FakeTensorMode.cache`), but computing a key takes about
 0.2 ms, which adds up to most of the time of a trace. Here, a key contains only what differs between tensors of one CPU
-trace, and an entry also contains the cost of the operation.
+trace, and an entry also contains the cost of the operation. torch's cache is off, because a new entry takes as long as
+the operation, and operations that repeat do not reach it.
 
 Source: torch/_subclasses/fake_tensor.py of torch 2.13, `_validate_cache_key` and `_get_output_tensor_from_cache_entry`.
 """

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 
@@ -188,3 +189,10 @@ def test_bytes_of_products_are_counted_separately(cached: bool) -> None:
     assert work.product_bytes == 2 * read_and_written
     assert work.flops == 2 * 2 * 4 * 8 * 8
     assert work.moved_bytes - work.product_bytes >= 2 * 4 * (4 * 8 + 4 * 8), "relu reads and writes, ones writes"
+
+
+def test_operations_are_cached_once() -> None:
+    """Entries in the cache of torch, which all fake modes share, would take as long as the operations themselves."""
+    before = FakeTensorMode.cache_info()
+    traced(_norms, cached=True)
+    assert FakeTensorMode.cache_info() == before
