@@ -257,7 +257,8 @@ class CategoryAgnosticPose(Task):
             results += found
             yield Prediction({f"{name}.json": json.dumps(found)}, text, items=seen, plots=plots)
         table = category_table(counts)
-        yield Prediction({"keypoints.json": json.dumps(results), "pck.txt": table}, table, items=0)
+        used = f"{len(chosen)} episodes of {split}" + ", which also selects the best checkpoint" * (split == "val")
+        yield Prediction({"keypoints.json": json.dumps(results), "pck.txt": table}, f"{used}\n{table}", items=0)
 
 
 def decode_episodes(

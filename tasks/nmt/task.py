@@ -190,7 +190,8 @@ class Translation(Task):
             yield Prediction({"translations.tsv": table, "translations.txt": report}, text.rstrip(), items=items)
         found = f"{num_tokens / seconds:.0f} tokens/s in decoding"
         if not source.strip():
-            found += f"; {num_exact} of {min(samples, len(data))} match the reference exactly"
+            found += f"; {num_exact} of {min(samples, len(data))} pairs of {split} match the reference exactly"
+            found += "; val also selects the best checkpoint" if split == "val" else ""
         yield self._attention_report(model, device, found)
 
     def _attention_report(self, model: nn.Module, device: torch.device, found: str) -> Prediction:

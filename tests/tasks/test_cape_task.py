@@ -120,6 +120,11 @@ def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
     assert all("within 0.2" in prediction.text for prediction in single)
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_figures_of_inference_name_their_split(folder: Path, split: str) -> None:
+    assert split in predictions(make_task(folder), samples=1, pictures=0, split=split)[-1].text
+
+
 @pytest.mark.slow
 def test_inference_depends_on_the_seed_and_not_on_the_batch(folder: Path) -> None:
     task = make_task(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -461,6 +461,14 @@ def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() 
         (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2)
     assert "task.attention_dropout" in last.text
     assert not last.plots
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_figures_of_inference_name_their_split(split: Literal["val", "test"]) -> None:
+    task = make_task(packed=True)
+    with torch.no_grad():
+        (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2, split=split)
+    assert split in last.text
 
 
 @pytest.mark.slow
