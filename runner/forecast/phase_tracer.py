@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.base.batch import MicroBatch, map_tensors
+from runner.base.errors import ConfigError
 from runner.base.noise import replace_dropout_keys, without_samples
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
@@ -235,7 +236,7 @@ class PhaseTracer:
         """Return the sizes in bytes from which the memory of each strategy is computed."""
         try:
             num_layers: int | None = len(self.parts.task.layers())
-        except NotImplementedError:
+        except (NotImplementedError, ConfigError):
             num_layers = None
         model, trained = self.parts.bare, self.trained
         own = [block for block in self.parts.task.blocks() if block is not model]

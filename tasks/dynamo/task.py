@@ -168,6 +168,12 @@ class DynamoTask(Task):
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.model.base.blocks)
 
+    def layers(self) -> Sequence[nn.Module]:
+        """Raise ConfigError: the model is not a sequence, see docs/decisions/0032-dynamo-has-no-layers.md."""
+        what = "task=dynamo cannot be divided into layers, because its router reads the output of a first encoder pass"
+        fix = "use parallelism=ddp, or parallelism=fsdp if the model does not fit on a device"
+        raise ConfigError(Problem(what, "parallelism=pipeline", fix))
+
     def dataset(self, split: str) -> Dataset:
         tables = self.corpus.tables[split]
         if self.phase == "pretrain":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.task import Progress, State, Sum
+from runner.base.task import FunctionLayer, Progress, State, Sum
 
 from .statistics import NEVER
 
@@ -72,6 +73,25 @@ class Detector(nn.Module):
         """Return the RX score minus (mean + 2 sigma), in units of sigma: positive means anomalous."""
         return (self.rx(cubes) - self.threshold) / self.sigma
 
+    def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decide(self.project(cubes))
+
+    def project(self, cubes: Tensor) -> Any:
+        """Return the coordinates of pixels: the first half of the forward pass."""
+        raise NotImplementedError
+
+    def decide(self, projected: Any) -> tuple[Tensor, Tensor]:
+        """Return the output of the model from the result of `project`."""
+        raise NotImplementedError
+
+    def layers(self) -> list[nn.Module]:
+        """Return the two halves of the forward pass, for a pipeline.
+
+        Both use the whole model, because statistics, the center and metrics need all weights on each rank. The weights
+        are small; a pipeline divides the computation, and the activations, whose size is that of the cubes.
+        """
+        return [FunctionLayer(self.project, self), FunctionLayer(self.decide, self)]
+
     @torch.no_grad()
     def set_statistics(self, state: State) -> Mapping[str, float]:
         """Set the statistics of the training pixels (see PixelStatistics); return figures to display."""
@@ -111,7 +131,8 @@ class TrainableRX(Detector):
     by its variance, plus the squared norm of the remaining whitened coordinates, whose directions stay fixed. Training
     then rotates the components towards directions that distinguish targets.
 
-    forward: cubes (B, H, W, C) -> logits (B, H, W), penalties (3,): orthogonality, entropy, concentration
+    forward: cubes (B, H, W, C) -> logits (B, H, W), penalties (B, 3): orthogonality, entropy, concentration; all rows
+    are equal
     """
 
     scale: Tensor
@@ -136,14 +157,20 @@ class TrainableRX(Detector):
         """Return the centered cubes (..., C) times the selector; a uniform selector is the identity."""
         return self.center(cubes) * (self.channels * self.selection())
 
-    def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the coordinates (B, H, W, K) of pixels, and their squared distance (B, H, W) from the components."""
         # Whitening multiplies small directions by hundreds, so half precision would lose them to rounding.
         with torch.autocast(cubes.device.type, enabled=False):
             parts = (self.selected(cubes) @ self.components.T) * self.scale
-            rest = (self.center(cubes) @ self.rest.T).square().sum(-1)
+            return parts, (self.center(cubes) @ self.rest.T).square().sum(-1)
+
+    def decide(self, projected: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the output of the model from the result of `project`."""
+        parts, rest = projected
+        with torch.autocast(parts.device.type, enabled=False):
             score = parts.square() @ self.quadratic + self.outside * rest
             logits = (score - self.threshold) / self.sigma + parts @ self.linear + self.bias
-            return logits, torch.stack(self.penalties())
+            return logits, torch.stack(self.penalties()).expand(parts.shape[0], -1)
 
     def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return penalties to minimize, each at least 0.
@@ -195,9 +222,9 @@ class TrainableRX(Detector):
 class DeepSVDD(Detector):
     """A network that maps normal spectra into a small sphere; spectra outside of it are anomalous.
 
-    forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius () in the same unit. The logit is the squared
-    distance to the center minus the squared radius. The unit is the standard deviation of the squared distance after
-    the first phase.
+    forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius (B,) in the same unit, for each cube the same. The
+    logit is the squared distance to the center minus the squared radius. The unit is the standard deviation of the
+    squared distance after the first phase.
 
     Four properties prevent collapse to a single point:
 
@@ -223,20 +250,33 @@ class DeepSVDD(Detector):
         self.register_buffer("reference", torch.zeros(NUM_REFERENCE_PIXELS, channels))
         self.register_buffer("moved_at", torch.tensor(-1))
 
-    def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
-        square = self.radius.square() / self.spread
-        return self.distance(cubes) / self.spread - square, square
-
-    def features(self, cubes: Tensor) -> Tensor:
-        """Return the features (..., 32) of spectra (..., C), whitened but not centered."""
+    def project(self, cubes: Tensor) -> Tensor:
+        """Return the output (..., hidden) of the first layer for spectra (..., C), whitened but not centered."""
         with torch.autocast(cubes.device.type, enabled=False):
             spectra = self.whiten(cubes) + self.whitening @ self.mean
-        features: Tensor = self.network(spectra)
-        return features.float()
+        first, activation, _ = self.network
+        hidden: Tensor = activation(first(spectra))
+        return hidden
+
+    def decide(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of the model from the result of `project`."""
+        square = self.radius.square() / self.spread
+        return self._distance(projected) / self.spread - square, square.expand(projected.shape[0])
+
+    def features(self, cubes: Tensor) -> Tensor:
+        """Return the features (..., 32) of spectra (..., C)."""
+        return self._features(self.project(cubes))
 
     def distance(self, cubes: Tensor) -> Tensor:
         """Return the squared distance (...) of the features of spectra (..., C) to the center."""
-        return (self.features(cubes) - self.centre).square().sum(-1)
+        return self._distance(self.project(cubes))
+
+    def _features(self, projected: Tensor) -> Tensor:
+        features: Tensor = self.network[-1](projected)
+        return features.float()
+
+    def _distance(self, projected: Tensor) -> Tensor:
+        return (self._features(projected) - self.centre).square().sum(-1)
 
     @torch.no_grad()
     def begin_update(self, progress: Progress) -> None:

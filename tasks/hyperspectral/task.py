@@ -126,6 +126,9 @@ class AnomalyTask(Task):
     def fits(self) -> Mapping[str, PixelStatistics]:
         return {"fit": PixelStatistics(self.channels, getattr(torch, self.statistics))}
 
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers()
+
     def begin_update(self, progress: Progress) -> None:
         """Update the temperature of the selector and the center, but not in phase `fit`, whose result is plain RX."""
         if progress.phase == "train":
@@ -242,7 +245,7 @@ class Detection(AnomalyTask):
             logits.float() + weight.clamp(min=1e-6).log(), target, weight=known, pos_weight=weight, reduction="sum"
         )
         # torch.tensor(self.weights, device=...) would wait for the device
-        penalty = sum(weight * each for weight, each in zip(self.weights, penalties.float().unbind(), strict=True))
+        penalty = sum(weight * each for weight, each in zip(self.weights, penalties[0].float().unbind(), strict=True))
         count = known.sum()
         return losses + count * penalty, count
 
@@ -267,7 +270,7 @@ class OneClass(AnomalyTask):
         logits, square = model(batch["cube"])
         normal = (batch["mask"] != 1).float()
         count = normal.sum()
-        return (logits.relu() * normal).sum() / NU + count * square, count
+        return (logits.relu() * normal).sum() / NU + count * square[0], count
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
         return {"loss": self.loss(model, batch), **super().evaluate(model, batch)}

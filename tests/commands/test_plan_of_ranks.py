@@ -84,9 +84,37 @@ def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_pa
 
 @pytest.mark.slow
 def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
+    (tmp_path / "undivided.py").write_text(
+        "import torch\nfrom torch import nn\nfrom runner import Task\n"
+        "class Undivided(Task):\n"
+        "    def __init__(self): self.model = nn.Linear(2, 2)\n"
+        "    def dataset(self, split): return [(torch.zeros(2), 0)] * 4\n"
+        "    def loss(self, model, batch): return model(batch[0]).sum(), 1\n"
+        "def build() -> Task: return Undivided()\n"
+    )
+    result = server.run(f"{PAIR} parallelism=pipeline --task undivided.py", tmp_path)
     assert result.code == 70
     assert "must define layers()" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", [f"{PAIR} parallelism=pipeline", "train parallelism=pipeline parallelism.world_size=2"]
+)
+def test_a_task_that_cannot_be_divided_is_refused_with_what_to_use(
+    args: str, server: ForkServer, tmp_path: Path
+) -> None:
+    result = server.run(f"{args} task=dynamo", tmp_path)
+    assert result.code == 78, result.err
+    assert {"parallelism=ddp", "parallelism=fsdp"} <= set(suggested(result.err.splitlines()[-1]))
+    assert not list(tmp_path.rglob("checkpoints/*")), "before training"
+
+
+@pytest.mark.slow
+def test_auto_does_not_pipeline_a_task_that_cannot_be_divided(server: ForkServer, tmp_path: Path) -> None:
+    result = server.run(f"{PAIR} parallelism=auto task=dynamo", tmp_path)
+    assert result.code == 0, result.err
+    assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
 
 
 @pytest.mark.slow

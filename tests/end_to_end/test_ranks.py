@@ -272,6 +272,22 @@ def test_gpt_has_the_same_curve_on_any_number_of_ranks(
     assert losses(tmp_path) == pytest.approx(gpt_curve, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["rx", "svdd"])
+def test_both_phases_of_hyperspectral_are_the_same_in_a_pipeline(head: str, server: ForkServer, tmp_path: Path) -> None:
+    sizes = "task.num_cubes=16 task.height=12 task.width=12 task.channels=6"
+    args = f"train task=hyperspectral task.head={head} task.data=synthetic {sizes} epochs=2 log_every=1 monitor=off"
+    for run, more in (("one", ""), ("two", "parallelism=pipeline parallelism.world_size=2")):
+        assert_success(server.run(f"{args} run={run} {more}", tmp_path))
+    one, two = (losses(tmp_path, run) for run in ("one", "two"))
+    assert len(one) == 4
+    assert two == pytest.approx(one, rel=SAME_CURVE)
+    fits = [[row for row in rows(tmp_path, run) if row["phase"] == "fit"][-1] for run in ("one", "two")]
+    keys = [key for key in fits[0] if key.startswith("val/")]
+    assert keys
+    assert [fits[1][key] for key in keys] == pytest.approx([fits[0][key] for key in keys], rel=SAME_CURVE)
+
+
 # The learning rate keeps training stable. In unstable training, rounding errors grow until curves differ, even between
 # one process and the same with another number of threads. With short samples, curves agree as well (2e-7) as with 64.
 UPDATES = 50 if IS_LONG else 12

@@ -186,6 +186,7 @@ CASES: Mapping[str, tuple[Make, str]] = {
 PIPELINED = (
     *("tractodiff", "tractodiff unet", "cape", "gpt", "gpt, dropout", "gpt 350m, dropout"),
     *("nmt packed", "nmt padded, dropout", "nmt packed, attention dropout"),
+    *("hyperspectral rx", "hyperspectral svdd"),
 )
 READ = (  # one for each dataset
     *("tractodiff", "cape", "nmt packed", "nmt padded", "gpt", "dynamo pretrain", "dynamo joint", "hyperspectral rx"),
@@ -403,7 +404,9 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["cape", "nmt packed", "nmt padded", "tractodiff unet"])
+@pytest.mark.parametrize(
+    "case", ["cape", "nmt packed", "nmt padded", "tractodiff unet", "hyperspectral rx", "hyperspectral svdd"]
+)
 def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable[[str], Task]) -> None:
     """Metrics that decode step by step too: each step is a pass through all stages."""
 
@@ -424,7 +427,13 @@ def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize("case", ["tractodiff", "tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("tractodiff", "tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"),
+        *("hyperspectral rx", "hyperspectral svdd"),
+    ],
+)
 def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)
     task.model.eval()

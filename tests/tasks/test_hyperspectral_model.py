@@ -200,7 +200,7 @@ def test_targets_and_background_have_equal_weight(make: Any) -> None:
     batch = run_fit(task)
     weight = task.model.pos_weight
     logits = task.model(batch["cube"])[0].detach().requires_grad_()
-    task.loss(lambda cubes: (logits, torch.zeros(3)), batch)[0].backward()
+    task.loss(lambda cubes: (logits, torch.zeros(1, 3)), batch)[0].backward()
     assert logits.grad is not None
     target = batch["mask"] == 1
     expected = torch.sigmoid(logits + weight.log())
