@@ -236,7 +236,7 @@ def _list_choices(directory: RunDirectory) -> str:
         for path in valid
     ]
     damaged = [str(update_in_name(path)) for path in paths if path not in valid]
-    text = f"use checkpoint=N with one of {', '.join(choices)}"
+    text = f"use checkpoint=N, where N is one of {', '.join(choices)}"
     return text + (f"; damaged: {', '.join(damaged)}" if damaged else "")
 
 

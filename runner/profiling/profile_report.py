@@ -149,7 +149,7 @@ def _format_times(findings: Findings) -> list[str]:
         rows.append((name, f"{ms:.2f} ms per update", note, f"{updates} update{'s' * (updates > 1)}"))
     if not rows:
         return []
-    skipped = f", after {findings.skipped} warm-up updates" if findings.skipped else ""
+    skipped = f", after {findings.skipped} warm-up update{'s' * (findings.skipped > 1)}" if findings.skipped else ""
     return [f"time of an update with and without each instrument{skipped}", *format_table(rows, "<><<", indent="  ")]
 
 

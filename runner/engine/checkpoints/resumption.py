@@ -95,8 +95,8 @@ def compare(
             fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
         elif key == to_allow[-1]:  # the fix of the last key has the complete setting to paste
             names = ",".join((*allowed, *to_allow))
-            restored = " after restoring the other values" if "fixed" in map(classes.get, refused) or too_short else ""
-            fix = f"to continue anyway{restored}, use resume_allow=[{names}], or start a new run with another run=NAME"
+            restore = "restore the other values and " if "fixed" in map(classes.get, refused) or too_short else ""
+            fix = f"to continue anyway, {restore}use resume_allow=[{names}], or start a new run with another run=NAME"
         problems.append(Problem(what, key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
@@ -297,7 +297,7 @@ def find_resume_point(
         check_resume(plan, check_state(start), screen.info)
     except IncompatibleResume as error:
         *others, last = error.problems
-        hint = f"to resume it with its own settings: accel-run resume {directory.argument(plan.settings.output_root)}"
+        hint = f"to resume the run with its settings: accel-run resume {directory.argument(plan.settings.output_root)}"
         error.problems = (*others, replace(last, fix=f"{last.fix}\n{hint}"))
         raise
     phases_to_run(plan, start, directory)
