@@ -137,9 +137,10 @@ class Precision:
         if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # the interface that GradScaler uses with fused kernels
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            found = torch.zeros((), device=numbers.device)
+            # float32, as `numbers`: the kernel accepts no other format, and a task may set another default dtype
+            found = torch.zeros((), dtype=torch.float32, device=numbers.device)
             if self._one is None or self._one.device != numbers.device:
-                self._one = torch.ones((), device=numbers.device)
+                self._one = torch.ones((), dtype=torch.float32, device=numbers.device)
             # GradScaler's kernel (private) checks without synchronizing; it also multiplies the numbers by one.
             torch._amp_foreach_non_finite_check_and_unscale_([numbers], found, self._one)
             optimizer.found_inf = found  # type: ignore[attr-defined]
@@ -228,7 +229,7 @@ class ScaledHalf(Precision):
         # Private, checked on torch 2.13: GradScaler has no public way to share its flag between ranks.
         flags: Any = self.scaler._found_inf_per_device(optimizer)
         if not flags:  # no gradients, as on a pipeline stage with unused parameters; other ranks wait for the flag
-            flags[self.device] = torch.zeros((), device=self.device)
+            flags[self.device] = torch.zeros((), dtype=torch.float32, device=self.device)
         for flag in flags.values():
             flag.copy_(overflow(flag))
 
