@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import gc
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runner.axes.compile import nothing_was_compiled
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import DeviceMemoryError, Exit, HostMemoryError, SharedConfigError
 from runner.base.loaded_torch import cuda_is_initialized
@@ -73,7 +73,7 @@ def train_here(
         # Release the memory of a failed run, including objects that `gc.freeze` has exempted from collection.
         gc.unfreeze()
         gc.collect()
-        if "torch._dynamo" in sys.modules:
+        if not nothing_was_compiled():
             torch.compiler.reset()
         if cuda_is_initialized():
             get_accelerator(torch.device("cuda")).empty_cache()

@@ -8,7 +8,6 @@ cannot be restored, the run resumes from its last checkpoint instead of continui
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from runner.axes.compile import nothing_was_compiled
 from runner.axes.precision import Precision
 from runner.base.accelerator import get_accelerator
 from runner.base.oom_errors import COMMUNICATION, OomCause, find_oom_cause
@@ -124,8 +124,10 @@ class OomRetry(UpdateWrapper):
         obstacle = self.snapshot.restore()
         if self._is_applying and not self._is_unchanged:
             obstacle = "weights, which the optimizer step had started to change"
-        if self._shortage is not None and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # frees compiled code for larger micro-batches and the memory of its CUDA graphs
+        # The reset frees compiled code for larger micro-batches and the memory of its CUDA graphs. On a GPU it imports
+        # Inductor, which takes more than a second.
+        if self._shortage is not None and not nothing_was_compiled():
+            torch.compiler.reset()
         release(self.device)
         self.retry_policy.reduce(self._shortage, obstacle)
 

@@ -338,6 +338,23 @@ def test_compiled_code_is_freed_before_the_next_attempt() -> None:
     assert num_compiled == 2
 
 
+def test_without_compiled_code_the_compiler_is_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the reset imports Inductor."""
+    model, resets = Model(), []
+    retry = retry_of(model, Precision(World(CPU)), Policy(), torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.delitem(torch._dynamo.utils.counters["stats"], "unique_graphs", raising=False)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    attempts = iter([torch.OutOfMemoryError(OUT_OF_MEMORY), None])
+
+    def update() -> StepInfo:
+        if error := next(attempts):
+            raise error
+        return STEP
+
+    retry.run(update)
+    assert not resets
+
+
 # ---------------------------------------------------------------- errors that mean out of memory
 
 
