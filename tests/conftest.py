@@ -39,12 +39,13 @@ from tests.workers import SERVER, run_all
 
 # The slowest files, slowest first: if one of them started last, the other workers would be idle while it runs.
 LONGEST = (
-    "stand_ins/test_ranks_over_nccl.py", "stand_ins/test_cuda_paths.py", "end_to_end/test_ranks.py",
-    "faults/test_environment.py", "trackers/test_trackers.py", "distributed/test_sharded.py", "sweeps/test_sweeps.py",
-    "faults/test_resume_matrix.py", "faults/test_secrets.py", "tasks/test_tractodiff_model.py",
-    "tools/measure/test_tuner.py", "launch/test_two_nodes.py", "commands/test_plan_of_ranks.py",
-    "tools/measure/test_compare.py", "faults/test_signals_of_runs.py", "tools/measure/suites/test_parallelism.py",
-    "tools/report/test_report.py", "tools/measure/suites/test_before_after.py", "end_to_end/test_phases_as_data.py",
+    "stand_ins/test_ranks_over_nccl.py", "stand_ins/test_cuda_paths.py", "stand_ins/test_gpu_tests.py",
+    "end_to_end/test_ranks.py", "faults/test_environment.py", "trackers/test_trackers.py",
+    "distributed/test_sharded.py", "sweeps/test_sweeps.py", "faults/test_resume_matrix.py", "faults/test_secrets.py",
+    "tasks/test_tractodiff_model.py", "tools/measure/test_tuner.py", "launch/test_two_nodes.py",
+    "commands/test_plan_of_ranks.py", "tools/measure/test_compare.py", "faults/test_signals_of_runs.py",
+    "tools/measure/suites/test_parallelism.py", "tools/report/test_report.py",
+    "tools/measure/suites/test_before_after.py", "end_to_end/test_phases_as_data.py",
     "end_to_end/test_contributing.py", "commands/test_monitor.py", "stand_ins/test_no_hazards.py",
     "tools/measure/suites/test_ladder.py", "end_to_end/test_packaging.py", "faults/test_configuration_fuzz.py",
     "tools/measure/test_advisor.py", "axes/test_dataloader.py", "forecast/test_forecast.py",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Self, TextIO, TypeVar
 
 ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class ForkServer:
 
     @classmethod
     @contextmanager
-    def started(cls, env: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
+    def started(cls, env: Mapping[str, str] | None = None) -> Iterator[Self]:
         """Import torch and the runner in a separate process; `env` is added to its environment."""
         with subprocess.Popen(
             [sys.executable, "-c", SERVER],
@@ -158,9 +158,9 @@ class ForkServer:
                 process.wait(timeout=30)
 
     @contextmanager
-    def twin(self) -> Iterator[ForkServer]:
+    def twin(self) -> Iterator[Self]:
         """Start another server, a fork of this one, so that two commands run at the same time."""
-        with self.twin_at() as pipes, ForkServer.connected(pipes, self._ancestor) as made:
+        with self.twin_at() as pipes, self.connected(pipes, self._ancestor) as made:
             yield made
 
     @contextmanager
@@ -184,7 +184,7 @@ class ForkServer:
 
     @classmethod
     @contextmanager
-    def connected(cls, pipes: Sequence[str], ancestor: int | None = None) -> Iterator[ForkServer]:
+    def connected(cls, pipes: Sequence[str], ancestor: int | None = None) -> Iterator[Self]:
         """Connect to the server at these pipes."""
         with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
             made = cls(requests, answers, ancestor)

@@ -9,27 +9,29 @@ from pathlib import Path
 import pytest
 
 from runner.base.loaded_torch import is_stand_in
-from tests.forkserver import ROOT, ForkServer
-from tests.gpu.runs import PIPES, Runs
+from tests.forkserver import ROOT
+from tests.gpu.runs import PIPES, GpuServer, Runs
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the stand-in, which computes on the CPU, run one case of each matrix; with --all every case."""
-    if is_stand_in():
-        for item in items:
-            if "[" in item.name:
-                item.add_marker(pytest.mark.sampled(1))
+    """On the stand-in, which computes on the CPU, mark all cases of each test but the first as slow."""
+    tests: set[str] = set()
+    for item in items if is_stand_in() else ():
+        test = item.nodeid.partition("[")[0]
+        if test in tests:
+            item.add_marker(pytest.mark.slow)
+        tests.add(test)
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
+def server() -> Iterator[GpuServer]:
     """A fork server with the GPUs of this process, real or of the stand-in."""
     if PIPES in os.environ:
-        with ForkServer.connected(os.environ[PIPES].split()) as made:
+        with GpuServer.connected(os.environ[PIPES].split()) as made:
             yield made
         return
-    with ForkServer.started({"PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT)}) as made:
+    with GpuServer.started({"PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT)}) as made:
         yield made
 
 
@@ -40,6 +42,6 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def runs(server: ForkServer, tmp_path: Path, known: dict[str, Path]) -> Runs:
+def runs(server: GpuServer, tmp_path: Path, known: dict[str, Path]) -> Runs:
     """Runs of the small task in the test's temporary folder."""
     return Runs(server, tmp_path, known)

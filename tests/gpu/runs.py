@@ -34,7 +34,17 @@ COMMON = (
     *(f"updates={UPDATES}", f"global_batch_size={SAMPLES}", "log_every=1", "monitor=off", "evaluate.samples=16"),
     *("optimizer.lr=0.01", "max_grad_norm=1"),
     *("micro_batch_size=8", "dataloader.num_workers=0"),  # set explicitly, which skips tracing
+    "evaluate.every=2",  # by default after each update, which would take a third of the time
 )
+
+
+class GpuServer(ForkServer):
+    """A fork server whose commands see the GPUs of this process, real or of the stand-in."""
+
+    def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
+        if is_stand_in():
+            env, before = {VARIABLE: os.environ[VARIABLE], **(env or {})}, DESCRIBE + before
+        return super().start(args, folder, env, before)
 
 
 @dataclass(frozen=True)
@@ -44,16 +54,13 @@ class Runs:
     known  arguments -> folder of a reference run; "folder": where to create these folders
     """
 
-    server: ForkServer
+    server: GpuServer
     folder: Path
     known: dict[str, Path]
 
     def start(self, args: str | list[str], env: Mapping[str, str] | None = None) -> None:
         """Start a command; `self.server.wait()` returns its result."""
-        args, devices, before = args.split() if isinstance(args, str) else args, {}, ""
-        if is_stand_in():
-            devices, before = {VARIABLE: os.environ[VARIABLE]}, DESCRIBE
-        self.server.start(args, self.folder, {**devices, **(env or {})}, before)
+        self.server.start(args.split() if isinstance(args, str) else args, self.folder, env)
 
     def end(self, args: str | list[str], env: Mapping[str, str] | None = None) -> CompletedCommand:
         """Run a command and return its result, with any exit code."""
@@ -80,6 +87,16 @@ class Runs:
     def copy_of_straight(self, args: str) -> Path:
         """Return the folder of a copy of a reference run, `straight`, which commands of this test may change."""
         return Path(shutil.copytree(self.straight(args), self.folder / "outputs" / "straight"))
+
+    def stopped(self, args: str) -> Path:
+        """Return the folder of a copy of a run, `stopped`, which SIGTERM ended at update 3; cached for all tests."""
+        key = f"{args} stopped"
+        if key not in self.known:
+            kept = self.known["folder"] / str(len(self.known))
+            kept.mkdir()
+            made = dataclasses.replace(self, folder=kept)
+            self.known[key] = made.train("stopped", args, code=75, env={"STOP_AT": "3"})
+        return Path(shutil.copytree(self.known[key], self.folder / "outputs" / "stopped"))
 
     def curve(self, run: str, args: str) -> dict[int, float]:
         """Train; return update -> loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from dataclasses import replace
 
@@ -25,20 +26,22 @@ from tests.rounding import PROMISED
 pytestmark = pytest.mark.gpu
 SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PLAIN = "device=cuda:0 precision=fp32"
+DDP = "parallelism=ddp precision=fp32 backend=deterministic"
 
 
 @SEVERAL
 @pytest.mark.parametrize(
     "args",
     [
-        "parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5] micro_batch_size=auto",
+        DDP, "parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5] micro_batch_size=auto",
         "parallelism=ddp parallelism.shares=speed micro_batch_size=auto",
         "parallelism=fsdp", "parallelism=pipeline micro_batch_size=4", "parallelism=auto micro_batch_size=auto",
     ],
 )  # fmt: skip
 def test_two_gpus_have_the_curve_of_one(args: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
-    assert runs.curve("two", f"precision=fp32 {args}") == pytest.approx(one, rel=SAME_CURVE)
+    two = losses(runs.straight(DDP)) if args == DDP else runs.curve("two", f"precision=fp32 {args}")
+    assert two == pytest.approx(one, rel=SAME_CURVE)
 
 
 @SEVERAL
@@ -61,33 +64,44 @@ def test_batch_norm_over_two_gpus_uses_the_complete_batch(runs: Runs) -> None:
 @SEVERAL
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs) -> None:
-    args = "parallelism=ddp precision=fp32"
-    whole = losses(runs.straight(args))
-    short = runs.curve("short", f"{args} task.short_in=forward task.rank={rank}")
+    whole = losses(runs.straight(DDP))
+    short = runs.curve("short", f"{DDP} task.short_in=forward task.rank={rank}")
     assert short == pytest.approx(whole, rel=SAME_CURVE)
 
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stopped_and_resumed_ranks_have_the_same_curve(strategy: str, runs: Runs) -> None:
-    args = f"parallelism={strategy} precision=fp32 backend=deterministic"
-    uninterrupted = runs.straight(args)
-    stopped = runs.train("stopped", args, code=75, env={"STOP_AT": "3"})
+    args = DDP.replace("ddp", strategy)
+    uninterrupted, stopped = runs.straight(args), runs.stopped(args)
     assert runs.end("resume stopped").code == 0
     assert losses(stopped) == losses(uninterrupted)
 
 
 @SEVERAL
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_two_gpus_evaluate_a_run_like_one(strategy: str, runs: Runs) -> None:
+    runs.copy_of_straight(PLAIN)
+    seen = []
+    for args in ("", f"device=cuda parallelism={strategy} parallelism.world_size=2"):
+        result = runs.end(f"evaluate straight {args} --json")
+        assert result.code == 0, result.err
+        seen.append(json.loads(result.out))
+    assert [each["world_size"] for each in seen] == [1, 2]
+    assert seen[1]["metrics"] == pytest.approx(seen[0]["metrics"], rel=SAME_CURVE)
+
+
+@SEVERAL
 def test_each_rank_has_a_separate_gpu(runs: Runs) -> None:
-    plan = plan_of(runs.straight("parallelism=ddp precision=fp32"))
+    plan = plan_of(runs.straight(DDP))
     assert [rank["device"] for rank in plan["ranks"]] == ["cuda:0", "cuda:1"]
 
 
 @SEVERAL
 def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
-    stopped = runs.train("run", "parallelism=ddp precision=fp32", code=75, env={"STOP_AT": "3"})
+    stopped = runs.stopped(DDP)
     half = weights(stopped)
-    result = runs.end("resume run parallelism=single device=cuda:0 resume_allow=[parallelism]")
+    result = runs.end("resume stopped parallelism=single device=cuda:0 resume_allow=[parallelism]")
     assert result.code == 0, result.err
     assert half.keys() & weights(stopped).keys()
     assert max(losses(stopped)) == 6

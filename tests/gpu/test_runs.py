@@ -48,7 +48,7 @@ def test_on_oom_stop_ends_the_run_and_reports_who_holds_memory(runs: Runs) -> No
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: Runs) -> None:
     args = f"device=cuda:0 backend=deterministic {args}"
     uninterrupted = runs.straight(args)
-    stopped = runs.train("stopped", args, code=75, env={"STOP_AT": "3"})
+    stopped = runs.stopped(args)
     assert runs.end("resume stopped").code == 0
     assert losses(stopped) == losses(uninterrupted)
     mine, other = weights(stopped), weights(uninterrupted)
@@ -114,19 +114,18 @@ def test_an_absent_gpu_is_refused(runs: Runs) -> None:
 @pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
 def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: str, runs: Runs) -> None:
     """With accumulation and evaluation, which have other shapes and modes than training."""
-    args = "device=cuda:0 precision=fp32 micro_batch_size=8 evaluate.every=2"
     if find_spec("triton") is None:
-        runs.train("compiled", f"{args} compile={option}", code=78)
+        runs.train("compiled", f"{PLAIN} compile={option}", code=78)
         return
-    plain = runs.curve("plain", args)
-    assert runs.curve("compiled", f"{args} compile={option}") == pytest.approx(plain, rel=OTHER_KERNELS)
+    plain = losses(runs.straight(PLAIN))
+    assert runs.curve("compiled", f"{PLAIN} compile={option}") == pytest.approx(plain, rel=OTHER_KERNELS)
 
 
 @pytest.mark.parametrize("option", ["default", "regional"])
 def test_a_traced_model_learns_the_same(option: str, runs: Runs) -> None:
     """With accumulation and evaluation, and without Triton: graphs of Dynamo and AOTAutograd, eager kernels."""
-    plain = losses(runs.straight(f"{PLAIN} evaluate.every=2"))
-    args = f"{PLAIN} evaluate.every=2 compile={option} compile.backend=aot_eager"
+    plain = losses(runs.straight(PLAIN))
+    args = f"{PLAIN} compile={option} compile.backend=aot_eager"
     assert runs.curve("traced", args) == pytest.approx(plain, rel=SAME_CURVE)
 
 

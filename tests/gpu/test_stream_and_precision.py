@@ -17,6 +17,7 @@ from runner.axes.precision import bf16, fp16, fp32, tf32
 from runner.axes.prefetch import none, stream
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
+from runner.base.loaded_torch import is_stand_in
 from runner.base.stopwatch import new_stopwatch
 from runner.distributed.world import World
 from runner.engine.evaluation.meter import Meter, Row
@@ -69,7 +70,7 @@ def steps(precision: Any, prefetch: Any, updates: int) -> list[StepInfo]:
 
 def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     """Large batches, a slow reader: without the wait it reads too early, without record_stream a later batch."""
-    size = 4 * 2**20
+    size = 2**16 if is_stand_in() else 4 * 2**20  # there, a race changes no value
 
     def numbered() -> Iterator[MicroBatch]:
         for number in range(16):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 from runner.base.errors import Exit
 from runner.durable.checkpoint import newest_valid
 from runner.durable.record_files import read_error
-from tests.faults import tallies
-from tests.gpu.runs import PIPES, TASK
+from tests.gpu.runs import TASK
 from tests.stand_ins.cuda.build import why_not
-from tests.stand_ins.cuda.environment import ROOT
 from tests.stand_ins.forked import StandIn
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
@@ -95,7 +92,7 @@ def test_page_locked_memory_is_unregistered_when_it_is_freed(stand_in: StandIn) 
 FAILING = Path(__file__).with_name("task_that_fails.py")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
 def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
@@ -224,41 +221,3 @@ def test_a_ladder_is_measured_on_a_gpu(stand_in: StandIn, tmp_path: Path) -> Non
     assert len(rows) >= 2
     assert all(row["update_ms"] for row in rows.values()), result.out
     assert "NVIDIA A100" in (tmp_path / "benchmarks/results.json").read_text()
-
-
-PYTEST = """
-import os, pytest
-os.chdir({root!r})
-assert pytest.main({args}) == 0
-"""
-# Of each file: number of tests that pass at least, by default and with --all, and that may be skipped, because the
-# stand-in lacks their kernels (flash, efficient, cudnn).
-COUNTS = {
-    "test_device.py": (12, 38, 9),
-    "test_parts.py": (2, 5, 0),
-    "test_projects.py": (1, 15, 0),
-    "test_ranks.py": (9, 20, 0),
-    "test_runs.py": (15, 30, 0),
-    "test_stream_and_precision.py": (7, 13, 0),
-}
-SLOW = ("test_projects.py", "test_ranks.py")
-LEFT_OUT = {"test_advice.py", "test_profile.py"}  # they need kernels that take time, or that a profiler records
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COUNTS])
-def test_all_tests_of_gpus_pass_on_the_stand_in(file: str, stand_in: StandIn) -> None:
-    """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
-    # --capture=sys, so that the message of an abort in C++ is not lost
-    args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "--capture=sys"]
-    args += ["-m", "gpu and not long", f"tests/gpu/{file}"]
-    with stand_in.server.twin_at() as pipes:
-        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), args=args), {PIPES: " ".join(pipes)})
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
-    least, least_of_all, most_skipped = COUNTS[file]
-    assert counts.get("passed", 0) >= (least_of_all if tallies.IS_LONG else least)
-    assert counts.get("skipped", 0) <= most_skipped
-
-
-def test_every_file_of_tests_of_gpus_runs_on_the_stand_in() -> None:
-    assert COUNTS.keys() | LEFT_OUT == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}

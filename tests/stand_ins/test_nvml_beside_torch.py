@@ -86,6 +86,27 @@ def test_indices_that_differ_from_the_drivers_are_reported(reported: Mapping[str
         assert reported[name].findings("numbering") == {"": "ok"}
 
 
+@pytest.mark.slow
+def test_a_run_on_a_mig_instance_is_planned_and_monitored_there(
+    stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
+) -> None:
+    scenario = SCENARIOS["instance"]
+    env = {
+        **scenario.variables,
+        "NVML_STUB": str(nvml_stub.write(scenario.state)),
+        "WAIT_FOR_LINES": "outputs/r/gpu.csv:4",
+    }
+    args = f"train --task {TASK} run=r device=cuda updates=4 global_batch_size=16 micro_batch_size=8"
+    args += " monitor=on monitor.interval_s=0.05"
+    result = stand_in.command(scenario.machine, args, tmp_path, env=env, before=_load(nvml_stub))
+    assert result.code == 0, result.out + result.err
+    run = tmp_path / "outputs/r"
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["device"], plan["device_uuid"]) == ("cuda:0", scenario.watched[0])
+    with (run / "gpu.csv").open() as file:
+        assert {row["uuid"] for row in csv.DictReader(file) if row["device"] != "cpu"} == set(scenario.watched)
+
+
 def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
 ) -> None:
@@ -93,12 +114,11 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
 
     Its second update waits until the monitor has taken more samples than an alert needs.
     """
-    library = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
     env = {"NVML_STUB": str(nvml_stub.write(PAIR | {"0.throttle": 64, "event_types": 11, "events": "0:8:48"}))}
     args = f"train --task {TASK} run=r device=cuda:1 updates=8 global_batch_size=16 micro_batch_size=8"
     waiting = env | {"WAIT_FOR_LINES": f"outputs/r/gpu.csv:{MIN_THROTTLED_SAMPLES + 4}"}
     args += " monitor=on monitor.interval_s=0.05"
-    result = stand_in.command("pair", args, tmp_path, env=waiting, before=library)
+    result = stand_in.command("pair", args, tmp_path, env=waiting, before=_load(nvml_stub))
     assert result.code == 0, result.out + result.err
     run = tmp_path / "outputs/r"
     plan = json.loads((run / "plan.json").read_text())
@@ -110,3 +130,8 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     messages = {event["what"] for event in events if event["kind"] == "machine"}
     assert {"xid", "slowed"} <= messages
+
+
+def _load(nvml_stub: NvmlStub) -> str:
+    """Return code that loads the stub, which the run then finds as the driver's library."""
+    return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
