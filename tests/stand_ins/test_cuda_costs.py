@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,26 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 TASK = Path(__file__).with_name("task_that_fails.py")
 UPDATES = 8  # of the short run; the long run has twice as many
 BYTES_OF_A_BATCH = 16 * (6 * 4 + 8)  # float32 inputs (16, 6) and int64 targets (16,)
-BYTES_OF_AN_UPDATE = 3 * 8  # to the host: loss, gradient norm and items in float64
-BYTES_OF_A_LINE = 8  # a progress line: loss and gradient norm in float32
 COPY = "aten::copy_"
 
 
 Counted = dict[str, Any]
 
 
-def only(folder: Path, out: str) -> Counted:
-    """Return the counts of the only process that ran an operator, and the number of its progress lines."""
-    (result,) = read(folder)
-    assert not result["misuses"]
-    return {**result, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
+def counts_of_ranks(folder: Path, out: str = "") -> list[Counted]:
+    """Return the counts of each process that ran an operator, and the number of progress lines of the first."""
+    ranks = sorted(read(folder), key=lambda rank: rank["contexts"])
+    assert not any(rank["misuses"] for rank in ranks)
+    drawn = sum(line.startswith("update=") for line in out.splitlines())
+    return [{**rank, "drawn": 0 if number else drawn} for number, rank in enumerate(ranks)]
 
 
-def run(stand_in: StandIn, args: str, folder: Path) -> Counted:
-    """Run a command of one process in a new folder; return its counts."""
+def run(stand_in: StandIn, args: str, folder: Path) -> list[Counted]:
+    """Run a command in a new folder; return the counts of each rank."""
     (folder / "counted").mkdir(parents=True)
-    result = stand_in.command("a100", args, folder, folder / "counted")
+    result = stand_in.command("a100x2" if "ddp" in args else "a100", args, folder, folder / "counted")
     assert result.code == 0, result.out + result.err
-    return only(folder / "counted", result.out)
+    return counts_of_ranks(folder / "counted", result.out)
 
 
 def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
@@ -49,48 +49,83 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     def counted(number: int) -> Counted:
         folder = tmp_path_factory.mktemp(f"plain-{number}")
         text = f"from tests.stand_ins.plain_loop import main; main({number})"
-        return only(folder, stand_in.program("a100", text, counted=folder))
+        stand_in.program("a100", text, counted=folder)
+        (only,) = counts_of_ranks(folder)
+        return only
 
     return counted(UPDATES), counted(2 * UPDATES)
 
 
-# settings -> kernels per update that accel-run launches in addition to those of a plain loop
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("args", "kernels"),
-    [
-        ("prefetch=none precision=fp32", 14),
-        ("prefetch=stream precision=bf16", 25),
-        ("prefetch=none averaging=ema precision=fp32", 14 + 4),  # the stand-in averages one parameter at a time
-    ],
-)
-def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
-    args: str, kernels: int, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
+@dataclass(frozen=True)
+class Cost:
+    """What an update of accel-run adds to that of a plain loop, on each rank.
+
+    kernels  additional kernels
+    waits    waits for a kernel
+    events   waits for an event; one is for the update before the last
+    to_host  bytes copied to the host; a plain loop copies none
+    line     waits, each with a kernel, of a progress line: loss, gradient norm and, of several ranks, items
+    """
+
+    kernels: int
+    waits: int = 0
+    events: int = 1
+    to_host: int = 2 * 8  # loss and gradient norm in float64
+    line: int = 2
+
+
+DDP = "prefetch=none precision=fp32 parallelism=ddp"
+STREAM = "prefetch=stream precision=bf16"
+COSTS = {
+    STREAM: Cost(22),
+    "prefetch=none precision=fp32": Cost(11),
+    "prefetch=none precision=fp32 log_every=1": Cost(14, events=2, to_host=3 * 8),
+    "prefetch=none precision=fp32 averaging=ema": Cost(11 + 4),  # the stand-in averages one parameter at a time
+    "prefetch=none precision=fp16": Cost(33),
+    "prefetch=none precision=fp16 optimizer.kernel=foreach": Cost(54, waits=1),
+    DDP: Cost(24, to_host=3 * 8, line=3),
+}
+
+
+@pytest.mark.parametrize("args", [pytest.param(args, marks=[pytest.mark.slow] * (args != STREAM)) for args in COSTS])
+def test_an_update_has_the_documented_costs(
+    args: str, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
 ) -> None:
+    """It waits for no kernel, except with a loss scale and an optimizer that is not fused."""
     given = (
         f"train --task {TASK} task.rank=-1 run=r device=cuda global_batch_size=16 max_grad_norm=1 checkpoint=off"
-        f" evaluate.every=1000 log_every=1000 monitor=off {args}"
+        f" evaluate.every=1000 monitor=off {args}" + ("" if "log_every" in args else " log_every=1000")
     )
-
+    cost, num_ranks = COSTS[args], 2 if args == DDP else 1
     short, long = (run(stand_in, f"{given} updates={num}", tmp_path / str(num)) for num in (UPDATES, 2 * UPDATES))
-    waits = of_updates(short, long, "host_waits")
-    assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "only for the update before the last"
-    num_drawn = long["drawn"] - short["drawn"]  # progress lines; each reads the loss and the norm
-    assert waits.total() <= 2 * num_drawn, f"the host waited for the device: {waits}"
-    assert long["bytes_to_device"] - short["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH
-    to_host = long["bytes_to_host"] - short["bytes_to_host"]
-    assert to_host <= UPDATES * BYTES_OF_AN_UPDATE + num_drawn * BYTES_OF_A_LINE
-    copies = of_updates(short, long, "side_launches")
-    assert copies.keys() <= {COPY}, "nothing else runs beside the default stream"
-    if "prefetch=stream" in args:
+    assert len(short) == len(long) == num_ranks
+    for before, after in zip(short, long, strict=True):
+        waits = of_updates(before, after, "host_waits")
+        assert waits.pop("cudaEventSynchronize") <= UPDATES * cost.events + 1
+        of_lines = (after["drawn"] - before["drawn"]) * cost.line
+        assert waits.total() == UPDATES * cost.waits + of_lines, waits
+        assert after["bytes_to_device"] - before["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH // num_ranks
+        assert after["bytes_to_host"] - before["bytes_to_host"] == UPDATES * cost.to_host
+        more = of_updates(before, after, "launches") - of_updates(*plain, "launches")
+        print(
+            f"\n{args}: {(more.total() - of_lines) / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}"
+        )
+        assert more.total() == UPDATES * cost.kernels + of_lines, more
+        _check_side_streams(
+            args, of_updates(before, after, "side_launches"), of_updates(before, after, "overlapped"), plain
+        )
+
+
+def _check_side_streams(
+    args: str, launched: Counter[str], overlapped: Counter[str], plain: tuple[Counted, Counted]
+) -> None:
+    """Check that nothing else runs beside the default stream, and that each copy overlaps with a whole update."""
+    if args == STREAM:
         kernels_of_update = of_updates(*plain, "launches").total() / UPDATES
-        assert copies[COPY] == 2 * UPDATES, "inputs and targets of each batch are copied beside the computation"
-        assert of_updates(short, long, "overlapped")[COPY] >= copies[COPY] * kernels_of_update, "of a whole update"
+        assert launched == {COPY: 2 * UPDATES}, "inputs and targets of each batch"
+        assert overlapped[COPY] >= launched[COPY] * kernels_of_update
     else:
-        assert not copies
-    more = of_updates(short, long, "launches") - of_updates(*plain, "launches")
-    print(f"\n{args}: {more.total() / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}")
-    assert more.total() <= kernels * UPDATES, more
+        assert launched == ({"nccl::ALLREDUCE": 2 * UPDATES} if args == DDP else {}), "gradients, and loss and items"
 
 
 NMT_RANDOM = "task=nmt task.data=random"
@@ -125,7 +160,7 @@ def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, 
     )
 
     key = "updates" if phase == "train" else f"phase.{phase}.updates"
-    short, long = (run(stand_in, f"{given} {key}={num}", tmp_path / str(num)) for num in (2, 4))
+    (short,), (long,) = (run(stand_in, f"{given} {key}={num}", tmp_path / str(num)) for num in (2, 4))
     waits = of_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= 2, "only for the update before the last"
     assert waits.total() <= 2 * (long["drawn"] - short["drawn"]), f"the host waited for the device: {waits}"
@@ -134,11 +169,7 @@ def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, 
 @pytest.mark.slow
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
     """On NCCL's own stream: buckets are reduced while earlier layers still compute."""
-    (tmp_path / "counted").mkdir()
     args = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
-    result = stand_in.command("a100x2", f"train {args} run=r device=cuda monitor=off", tmp_path, tmp_path / "counted")
-    assert result.code == 0, result.out + result.err
-    for rank in read(tmp_path / "counted"):
-        assert not rank["misuses"]
+    for rank in run(stand_in, f"train {args} run=r device=cuda monitor=off", tmp_path):
         assert rank["side_launches"]["nccl::ALLREDUCE"] > 0
         assert rank["overlapped"]["nccl::ALLREDUCE"] > 0
