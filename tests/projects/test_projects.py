@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 SEED = 3
 COMMON = f"run=mine device=cpu monitor=off seed={SEED} dataloader.num_workers=0 log_every=1 checkpoint.every=2"
 TWO = "parallelism=ddp parallelism.world_size=2"
-KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # during the save after update 4
+KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # during the second save
 TOLERANCE = ADAPTIVE
 OF_FLOAT32 = dict.fromkeys(("hf_gpt2", "hf_bert"), PROMISED[torch.float32])  # transformers computes losses in float32
 
