@@ -87,7 +87,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "parallelism=ddp; accel-run or torchrun -m runner starts the ranks": "local_rank rank",
     "parallelism=ddp parallelism.batch_norm=sync": "sync_batchnorm sync_bn syncbn",
     "parallelism=ddp parallelism.timeout_s={}": "ddp_timeout dist_timeout nccl_timeout",
-    "precision=bf16, or precision=fp16 where the GPU has no bfloat16": "use_amp amp autocast use_mixed_precision "
+    "precision=bf16, or precision=fp16 if the GPU has no bfloat16": "use_amp amp autocast use_mixed_precision "
     "native_amp apex opt_level fp16_opt_level",
     "precision={}": "mixed_precision dtype torch_dtype amp_dtype",
     "precision=fp16": "fp16 half",

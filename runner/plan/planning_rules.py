@@ -135,7 +135,7 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
 def _attention(planner: Decisions, gpu: Device | None) -> None:
     name = planner.choices["attention"].function
     if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.formats.flash:
-        why = f"flash needs capability 8.0; {gpu.name} is below"
+        why = f"needs a GPU of capability 8.0 or above; {gpu.name} has {gpu.generation}"
         if gpu.architecture:
             why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
         planner.reject_or_replace("attention", why, "efficient", "no flash kernel")

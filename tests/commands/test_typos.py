@@ -164,7 +164,7 @@ accel-run: --epochs=3: unknown option; settings have the form key=value
 """,
     "train amp=true": """\
 accel-run: amp=true: unknown key
-           use precision=bf16, or precision=fp16 where the GPU has no bfloat16
+           use precision=bf16, or precision=fp16 if the GPU has no bfloat16
 """,
     "train fp16=true": """\
 accel-run: fp16=true: unknown key
