@@ -2,6 +2,7 @@
 
 step  an update of gpt tiny on 2 equal ranks, against a handwritten loop with DistributedDataParallel
 small the same with an MLP 64-64-10, whose update takes less time than the messages between the ranks
+shard the same as step with parallelism=fsdp, against a handwritten loop with torch's fully_shard
 slow  one rank is 2 and 3 times slower: equal shares, a proportional split and measured shares, against the optimum
 
 Run: python scripts/measure/ranks.py step --rounds 20
@@ -25,6 +26,7 @@ from typing import Any
 import loop
 import torch
 import torch.distributed as dist  # noqa: TID251 - a script that compares with loops written by hand
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from update import Case, by_hand
 
@@ -73,7 +75,7 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
         file.write_text(task)
     dist.barrier()
     settings = (f"output_root={folder}", "run=m", "evaluate.every=0", "evaluate.samples=32", "monitor=off",
-                "parallelism=ddp", "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
+                "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
     stack.enter_context(redirect_stdout(io.StringIO()))
     return stack.enter_context(open_phase(Request(settings, file if task else None), world))
 
@@ -93,7 +95,7 @@ def step(arguments: argparse.Namespace) -> float:
         case = Case(torch.device("cpu"), "tiny", "fp32", share, share, is_compiled=False)
         return by_hand(case, total, wrap=partial(DistributedDataParallel, gradient_as_bucket_view=True))
 
-    return compare(arguments, hand, ("task.size=tiny", "precision=fp32"))
+    return compare(arguments, hand, ("task.size=tiny", "precision=fp32", "parallelism=ddp"))
 
 
 def small(arguments: argparse.Namespace) -> float:
@@ -103,15 +105,35 @@ def small(arguments: argparse.Namespace) -> float:
         wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
         return loop.tuned(total, torch.device("cpu"), batch=share, wrap=wrap)
 
-    return compare(arguments, hand, loop.SETTINGS, loop.TASK)
+    return compare(arguments, hand, (*loop.SETTINGS, "parallelism=ddp"), loop.TASK)
+
+
+def shard(arguments: argparse.Namespace) -> float:
+    """Measure an update of gpt tiny whose parameters are sharded block by block."""
+
+    def wrap(model: Any) -> Any:
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+    def hand(total: int, share: int) -> Iterator[Any]:
+        case = Case(torch.device("cpu"), "tiny", "fp32", share, share, is_compiled=False)
+        return by_hand(case, total, wrap=wrap)
+
+    return compare(arguments, hand, ("task.size=tiny", "precision=fp32", "parallelism=fsdp"), by="fully_shard")
 
 
 def compare(
-    arguments: argparse.Namespace, hand: Callable[[int, int], Iterator[Any]], words: Sequence[str], task: str = ""
+    arguments: argparse.Namespace,
+    hand: Callable[[int, int], Iterator[Any]],
+    words: Sequence[str],
+    task: str = "",
+    by: str = "DistributedDataParallel",
 ) -> float:
     """Print both times of an update and their ratio; in the handwritten loop, both ranks train on the same samples.
 
     hand  returns the updates of the handwritten loop, given (total updates, samples per rank)
+    by    the class or function of torch that the handwritten loop uses
     """
 
     def both(world: Any) -> dict[str, list[float]]:
@@ -134,7 +156,7 @@ def compare(
     for name, spent in times.items():
         print(f"{name:<9} {statistics.median(spent):.3f} ms per update")
     ratio = statistics.median(times["ours"]) / statistics.median(times["hand"])
-    print(f"ours / hand (DistributedDataParallel): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds"
+    print(f"ours / hand ({by}): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds"
           f" {low:.3f} to {high:.3f})")  # fmt: skip
     return statistics.median(ratios)
 
@@ -142,7 +164,7 @@ def compare(
 def per_sample_ms(world: Any) -> float:
     """Return the milliseconds per sample of gpt tiny on a rank while both are busy."""
     with ExitStack() as stack:
-        opened = phase(world, stack, "task.size=tiny", "updates=100", "precision=fp32")
+        opened = phase(world, stack, "task.size=tiny", "updates=100", "precision=fp32", "parallelism=ddp")
         updates = opened.updates()
         measure_ms_per_update(updates, 10)
         spent = measure_ms_per_update(updates, 30) / (BATCH / 2)
@@ -156,6 +178,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
     with ExitStack() as stack:
         words = [f"task.{key}={value}" for key, value in options.items()]
         opened = phase(world, stack, f"updates={updates + 200}", f"parallelism.shares={shares}", "precision=fp32",
+                       "parallelism=ddp",
                        "scheduler=constant", "log_every=10000", *words, task=SLOW_TASK)  # fmt: skip
         made, sync = opened.updates(), opened.hook(RankSync)
         measure_ms_per_update(made, updates)
@@ -209,7 +232,7 @@ def slow(arguments: argparse.Namespace) -> float:
 def main() -> int:
     """Print the measurement; exit 1 if its figure is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "small", "slow"))
+    parser.add_argument("what", choices=("step", "small", "shard", "slow"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
     parser.add_argument("--limit", type=float, default=None, help="maximum of the figure; exit 1 above")
@@ -217,7 +240,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"torch {torch.__version__}, 2 ranks of 1 thread over gloo, {time.strftime('%Y-%m-%d')}")
-    figure = {"step": step, "small": small, "slow": slow}[arguments.what](arguments)
+    figure = {"step": step, "small": small, "shard": shard, "slow": slow}[arguments.what](arguments)
     return int(arguments.limit is not None and figure > arguments.limit)
 
 

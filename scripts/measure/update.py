@@ -68,8 +68,9 @@ def by_hand(
     """A handwritten loop by an expert in torch; `wrap` is applied to the model."""
     task = _build(case)
     device, dataset = case.device, task.dataset("train")
-    parameters = list(task.model.to(device).parameters())
-    model = wrap(task.model) if wrap else task.model
+    model = task.model.to(device)
+    model = wrap(model) if wrap else model
+    parameters = list(model.parameters())  # after fully_shard, which replaces them
     model = torch.compile(model) if case.is_compiled else model
     groups = [
         {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": 0.1},
