@@ -26,7 +26,7 @@ from typing import Any
 import loop
 import torch
 import torch.distributed as dist  # noqa: TID251 - a script that compares with loops written by hand
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard  # noqa: TID251 - the same
 from torch.nn.parallel import DistributedDataParallel
 from update import Case, by_hand
 

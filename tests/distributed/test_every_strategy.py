@@ -179,14 +179,19 @@ def assert_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow_beyond(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if layout.num_ranks == 8 else [])
-        for name, layout in list(LAYOUTS.items())[1:]
-    ],
-)
-def test_every_strategy_on_any_number_of_ranks_trains_like_one_process(name: str, trained: Any) -> None:
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if 1 < layout.num_ranks < 8])
+def test_every_strategy_on_up_to_four_ranks_trains_like_one_process(name: str, trained: Any) -> None:
+    assert_trains_like_one_process(name, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.num_ranks == 8])
+def test_every_strategy_on_eight_ranks_trains_like_one_process(name: str, trained: Any) -> None:
+    assert_trains_like_one_process(name, trained)
+
+
+def assert_trains_like_one_process(name: str, trained: Any) -> None:
     (alone,), results = trained("one process")[1], trained(name)[1]
     for result in results:
         assert distance(alone["losses"], result["losses"]) <= PROMISED[torch.float64]
