@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,10 @@ def check_line(args: list[str]) -> None:
     program, *rest = args
     if "-m" in rest and rest[rest.index("-m") + 1] == "runner":
         understood(rest[rest.index("-m") + 2 :])
+    elif args[:2] == ["python", "-m"]:
+        assert find_spec(rest[1]), f"there is no module {rest[1]}"
+        if "accel-run" in rest:
+            understood(rest[rest.index("accel-run") + 1 :])
     elif program == "accel-run":
         understood(rest)
     elif args[:2] == ["docker", "run"]:
