@@ -4,7 +4,7 @@ A model repeats few distinct operations many times: one pass of a ResNet-50 with
 of which fewer than 2,000 differ. torch has such a cache, too (`FakeTensorMode.cache`), but computing a key takes about
 0.2 ms, which adds up to most of the time of a trace. Here, a key contains only what differs between tensors of one CPU
 trace, and an entry also contains the cost of the operation. torch's cache is off, because a new entry takes as long as
-the operation, and operations that repeat do not reach it.
+the operation; operations into which torch decomposes others have a separate cache, without costs.
 
 Source: torch/_subclasses/fake_tensor.py of torch 2.13, `_validate_cache_key` and `_get_output_tensor_from_cache_entry`.
 """
@@ -114,8 +114,51 @@ class OutputCache:
         return fake
 
 
+class CachingFakeMode(FakeTensorMode):
+    """A mode in which fake tensors are computed, with a cache of the operations into which torch decomposes others.
+
+    Gradients of a group norm, for example, consist of fifty operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.cache_enabled = False
+        self._outputs = OutputCache(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as in `FakeRun`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = find_tensors((args, kwargs))
+        # Operations without tensors, such as constructors, may return constants.
+        is_traced = bool(tensors) and all(type(tensor) is FakeTensor for tensor in tensors)
+        key = self._outputs.key(func, args, kwargs) if is_traced and isinstance(func, torch._ops.OpOverload) else None
+        if key is None:
+            return self.dispatch(func, types, args, kwargs)
+        if entry := self._outputs.get(key):
+            return self._outputs.outputs(entry, tensors)
+        result = self.dispatch(func, types, args, kwargs)
+        if key not in self._outputs:
+            self._outputs.put(key, tensors, result, None)
+        return result
+
+
 class _Uncacheable(Exception):
     """An argument that the key of an operation cannot contain."""
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation; ten times as fast as torch's pytree."""
+    if type(value) in LEAVES:
+        return []
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value if type(part) not in LEAVES for tensor in find_tensors(part)]
+    return find_tensors([*value.values()]) if isinstance(value, dict) else []
 
 
 def _key_part(value: Any) -> Any:

@@ -196,3 +196,26 @@ def test_operations_are_cached_once() -> None:
     before = FakeTensorMode.cache_info()
     traced(_norms, cached=True)
     assert FakeTensorMode.cache_info() == before
+
+
+def test_operations_into_which_others_are_decomposed_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gradients of a group norm differ in which of them are needed, but consist of the same operations."""
+    computed: list[object] = []
+    dispatch = FakeTensorMode.dispatch
+
+    def count(mode: FakeTensorMode, func: object, *args: object) -> object:
+        computed.append(func)
+        return dispatch(mode, func, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", count)
+    run = FakeRun(AllocationRecorder())
+    with torch.no_grad(), run:
+        with run.fake_parameters():
+            (x,) = nn.ParameterList([nn.Parameter(torch.ones(2, 4, 6, 6))])
+        made = torch.ops.aten.native_group_norm(x, None, None, 2, 4, 36, 2, 1e-5)
+        counts = []
+        for mask in ([True, True, True], [True, True, False]):
+            computed.clear()
+            torch.ops.aten.native_group_norm_backward(made[0], x, *made[1:], None, 2, 4, 36, 2, mask)
+            counts.append(len(computed))
+    assert 0 < 2 * counts[1] < counts[0]
