@@ -481,6 +481,19 @@ def _save_the_first(root: Path, promise: Promise) -> None:
         promise("update", 1)
 
 
+def _save_the_first_in_parts(root: Path, promise: Promise) -> None:
+    directory = root / "runs" / "one" / "checkpoints"
+    first, other = parts_of(snapshot(1), 2)
+    save_part(directory, other)
+    save(directory, first)
+    promise("update", 1)
+
+
+def _opened(root: Path) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one"):
+        pass
+
+
 def _one_valid_one_damaged(root: Path) -> None:
     _two_saved(root)
     damage(checkpoint_path(root / "runs" / "one" / "checkpoints", 2))
@@ -510,6 +523,7 @@ BY_NAME = {history.name: history for history in HISTORIES}
 SHORT = [
     History("the third save and its retention", _save_the_third, BY_NAME["saves with retention"].check, _two_saved),
     History("the first save of a run", _save_the_first, BY_NAME["saves with retention"].check),
+    History("the first save in parts", _save_the_first_in_parts, BY_NAME["saves in parts"].check, _opened),
     History("a row and a save", _one_row_and_save, BY_NAME["rows and saves"].check),
     *(BY_NAME[name] for name in ("small files", "a log", "a log with a torn line", "a fresh start")),
     BY_NAME["saves in the place of another"],

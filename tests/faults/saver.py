@@ -22,10 +22,11 @@ import torch
 
 from runner.base.errors import StorageError
 from runner.durable import files
-from runner.durable.checkpoint import LoadedCheckpoint, Snapshot, recover, retain, save, verify
+from runner.durable.checkpoint import LoadedCheckpoint, Snapshot, recover, retain, save, save_part, verify
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.system import System
+from tests.durable.parts import RANKS, parts_of
 
 NAME = "mine"
 KEEP = 2
@@ -45,8 +46,29 @@ def snapshot(update: int) -> Snapshot:
             "random": {"cpu": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8)},
         },
         state={"samples": update * 64, "best": 0.1 + update, "phases": ["train"], "name": "Zoë"},
-        facts={"epoch": update // 10, "world_size": 1, "run_id": NAME, "metrics_bytes": num_metrics_bytes(update)},
-    )
+        facts={
+            "epoch": update // 10, "world_size": RANKS if is_in_parts(update) else 1, "run_id": NAME,
+            "metrics_bytes": num_metrics_bytes(update),
+        },
+    )  # fmt: skip
+
+
+def is_in_parts(update: int) -> bool:
+    """Return whether several ranks save the checkpoint of `update` in parts: two of three."""
+    return update % 3 != 0
+
+
+def save_as_a_run(directory: Path, update: int) -> None:
+    """Save the checkpoint of `update`, as a whole or in parts; one process writes the parts of all ranks.
+
+    A kill or a power failure then ends all ranks at the same operation.
+    """
+    first = snapshot(update)
+    if is_in_parts(update):
+        first, *others = parts_of(first, token=f"of{update}")
+        for other in others:
+            save_part(directory, other)
+    save(directory, first)
 
 
 def rows(update: int) -> list[str]:
@@ -90,7 +112,7 @@ def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None
                 metrics.flush()
             metrics.sync()
             acknowledge("rows", update)
-            save(run / "checkpoints", snapshot(update))
+            save_as_a_run(run / "checkpoints", update)
             acknowledge("saved", update)
             files.atomic_write(run / "run.json", record(update))
             acknowledge("recorded", update)
@@ -282,7 +304,7 @@ def _assert_next_save(directory: RunDirectory, update: int) -> None:
         for row in rows(update):
             metrics.write(row)
         metrics.sync()
-    save(directory.checkpoints, snapshot(update))
+    save_as_a_run(directory.checkpoints, update)
     files.atomic_write(directory.run_json, record(update))
     retain(directory.checkpoints, KEEP)
     result = recover(directory.checkpoints).checkpoint

@@ -151,6 +151,8 @@ class Names:
     def why_not_needed(self, place: int) -> str:
         """Return why the sync may be omitted, "" if it may not."""
         node = self.done[place].node  # type: ignore[union-attr]
+        if self._is_transient(self.done[place]):
+            return OF_REPORTS
         if not self._waits(node, place):
             return "nothing is new since the sync before; it is for what a start before may have left"
         if self._is_synced_again(node, place):
@@ -160,6 +162,8 @@ class Names:
     def why_either_order(self, place: int) -> str:
         """Return why an operation and the next one may be swapped, "" if they may not."""
         first, second = self.done[place], self.done[place + 1]
+        if self._is_transient(first) or self._is_transient(second):
+            return OF_REPORTS
         match first, second:
             case (Acknowledge(key, value), _):
                 is_weaker = any(
@@ -210,11 +214,27 @@ class Names:
 
     def _is_synced_again(self, node: int, place: int) -> bool:
         for operation in self.done[place + 1 :]:
-            if isinstance(operation, Acknowledge | Remove):
+            if isinstance(operation, Acknowledge | Remove) and not self._is_transient(operation):
                 return False
             if isinstance(operation, Sync) and operation.node == node:
                 return True
         return False
+
+    def _is_transient(self, operation: Operation) -> bool:
+        """Return whether it is about a file that is removed before any promise, and before its folder is renamed."""
+        node = getattr(operation, "node", None)
+        made = next((at for at, one in enumerate(self.done) if isinstance(one, Make) and one.node == node), None)
+        gone = next((at for at, one in enumerate(self.done) if isinstance(one, Remove) and one.node == node), None)
+        if made is None or gone is None or node in self.folders:
+            return False
+        folder = self.done[made].folder  # type: ignore[union-attr]
+        return not any(
+            isinstance(one, Acknowledge) or (isinstance(one, Rename) and one.node == folder)
+            for one in self.done[made:gone]
+        )
+
+
+OF_REPORTS = "the report of a rank's part is removed before anything is promised"
 
 
 @pytest.mark.slow
