@@ -141,10 +141,14 @@ def checkpoint_labels(checkpoint: LoadedCheckpoint | int, newest: LoadedCheckpoi
 def read_ranking(state: Mapping[str, Any]) -> Ranking:
     """Return how a run ranks its checkpoints, given the state in one of them."""
     values = as_dict(state.get("values"))
-    metric, keep = values.get("checkpoint.best"), values.get("checkpoint.keep_best")
+    own, keep = as_dict(state.get("ranking")), values.get("checkpoint.keep_best")  # earlier versions wrote no ranking
+    metric, better = (
+        own.get(key, values.get(default))
+        for key, default in (("metric", "checkpoint.best"), ("best_is", "checkpoint.best_is"))
+    )
     return Ranking(
         metric if isinstance(metric, str) else None,
-        "max" if values.get("checkpoint.best_is") == "max" else "min",
+        "max" if better == "max" else "min",
         keep if type(keep) is int and keep > 0 else 1,
     )
 
@@ -187,11 +191,10 @@ def _read_bests(
 
     If the run ranked its checkpoints in another way at that time, as `resume` allows, only this checkpoint is known.
     """
-    values = as_dict(state.get("values"))
-    ranking_values = {"checkpoint.best": ranking.metric, "checkpoint.best_is": ranking.better}
     if state.get("phase") != newest_state.get("phase"):
         return {}
-    if any(values.get(key, expected) != expected for key, expected in ranking_values.items()):
+    earlier = read_ranking(state)
+    if (earlier.metric, earlier.better) != (ranking.metric, ranking.better):
         own = _metric_value(state, ranking.metric)
         return {} if own is None or math.isnan(own) else {number: own}
     try:

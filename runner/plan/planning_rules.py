@@ -383,12 +383,12 @@ def _adapter(planner: Decisions, gpu: Device | None) -> None:
 def _best_checkpoint(planner: Decisions, gpu: Device | None) -> None:
     """Keep the best checkpoint by the metric of early stopping, unless the user has chosen another one."""
     options, settings = planner.choices["checkpoint"].options, planner.configuration
-    stopping = [phase.early_stopping for phase in settings.phases if phase.early_stopping.patience is not None]
-    goals = {(each.metric, each.best_is) for each in stopping}
+    stopping = [phase.early_stopping for phase in settings.phases if phase.kind == "train"]
+    goals = {(each.metric, each.best_is) if each.patience is not None else None for each in stopping}
     is_chosen = options["best"] is None or {"checkpoint.best", "checkpoint.best_is"} & settings.sources.keys()
-    if is_chosen or len(goals) != 1:  # phases may watch different metrics
+    if is_chosen or len(goals) != 1 or None in goals:  # otherwise, each phase that stops early uses its own metric
         return
-    for key, value in zip(("best", "best_is"), *goals, strict=True):
+    for key, value in zip(("best", "best_is"), *filter(None, goals), strict=True):
         if options[key] != value:
             planner.set("checkpoint", key, value, "as for early_stopping")
 

@@ -66,6 +66,10 @@ class Checkpointing(Hook):
     def _make_saver(self, start: LoadedCheckpoint | None) -> Saver:
         run, choice = self.phase.run, self.phase.run.plan.choices["checkpoint"]
         policy, screen = make_chosen(CHECKPOINTS, choice), run.observers.screen
+        stopping = self.phase.planned.early_stopping
+        is_chosen = policy.best is None or {"checkpoint.best", "checkpoint.best_is"} & run.plan.reasons.keys()
+        if stopping.patience is not None and not is_chosen:  # phases stop by different metrics
+            policy.best, policy.best_is = stopping.metric, stopping.best_is
         writer: CheckpointWriter | NoWriter = NoWriter()
         if 0 < run.parts.world.rank < run.parts.parallel.num_parts:
             writer = PartWriter(run.directory.checkpoints, check=self._check_finite)
@@ -331,6 +335,7 @@ class Checkpointing(Hook):
             "random": host_random,
             "random_of_ranks": [values for _, values in rank_states[1:]],
             "bests": self.saver.bests,
+            "ranking": {"metric": self.saver.policy.best, "best_is": self.saver.policy.best_is},
             "skipped_before": phase.position.skipped_before,
             "values": values,
             "code": run.provenance.code,

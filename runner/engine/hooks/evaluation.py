@@ -181,10 +181,8 @@ def _metric_settings(phase: PhaseView) -> dict[str, str]:
     """Return the settings in use that name a metric, except the default of checkpoint.best: a task may not have it."""
     plan, stopping = phase.run.plan, phase.planned.early_stopping
     best = plan.choices["checkpoint"].options.get("best")
-    # By default, checkpoint.best is the metric of early stopping, which may be that of another phase.
-    watched = {each.early_stopping.metric for each in plan.phases if each.early_stopping.patience is not None}
     early = {"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}
-    is_chosen = "checkpoint.best" in plan.reasons and best not in watched
+    is_chosen = "checkpoint.best" in plan.reasons and best not in early.values()
     return {
         **({"checkpoint.best": best} if best and is_chosen else {}),
         **early,

@@ -12,8 +12,9 @@ import torch
 
 from runner.cli import main
 from runner.config.request import Request
-from runner.durable.checkpoint import load_newest
-from runner.durable.checkpoint_choice import find_best_checkpoints
+from runner.durable.checkpoint import load, load_newest, newest_first
+from runner.durable.checkpoint_choice import choose_checkpoint, find_best_checkpoints, read_ranking
+from runner.durable.directory import RunDirectory
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_phase
 
@@ -131,3 +132,43 @@ def test_a_resumed_run_that_ranks_by_another_metric_keeps_the_best_of_its_earlie
     newest = load_newest(tmp_path / "small" / "checkpoints")
     assert newest is not None
     assert find_best_checkpoints(newest) == [(1.0, 1)], "it falls"
+
+
+STOPS = {"early_stopping.patience": 9, "early_stopping.best_is": "max"}
+LATE, ACCURACY, LOSS = ("val/late", "max"), ("val/accuracy", "max"), ("val/loss", "min")
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ({"one": {}, "two": {**STOPS, "early_stopping.metric": "val/late"}}, {"one": LOSS, "two": LATE}),
+        (
+            {
+                "one": {**STOPS, "early_stopping.metric": "val/accuracy"},
+                "two": {**STOPS, "early_stopping.metric": "val/late"},
+            },
+            {"one": ACCURACY, "two": LATE},
+        ),
+        (
+            {
+                "one": {**STOPS, "early_stopping.metric": "val/late"},
+                "two": {**STOPS, "early_stopping.metric": "val/late"},
+            },
+            {"one": LATE, "two": LATE},
+        ),
+    ],
+    ids=["one stops", "different metrics", "same metric"],
+)
+def test_each_phase_keeps_the_best_checkpoint_by_the_metric_that_stops_it(
+    phases: dict[str, Any], expected: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    task = tmp_path / f"{tmp_path.name}_phases.py"
+    task.write_text(f"{TASK.read_text(encoding='utf-8')}\nPHASES = {phases}\n", encoding="utf-8")
+    settings = ["updates=3", "task.late=1", "checkpoint.every=1", "checkpoint.keep=9", f"output_root={tmp_path}"]
+    assert main(["train", "--task", str(task), *COMMON, *settings]) == 0
+    run = RunDirectory.find(tmp_path, "small")
+    states = [load(path).state for path in newest_first(run.checkpoints)]
+    rankings = {state["phase"]: read_ranking(state) for state in states}
+    assert {name: (ranking.metric, ranking.better) for name, ranking in rankings.items()} == expected
+    best = choose_checkpoint(run, "best").checkpoint
+    assert (best.state["phase"], best.state["phase_update"]) == ("two", 1), "the metric falls"
