@@ -57,7 +57,7 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     _refuse_recursion([file for file in executing_files if file in words])
     if any(isinstance(item, Run) for item in arguments):
         fix = "resume it with run=NAME and its settings, or start from its weights: train(weights=run)"
-        raise ConfigError(Problem("train() starts or resumes a run, and takes no run as argument", "train", fix))
+        raise ConfigError(Problem("train() does not accept a Run", "train", fix))
     if {"-m", "--multirun"} & set(argv):
         fix = "call train() once per combination of values"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))

@@ -381,8 +381,8 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(map(id, held)) != sorted(names):
-        what = f"must contain each of the {len(names)} given parameters once, and no others, but contains {len(held)}"
-        raise TaskFault(what, where=function, fix="pass exactly these to the optimizer, in groups if settings differ")
+        what = f"must hold each of the {len(names)} parameters exactly once, and no others; it holds {len(held)}"
+        raise TaskFault(what, where=function, fix="pass it all given parameters, in groups if their settings differ")
     if any("lr" not in group for group in optimizer.param_groups):
         raise TaskFault(
             "a group of the optimizer has no lr",

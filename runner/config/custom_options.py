@@ -1,6 +1,6 @@
 """Options, hooks and tasks defined by a task file or an installed package, found without executing their code.
 
-Only the user can name code: with --task, or by installing a package with entry points.
+Only code that the user chose is run: by --task, or by installing a package with entry points.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _read_packages() -> ParsedTables:
 def _merge(used: Options, others: Options) -> dict[tuple[str, str], CustomOption]:
     """Return all definitions; those of `used` hide others of the same name.
 
-    A module that two entry points name does not hide itself.
+    A module named by two entry points does not hide itself.
     """
     merged = {**others, **used}
     for key in used.keys() & others.keys():

@@ -156,7 +156,7 @@ def _read_text(file: Path, root: Path) -> str:
     except OSError as error:
         raise ConfigError(Problem(f"must be readable: {error.strerror}", str(file))) from error
     if len(content) > MAX_BYTES:
-        raise ConfigError(Problem(f"must have at most {MAX_BYTES >> 10} KiB", str(file)))
+        raise ConfigError(Problem(f"must be at most {MAX_BYTES >> 10} KiB", str(file)))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

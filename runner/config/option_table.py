@@ -59,7 +59,7 @@ def reference_file(reference: str) -> Path:
 
 
 class UncachedLoader(SourceFileLoader):
-    """Compile a file at each start, because cached bytecode misses edits that keep the size and mtime (in s)."""
+    """Compile a file at each start: cached bytecode hides edits that change neither size nor mtime (whole seconds)."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

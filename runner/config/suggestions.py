@@ -18,7 +18,7 @@ MAX_HINTS = 50  # with more unknown keys than this, similar keys are not searche
 def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of an argument that is not of the form key=value."""
     name, value = to_one_line(key, MAX_SHOWN).replace("-", "_"), to_one_line(value, MAX_SHOWN)
-    if name == "resume":  # a command, too
+    if name == "resume":  # also a command
         new_run = f"; to start a new run from another one, use resume={value}" if value else ""
         return f"use accel-run resume {value}".rstrip() + new_run
     if suggestion := translate_key(name, value, command_keys):

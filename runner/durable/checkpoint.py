@@ -502,7 +502,7 @@ def _read_with_retry(path: Path) -> LoadedCheckpoint:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    _require(files.file_size(path) <= _MAX_MANIFEST_BYTES, f"{MANIFEST} must have at most {_MAX_MANIFEST_BYTES} bytes")
+    _require(files.file_size(path) <= _MAX_MANIFEST_BYTES, f"{MANIFEST} must be at most {_MAX_MANIFEST_BYTES} bytes")
     text = files.read(path, at_most=_MAX_MANIFEST_BYTES)
     manifest = parse_json(text)
     if not isinstance(manifest, dict):

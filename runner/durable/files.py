@@ -287,7 +287,7 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
         expected = max(os.fstat(file.fileno()).st_size, 1 << 16)
         content = file.read(min(expected, at_most) + 1)
         if len(content) > at_most:
-            raise OSError(errno.EFBIG, f"must have at most {at_most} bytes")
+            raise OSError(errno.EFBIG, f"must be at most {at_most} bytes")
         return content
 
 

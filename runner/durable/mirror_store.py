@@ -77,7 +77,7 @@ class MirrorStore:
         if size is None:
             return None
         if size > at_most:
-            raise MirrorError(f"{name} must have at most {at_most:,} bytes, but has {size:,}", where=self.shown)
+            raise MirrorError(f"{name} must be at most {at_most:,} bytes, but is {size:,}", where=self.shown)
         return b"".join(self.chunks(name))
 
     def chunks(self, name: str) -> Iterator[bytes]:

@@ -58,7 +58,7 @@ class Fetcher:
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self._length = len(dataset)
         self.num_samples = self._length if num_samples is None else min(num_samples, self._length)
-        self.may_be_empty = False  # True: a batch without readable samples is no error, as other ranks may have some
+        self.may_be_empty = False  # True: a batch without readable samples is not an error: other ranks may have some
         self._epoch = -1
 
     def __len__(self) -> int:
@@ -74,8 +74,8 @@ class Fetcher:
                 raise TaskFault(
                     f"set_epoch({key.epoch}) changed the length of the {self.streams.split} dataset from"
                     f" {self._length} to {len(self.dataset)}, but all epochs must have the same number of samples",
-                    fix="return the same len() in every epoch, and select the samples of an epoch with your own"
-                    " sampler: SAMPLERS",
+                    fix="return the same len() in every epoch, and select an epoch's samples with a sampler in"
+                    " SAMPLERS",
                 )
             self._epoch, Fetcher._set_last_by = key.epoch, id(self)
         if self.read_rows is not None:  # runs no code that could draw random numbers
@@ -103,7 +103,7 @@ class Fetcher:
         return sorted({0, len(self) // 2, len(self) - 1})
 
     def dataset_indices(self, indices: list[int]) -> list[int]:
-        """Return the dataset indices for indices of a `MicroBatchKey`, where each repeated draw adds `num_samples`."""
+        """Return the dataset indices of `MicroBatchKey` indices, which grow by `num_samples` per repeated draw."""
         size = self.num_samples
         return indices if max(indices) < size else [index % size for index in indices]
 

@@ -61,4 +61,4 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
 
 
 MIN_RESERVED_GIB = 0.5  # fragments of less memory do not justify a setting
-MIN_FRAGMENTATION = 0.2  # share of the reserved memory below which there is little to gain
+MIN_FRAGMENTATION = 0.2  # below this, fragmentation is not worth a setting

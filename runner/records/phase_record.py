@@ -9,7 +9,7 @@ from runner.base.json_converter import INLINE
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """Number of training samples, and how an update divides them; None is unknown.
+    """Number of training samples, and how an update divides them; None if unknown.
 
     num_samples  size of the training data
     epochs       passes over the training data so far
@@ -26,16 +26,19 @@ class SampleCounts:
 class PhaseRecord:
     """Progress and cost of a phase, over all processes that worked on it.
 
-    A resumed process starts from the times of its predecessor if that process ended with the checkpoint. Otherwise, it
-    starts from the times in the checkpoint, which do not include the time after it, nor the time to write it.
+    A resumed process starts from the times of its predecessor if that process ended right after the checkpoint.
+    Otherwise, it starts from the times in the checkpoint, which do not include the time after it, nor the time to
+    write it.
 
-    updates, total   completed and requested updates; fewer are completed if the phase stopped early
-    finished         whether the phase is complete
-    seconds          from its start to its last checkpoint, evaluations included
-    parts_s          part -> seconds: starting, first_update, parts of updates, and parts between updates
-    peak_host_gib    peak resident memory; at the end of the phase, of the rank with the highest peak
-    peak_device_gib  the most that torch allocated on the GPU, and peak_reserved_gib the most that it reserved there
-    metrics          of the last evaluation, and results of a phase of kind fit; None: without items, or not finite
+    updates, total     completed and requested updates; fewer are completed if the phase stopped early
+    finished           whether the phase is complete
+    seconds            from its start to its last checkpoint, evaluations included
+    parts_s            part -> seconds: starting, first_update, parts of updates, and parts between updates
+    peak_host_gib      peak resident memory; at the end of the phase, of the rank with the highest peak
+    peak_device_gib    peak memory that torch allocated on the GPU
+    peak_reserved_gib  peak memory that torch reserved on the GPU
+    metrics            of the last evaluation, and results of a phase of kind fit; None if there were no items or the
+                       value is not finite
     """
 
     kind: str = ""

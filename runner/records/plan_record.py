@@ -50,7 +50,7 @@ class PlanRecord:
 
     choices  group -> choice
     reasons  key -> why it has its value
-    problem  why some or all of the file could not be read; empty if all of it was
+    problem  why the file could not be read completely, else empty
     wrong    dotted names of values with the wrong type
     """
 

@@ -84,7 +84,7 @@ def of_script(file: Path) -> int | None:
 
 
 def table() -> str:
-    """Return the table in Markdown, with a sum over the projects of each other trainer, and why some are missing."""
+    """Return the table in Markdown, with sums and the reasons for missing projects."""
     loops = of_loops(PROJECTS / "plain_loops.py")
     files = [file for file in sorted(PROJECTS.glob("*.py")) if file.stem in loops]
     counts = {
@@ -99,10 +99,9 @@ def table() -> str:
     rows += [
         f"| {name} | {' | '.join('' if each is None else str(each) for each in row)} |" for name, row in counts.items()
     ]
-    titles = ("those written for Lightning", "those written for the Trainer", f"all {len(files)} projects")
-    for column, title in enumerate(titles, 1):
-        both = [row for row in counts.values() if row[column] is not None]
-        cells = [str(sum(row[index] or 0 for row in both)) if index in (0, column) else "" for index in range(4)]
+    for title, column_needed in ((f"all {len(files)} projects", 0), ("those written for the Trainer", 2)):
+        columns = list(zip(*(row for row in counts.values() if row[column_needed] is not None), strict=True))
+        cells = ["" if None in column else str(sum(column)) for column in columns]
         rows.append(f"| total of {title} | {' | '.join(cells)} |")
     missing = [f"- {', '.join(names)}: {reason}" for names, reason in NOT_FOR_THE_TRAINER.items()]
     return "\n".join([*rows, "", "These projects are not written for the Trainer:", "", *missing])

@@ -156,7 +156,7 @@ def check_sampler(before: str, now: str) -> None:
     """Raise IncompatibleResume if the weights or lengths by which a sampler draws changed."""
     if before != now:
         raise IncompatibleResume(
-            "the weights or lengths of the training samples, by which the sampler draws, differ from the checkpoint's",
+            "the sampler's weights or lengths differ from the checkpoint's",
             where="sample_weights, sample_lengths",
             fix="use the data that the run was trained with, or start a new run with another run=NAME",
         )
