@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,23 @@ import pytest
 from runner.base.loaded_torch import is_stand_in
 from tests.forkserver import ForkServer
 from tests.projects import local_files
-from tests.projects.test_projects import OF_FLOAT32, PROJECTS, TOLERANCE, assert_equal, by_hand, trained
+from tests.projects.test_projects import (
+    ADAPTED,
+    OF_FLOAT32,
+    PROJECTS,
+    TOLERANCE,
+    by_hand,
+    distance_of_metrics,
+    distance_of_weights,
+    missing_packages,
+    missing_weights,
+    trained,
+)
 
 pytestmark = pytest.mark.gpu
 WITHOUT_KERNELS = ("speech_ctc", "streaming_text")  # the stand-in lacks those of CTC and LSTM
 INSTALLED = [
-    name
-    for name, packages in PROJECTS.items()
-    if all(map(find_spec, packages)) and not (is_stand_in() and name in WITHOUT_KERNELS)
+    name for name in PROJECTS if not missing_packages(name) and not (is_stand_in() and name in WITHOUT_KERNELS)
 ]
 
 
@@ -32,5 +40,6 @@ def test_a_project_on_a_gpu_equals_its_plain_loop_on_the_cpu(
     wanted, metrics = by_hand(name, tmp_path / "data")
     result, measured, _ = trained(server, tmp_path, name, "device=cuda:0")
     tolerance = OF_FLOAT32.get(name, TOLERANCE)
-    assert_equal(result, wanted, tolerance)
-    assert {key: measured[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
+    assert not missing_weights(result, wanted) or name in ADAPTED
+    assert distance_of_weights(result, wanted) <= tolerance
+    assert distance_of_metrics(measured, metrics) <= tolerance

@@ -19,7 +19,8 @@ from tests.stand_ins.forked import StandIn
 MACHINE = "a100x2"
 PASSED = "passed"
 # --capture=sys, so that the message of an abort in C++ is not lost
-OPTIONS = ("-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "--capture=sys", "tests/gpu")
+OPTIONS = ("-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "--capture=sys")
+FILES = ("--continue-on-collection-errors", "tests/gpu")
 
 
 def run_tests(stand_in: StandIn, nvml_stub: NvmlStub, marks: str) -> dict[str, str]:
@@ -41,15 +42,19 @@ def main(marks: str, library: str) -> None:
     os.chdir(ROOT)
     ctypes.CDLL(library)
     outcomes = Outcomes()
-    pytest.main([*OPTIONS, "-m", f"gpu and not long and {marks}"], plugins=[outcomes])
+    pytest.main([*OPTIONS, *FILES, "-m", f"gpu and not long and {marks}"], plugins=[outcomes])
     print("\n" + json.dumps(outcomes.by_node))
 
 
 class Outcomes:
-    """A plugin of pytest that records the outcome of each test."""
+    """A plugin of pytest that records the outcome of each test, and of each file that cannot be imported."""
 
     def __init__(self) -> None:
         self.by_node: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.by_node[report.nodeid] = report.longreprtext
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
