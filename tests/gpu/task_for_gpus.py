@@ -71,7 +71,7 @@ class Small(Task):
     def example(self):
         return (torch.linspace(-1, 1, 12).view(2, 6),)
 
-    def predict(self, model, generator, *, samples: int = 4):
+    def predict(self, model, generator, *, samples: int = 4):  # type: ignore[override]
         device = next(model.parameters()).device
         inputs = torch.linspace(-1, 1, 6 * samples, device=device).view(samples, 6)
         yield Prediction({"scores.npy": model(inputs).float().cpu().numpy()}, items=samples)

@@ -107,7 +107,8 @@ def test_names_are_those_of_the_driver() -> None:
 
 def test_the_driver_has_the_properties_of_each_device(device: torch.device) -> None:
     """NVML, which the monitor and the plan read, against torch: name, memory, UUID, capability and PCI address."""
-    known, properties = list(torch_devices())[device.index], torch.cuda.get_device_properties(device)
+    known = list(torch_devices())[device.index]
+    properties: Any = torch.cuda.get_device_properties(device)
     nvml = pytest.importorskip("pynvml")
     with open_driver() as driver:
         if not driver.gpus:
@@ -147,7 +148,8 @@ def test_separate_draws_do_not_advance_the_gpu_generator(device: torch.device) -
 
 
 def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(device)
+    norm: Any = torch.nn.BatchNorm1d(4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm).to(device)
     beginning = UpdateSnapshot(model, device)
     inputs = torch.randn(8, 4, device=device)
     for _ in range(2):
@@ -156,10 +158,10 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
         beginning.check_weights()
         beginning.finish()
     beginning.begin()
-    mean = model[1].running_mean.clone()
+    mean = norm.running_mean.clone()
     first = model(inputs), torch.rand(8, device=device)
     assert not beginning.restore()
-    assert torch.equal(model[1].running_mean, mean)
+    assert torch.equal(norm.running_mean, mean)
     assert torch.equal(torch.rand(8, device=device), first[1])
 
 

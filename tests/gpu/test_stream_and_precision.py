@@ -68,6 +68,11 @@ def steps(precision: Any, prefetch: Any, updates: int) -> list[StepInfo]:
         return list(train_updates(run, prefetch(CUDA.device)(on_host()), updates))
 
 
+def loss_of(step: StepInfo) -> Tensor:
+    assert step.loss_sum is not None
+    return step.loss_sum
+
+
 def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     """Large batches, a slow reader: without the wait it reads too early, without record_stream a later batch."""
     size = 2**16 if is_stand_in() else 4 * 2**20  # there, a race changes no value
@@ -103,7 +108,7 @@ def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
     for mine, theirs in zip(ahead, plain, strict=True):
         assert torch.equal(mine[0], theirs[0])
         assert torch.equal(mine[1], theirs[1])
-    losses = [torch.stack([step.loss_sum for step in steps(fp32, prefetch, 20)]) for prefetch in (none, stream)]
+    losses = [torch.stack([loss_of(step) for step in steps(fp32, prefetch, 20)]) for prefetch in (none, stream)]
     assert torch.equal(*losses)
 
 
@@ -111,7 +116,7 @@ def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
 def test_every_precision_learns(precision: Any) -> None:
     if precision in (tf32, bf16) and torch.cuda.get_device_capability(CUDA.device) < (8, 0):
         pytest.skip("needs capability 8.0")
-    losses = [float(step.loss_sum) for step in steps(precision, stream, 60)]
+    losses = [float(loss_of(step)) for step in steps(precision, stream, 60)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -120,7 +125,7 @@ def test_an_overflow_is_counted_without_waiting_for_it() -> None:
     poison = MicroBatch((torch.full((32, 32), torch.inf), torch.zeros(32, dtype=torch.int64)), last=True)
     (x, y), *_ = next(on_host())
     batches = none(CUDA.device)(iter([MicroBatch((x, y), last=True), poison, MicroBatch((x, y), last=True)]))
-    finite = [bool(step.loss_sum.isfinite()) for step in train_updates(run, batches, 3)]
+    finite = [bool(loss_of(step).isfinite()) for step in train_updates(run, batches, 3)]
     assert finite == [True, False, True]
     assert run.precision.num_skipped() == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 
 def _run(rank: int, store: Path) -> None:
@@ -16,7 +17,7 @@ def _run(rank: int, store: Path) -> None:
 
     other, device = 1 - rank, torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    dist.init_process_group("cuda:nccl", store=FileStore(str(store), 2), rank=rank, world_size=2)
 
     def numbers(*values: float) -> torch.Tensor:
         return torch.tensor(values, device=device)
@@ -41,7 +42,9 @@ def _run(rank: int, store: Path) -> None:
     whole = empty(4)
     dist.all_gather_into_tensor(whole, mine)
     assert whole.tolist() == [*both[0], *both[1]]
+    parts = [empty(2), empty(2)]
     dist.gather(mine, parts if rank == 0 else None, dst=0)
+    assert rank or [part.tolist() for part in parts] == both
     tensor = empty(2)
     dist.scatter(tensor, [mine, 2 * mine] if rank == 0 else None, src=0)
     assert tensor.tolist() == ([2.0, 20.0] if rank else [1.0, 10.0])

@@ -6,6 +6,7 @@ python -m tests.stand_ins.plain_loop UPDATES
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ def main(updates: int) -> None:
     task = build(rank=-1)
     model = task.model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    inputs, targets = task.dataset("train").tensors
+    dataset: Any = task.dataset("train")
+    inputs, targets = dataset.tensors
     inputs, targets = inputs.pin_memory(), targets.pin_memory()
     for update in range(updates):
         part = slice(update * BATCH % len(inputs), update * BATCH % len(inputs) + BATCH)

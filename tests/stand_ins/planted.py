@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 SIZE = 64 * 1024  # elements: 256 KiB, a multiple of the page size
 
@@ -162,7 +163,7 @@ def host_hashes_a_snapshot_before_it_is_there() -> None:
 
     snapshot = page_locked(0.0)
     snapshot.copy_(on_device(), non_blocking=True)
-    hashlib.sha256(snapshot.numpy()).digest()
+    hashlib.sha256(snapshot.numpy().data).digest()
     torch.cuda.synchronize()
 
 
@@ -271,8 +272,12 @@ def error_of_an_earlier_kernel() -> None:
     """The error of a kernel is raised at the next synchronization, not at the launch."""
     import _stand_in
 
+    tensor = on_device()
     _stand_in.fail_after(0, "an illegal memory access was encountered")
-    on_device()
+    try:
+        tensor.zero_()
+    except RuntimeError as error:
+        raise AssertionError("the launch raised the error") from error
     torch.cuda.synchronize()
 
 
@@ -303,7 +308,7 @@ def weights_changed_while_a_collective_broadcasts_them() -> None:
 def _run(name: str) -> None:
     """Run one misuse and print the observations as a line of JSON."""
     if "collective" in name:
-        dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("cuda:nccl", store=HashStore(), rank=0, world_size=1)
     raised = ""
     try:
         PLANTED[name][1]()

@@ -14,7 +14,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _and_install(spec.loader.exec_module)
+            spec.loader.exec_module = _and_install(spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
