@@ -66,7 +66,7 @@ class RayCluster:
         for variable, number in _CONNECT_LIMITS.items():
             os.environ.setdefault(variable, number)  # before Ray is imported, because it reads them then
         ray = require("ray", "ray")
-        restarts = int(configuration.choices["parallelism"].options.get("restarts", 0))
+        restarts = int(configuration.choices["parallelism"].options.get("restarts", DEFAULT_RESTARTS))
         try:
             ray.init(address=self.address, log_to_driver=True)
         except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster, another version, or not an address
@@ -239,6 +239,7 @@ def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
 _LOST_FIX = "run the command again to resume from the last checkpoint"
 # By default, Ray tries an address without a cluster 20 times, about 40 s each; here twice, 15 s each (Ray 2.60).
 _CONNECT_LIMITS = {"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_py_gcs_connect_timeout_s": "5"}
+DEFAULT_RESTARTS = 3  # for parallelism=single and auto, which have no key `restarts`; as for the other strategies
 POLL_S = 0.5
 GRACE_S = 30.0
 _NO_FAILURE = (Exit.DONE, Exit.PREEMPTED, Exit.RANK_LOST)  # RANK_LOST: a consequence of what happened to another rank

@@ -227,6 +227,35 @@ def test_trials_of_a_search_run_on_the_cluster(cluster: Any, nodes: list[Any], t
     assert_trials_are_tasks_of_ray(tmp_path)
 
 
+def test_a_trial_on_a_lost_node_resumes_from_its_checkpoint_on_another(
+    cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
+) -> None:
+    trials = [tmp_path / f"outputs/cut/cut-{number}" for number in (1, 2)]
+    sweep = started(cluster, tmp_path, "cut", "-m", "seed=0,1", "together=2", task=changed(UNTIL_RELEASED))
+    try:
+        for trial in trials:
+            wait_until(lambda trial=trial: any((trial / "checkpoints").glob("update-*")), "a checkpoint of each trial")
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        nodes.append(cluster.add_node(num_cpus=1))
+        (tmp_path / "released").touch()
+        out, _ = sweep.communicate()
+    finally:
+        sweep.kill()
+    assert sweep.returncode == 0, out
+    kept, moved = sorted((starts(trial) for trial in trials), key=len)
+    assert kept == [0]
+    assert len(moved) == 2
+    assert moved[1] > 0, "not from scratch"
+    assert losses(tmp_path, "cut/cut-1") == pytest.approx(alone, rel=SAME_CURVE)
+    assert len(losses(tmp_path, "cut/cut-2")) == UPDATES
+
+
+def starts(run: Path) -> list[int]:
+    """Return the update at which each start of the run began or resumed."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event["update"] for event in events if event["kind"] in ("start", "resume")]
+
+
 def assert_trials_are_tasks_of_ray(folder: Path) -> None:
     """Ray sets the variable in its workers, from which the processes of a trial inherit it."""
     jobs = [path.name.split("-")[1] for path in folder.glob("ray-*")]
