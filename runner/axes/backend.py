@@ -50,7 +50,7 @@ def deterministic(
     warn_only  warn about an operation without a deterministic kernel instead of stopping
     threads    CPU threads per rank; auto: PyTorch's default, at most the CPU quota of the container, divided by the
                number of ranks that share these cores.
-               The order of additions depends on it, so all compared runs must use the same number
+               The order of additions depends on this number, so it must be the same for all compared runs
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized, so the context must be entered before the
     first matrix product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html

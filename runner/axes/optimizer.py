@@ -266,7 +266,7 @@ def muon(
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
-    adamw_for     modules or parameters whose matrices use AdamW, too: embeddings and the output layer
+    adamw_for     modules or parameters whose matrices also use AdamW: embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
     Raises ConfigError if a name matches nothing or the parameters are sharded.
@@ -376,7 +376,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         what = f"must return a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
         raise TaskFault(what, where=function, fix="return an optimizer, such as torch.optim.SGD(parameters, lr=lr)")
     if any(parameter.default is parameter.empty for parameter in _step_parameters(optimizer)):
-        what = f"{type(optimizer).__name__}.step needs a closure to compute the loss again, which is not supported"
+        what = f"{type(optimizer).__name__}.step needs a closure to recompute the loss, which is not supported"
         raise TaskFault(what, where=function, fix="use an optimizer whose step needs no arguments")
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

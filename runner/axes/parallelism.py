@@ -65,8 +65,8 @@ def fsdp(
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
     shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
-                           auto: the ranks of one machine, if all machines have equally many, the shards fit, and the
-                           predicted time of an update is not longer than with all
+                           auto: the ranks of one machine, if all machines have equally many, the shards fit, and an
+                           update is not predicted to be slower than with all
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            dtype in which parameters are communicated; a 16-bit dtype must match precision
     gradients              full: keep unsharded gradients, and reduce them after the last micro-batch of an update;
@@ -111,9 +111,9 @@ def pipeline(
 ) -> Parallel:
     """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
-    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: the
-                number with the shortest predicted update that fits; all on a CPU. With several copies, each processes
-                its share of an update, and gradients are summed over the copies
+    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: of
+                those that fit, the number with the shortest predicted update; all on a CPU. With several copies, each
+                processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage, such as [8,6]; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage

@@ -396,7 +396,7 @@ def fp16(
     backoff_factor   factor applied to the scale at an overflow, which skips the update
     growth_interval  updates without overflow before the scale grows
     min_scale        end the run if the scale falls below this, because gradients then overflow at any scale
-    max_skips        number of consecutive skipped updates that ends the run; 20 of them reduce a scale of 65536 to
+    max_skips        number of consecutive skipped updates that ends the run; 20 skips reduce a scale of 65536 to
                      1/16
     keep_fp32        names of modules that are kept in float32
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.

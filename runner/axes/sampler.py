@@ -205,7 +205,7 @@ def token_budget(
     The task returns the lengths from `sample_lengths`.
 
     tokens        maximum number of tokens in an update, including padding
-    micro_tokens  maximum number of tokens in a micro-batch; null: micro_batch_size alone limits it
+    micro_tokens  maximum number of tokens in a micro-batch; null: only micro_batch_size limits it
     bucket        lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """
     if samples.drop_last:

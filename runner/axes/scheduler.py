@@ -207,7 +207,7 @@ def plateau(
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     patience   consecutive evaluations without improvement before a step
-    threshold  an evaluation counts as an improvement if it beats the best metric by more than this fraction of it
+    threshold  an evaluation is an improvement if its metric beats the best by more than this fraction of the best
     cooldown   evaluations after a step that are ignored
     floor      lower bound of the learning rate, as a fraction of the peak
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".

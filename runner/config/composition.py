@@ -95,7 +95,7 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Use Hydra's global state in one thread at a time, and restore it: the calling program may use Hydra, too."""
+    """Use Hydra's global state in one thread at a time, and restore it: the calling program may also use Hydra."""
     with _HYDRA_LOCK:
         previous = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()

@@ -56,13 +56,13 @@ def own_keys(reference: str) -> tuple[str, ...]:
 
 
 def packaged_task_file(name: str) -> Path | None:
-    """Return the file of a task that a package defines, None if there is none of this name."""
+    """Return the file of a task that a package defines; None if no package does."""
     task = _read_packages()[0].get((TASK, name))
     return _find_module_file(task.location) if task else None
 
 
 def packaged_task_module(name: str) -> str | None:
-    """Return the module of a task that a package defines, None if there is none of this name."""
+    """Return the module of a task that a package defines; None if no package does."""
     task = _read_packages()[0].get((TASK, name))
     return task.location if task else None
 

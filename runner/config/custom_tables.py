@@ -367,7 +367,7 @@ class _HookFamily(NamedTuple):
         """Return whether no other file can call methods of the class.
 
         Its bases must be runner.Hook or classes of this file, because a base class of another file may call methods
-        that its subclasses define. And no method may pass `self` on.
+        that its subclasses define. Its methods must not pass `self` on.
         """
         nodes = [*ast.walk(kind)]
         attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}

@@ -14,8 +14,8 @@ from runner.config.schema import Key, Keys, read_classes, read_functions, read_m
 def inference_keys(source: Path) -> Keys:
     """Return the keys `inference.KEY` of a task file: the parameters of `predict`, or those for `predict_batch`.
 
-    They are those of all classes that the file defines or calls, with the methods that these inherit from files in the
-    same folder and from adapters. Modules are left out, because `inference` calls the methods of the task.
+    All classes that the file defines or calls are searched, with the methods that they inherit from files in the same
+    folder and from adapters. Modules are excluded, because `inference` calls the methods of the task.
     """
     keys: dict[str, Key] = {}
     calls = (node.func for node in ast.walk(read_module(source)) if isinstance(node, ast.Call))

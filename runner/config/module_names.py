@@ -28,7 +28,8 @@ def unmatched_problems(
 ) -> list[Problem]:
     """Return a problem for each prefix that matches no name.
 
-    kind, frozen  what a name is, for the message; names of other parameters, which do not require a gradient
+    kind    what the names refer to, for the message
+    frozen  names of parameters that do not require a gradient
     """
     problems = []
     for prefix in (each for each in prefixes if not any(is_under(name, each) for name in names)):

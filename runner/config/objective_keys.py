@@ -18,7 +18,7 @@ OBJECTIVE = "objective"
 def list_objective_keys(
     declared: Mapping[str, Any], selected: Mapping[str, Any], signature: Callable[[str, str], Signature | None]
 ) -> dict[str, Key]:
-    """Return full name -> key for the keys of all objectives. Where the value is null, the setting of the run applies.
+    """Return full name -> key for the keys of all objectives. If a value is null, the setting of the run applies.
 
     declared   OBJECTIVES
     selected   keys that the command line sets, and group -> option of the run
@@ -31,7 +31,7 @@ def list_objective_keys(
         prefix = f"{OBJECTIVE}.{name}."
         every, max_norm = declaration.get("every", 1), declaration.get("max_grad_norm")
         keys[f"{prefix}every"] = Key(
-            f"{prefix}every", PositiveInt, every, "train it in the first update and in every n-th one after it"
+            f"{prefix}every", PositiveInt, every, "train the objective in the first and every n-th later update"
         )
         norm_help = "maximum gradient norm for clipping; null: max_grad_norm of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)

@@ -154,7 +154,7 @@ def split_overrides(
             )
         elif override.package is not None:
             fix = f"use {key}={to_one_line(format_value(override.value()), MAX_SHOWN)}"
-            problems.append(Problem("packages (@) are not supported", argument, fix))
+            problems.append(Problem("Hydra's packages (@) are not supported", argument, fix))
         elif key in GROUPS:
             available = list_options(key, request.config_dir, request.task_file)
             option = canonical_option(key, override.value(), available)

@@ -39,7 +39,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """When and on how much the model is evaluated while it trains.
+    """When, and on how many samples, the model is evaluated during training.
 
     every    evaluation interval: 200 or 200updates, 2epochs; auto: ten evaluations per phase; 0: only at its end
     samples  number of validation samples, evenly spaced and always the same; null: all

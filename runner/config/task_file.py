@@ -237,7 +237,7 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
 
 
 def _find_batches_of_predict(tree: ast.Module, source: Path) -> Iterator[Problem]:
-    """Yield a problem for each `predict(model, batch)`, as other trainers call it, because it receives a generator."""
+    """Yield a problem for each `predict(model, batch)`, as in other trainers: the runner passes a generator."""
     for node, member in _task_methods(tree):
         names = [argument.arg for argument in (*member.args.posonlyargs, *member.args.args)]
         if member.name == "predict" and len(names) == 3 and "batch" in names[2]:

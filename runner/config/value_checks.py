@@ -51,7 +51,7 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
         return f"use phases=[{find_nearest(literal, known) or known[0]}]"
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
-    if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # they turn it off in other trainers
+    if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # these values turn it off in other trainers
         return f"use {name}=null for none"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""

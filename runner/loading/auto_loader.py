@@ -15,13 +15,13 @@ from runner.loading.loaders import Keys, Loader, WorkerLoader
 class AutoLoader(Loader):
     """Read in workers if a worker needs at least `limit_s` for a batch, otherwise in this process.
 
-    Receiving a batch from a worker costs this process time, too: it maps the shared memory of the tensors, and
+    Receiving a batch from a worker also costs this process time: it maps the shared memory of the tensors, and
     page-locks them in a thread that competes with training for the GIL.
 
     The measurement runs in a worker, because a dataset may open a file when its first sample is read: if this process
     opened it, workers forked afterwards would share its file offset. The worker reads two batches, and the time of the
-    second one counts. Its samples are far from those of the first one in the dataset, so that reading the first one
-    does not bring them into the page cache.
+    second one counts. The two batches are far apart in the dataset, so that reading the first one does not bring
+    the second one into the page cache.
     """
 
     def __init__(self, workers: WorkerLoader, inline: Loader, *, limit_s: float) -> None:

@@ -56,7 +56,7 @@ class Loader:
         return map(self.fetcher.__getitem__, keys)
 
     def new_like(self, fetcher: Fetcher) -> Loader:
-        """Return a loader for a few batches, which reads in this process or, if this loader uses workers, in one."""
+        """Return a loader for a few batches: with one worker if this loader uses workers, else in this process."""
         return Loader(fetcher)
 
     def for_evaluation(self, fetcher: Fetcher) -> Loader:

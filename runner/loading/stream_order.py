@@ -1,7 +1,7 @@
 """The order of a stream: which sample of which shard is at a position, without reading anything.
 
 A stream has a fixed number of shards, which determines the results of a run, like the seed. An update takes its samples
-from its shards in turn. So its content depends neither on the number of ranks nor on the number of workers.
+from its shards in turn, so its content does not depend on the number of ranks or workers.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ objective.generator.optimizer.lr = 0.5
     "objective.generator.every --task my_task.py": """\
 objective.generator.every = 1
   set by the default (conf/config.yaml)
-  meaning: train it in the first update and in every n-th one after it
+  meaning: train the objective in the first and every n-th later update
 """,
     "task --task my_task.py": """\
 task = my_task

@@ -20,8 +20,8 @@ from runner.base.paths import PACKAGE
 class BatchDependentCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the lines that draw from a global generator of torch, or that normalize over the batch, while active.
 
-    Batch norms and dropouts of torch.nn are left out, because `describe_dependence` names them, and so are draws of
-    accel-run itself, which depend on samples, and draws from a generator that the caller passes.
+    Excluded are batch norms and dropouts of torch.nn, which `describe_dependence` names, draws of accel-run itself,
+    which depend on samples, and draws from a generator that the caller passes.
 
     found  file:line -> "batch norm" or "random numbers"
     """
@@ -53,13 +53,13 @@ def _kind_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     values |= {**dict(zip(values, args, strict=False)), **kwargs}
     if is_norm:
         return "batch norm" if values.get("training", True) else ""
-    # The tag alone does not tell: attention kernels have it without dropout, too, and rrelu outside of training.
+    # The tag is not enough: attention kernels have it even without dropout, and rrelu even outside of training.
     draws = values.get("generator") is None and values.get("dropout_p", 1) != 0 and values.get("training", True)
     return "random numbers" if draws else ""
 
 
 def _calling_place() -> str:
-    """Return file:line of the innermost frame outside of torch; empty for calls that are left out."""
+    """Return file:line of the innermost frame outside of torch; empty for excluded calls."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

@@ -92,7 +92,7 @@ def validate_metrics(
 ) -> dict[str, tuple[Number, Number]]:
     """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
 
-    Vectors and matrices are returned as such, see `expand_metrics`.
+    Vectors and matrices are not divided into elements; see `expand_metrics`.
 
     value  subject of the error messages: the value that contains the metrics
     """
@@ -169,7 +169,7 @@ def expand_metrics(metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tu
 
 
 class ElementCheck:
-    """Refuses metrics that have one value per sample: a vector of sums has equally many elements for half of a batch.
+    """Refuses metrics with one value per sample: the length of a vector of sums does not depend on the batch.
 
     method  returns the metrics
     source  file of the task
@@ -187,7 +187,7 @@ class ElementCheck:
             number = pair[0].numel() if is_vector(pair[0]) else 1
             first = self._first.setdefault(name, number)
             if number != first:
-                detail = f", with {first} elements for a batch and {number} for a half of it: sum over the samples"
+                detail = f", with {first} elements for a batch and {number} for half of it: sum over the samples"
                 self.fault = not_a_sum_fault(name, pair, self._method, self._source, value=self._value, detail=detail)
                 raise self.fault
         return expand_metrics(metrics)
@@ -196,7 +196,7 @@ class ElementCheck:
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
     """Call `begin_update`; if it changes the model, call it again to check that a second call changes nothing more.
 
-    A run calls it again for an update at which it resumes, evaluates or retries; a moving average would move twice.
+    A run repeats the call for an update at which it resumes, evaluates or retries; a moving average would move twice.
     Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of weights.
     Raises TaskFault with the names of the tensors that the second call changes.
     """
@@ -477,7 +477,7 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
     what = f"{name} must be a mapping, but is {describe_value(value)}"
     fix = f"@property\ndef {name}(self): return {{}}"
     if not isinstance(inspect.getattr_static(type(task), name), property):  # assigned, perhaps for another purpose
-        fix = f"use another name if accel-run should not read it, or assign a mapping: self.{name} = {{...}}"
+        fix = f"use another name if it is not meant for accel-run, or assign a mapping: self.{name} = {{...}}"
     raise TaskFault(what, where=locate_definition(type(task), source), fix=fix)
 
 

@@ -159,7 +159,7 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
 
 
 def _suggest_rename(error: BaseException, source: Path) -> Iterator[str]:
-    """Suggest renaming a module of the task that is called runner: an import finds this package instead."""
+    """Suggest renaming a task module called runner: an import finds this package instead."""
     top = __name__.partition(".")[0]
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
         return

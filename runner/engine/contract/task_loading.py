@@ -189,7 +189,7 @@ class CheckedLoss:
             metrics = expand_metrics(validate_metrics(answer[2], self.loss, self.source, value=value))
             for name in metrics.keys() & _RESERVED_METRICS:
                 what = (
-                    f"the third value of loss() must not contain {name}, because the metric train/{name} exists already"
+                    f"the third value of loss() must not contain {name}, because the metric train/{name} already exists"
                 )
                 raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
             self.observe(metrics)
