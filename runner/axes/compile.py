@@ -9,14 +9,10 @@ fullgraph  raise an error if the model cannot be compiled as one graph
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +20,8 @@ from torch import nn
 
 from runner.base import noise
 from runner.base.accelerator import get_accelerator
-from runner.base.errors import ConfigError, Problem
+from runner.base.compilers import check_capability, find_missing_compiler
+from runner.base.errors import ConfigError
 from runner.base.values import Auto, NonNegative
 
 # torch itself caches compiled code on disk between runs, in the folder of host/scratch.private_compile_cache.
@@ -204,41 +201,12 @@ def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ConfigError if the compiler is missing or unusable, so that a run does not fail in its first update."""
+    """Raise ConfigError if the compiler is missing on the machine of this rank: the plan is made on that of rank 0."""
     if backend != "inductor":
         return
-    if device.type == "cpu" and not shutil.which(_cpp_compiler()):
-        what = f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed"
-        fix = "run apt install g++, set CXX, or use compile=off"
-    elif device.type == "cpu" and " " in (folder := str(Path(torch.__file__).parent)):
-        # TorchInductor's linker command contains the path without quotes (torch 2.13).
-        what = f"TorchInductor cannot link with torch, because its path contains a space: {folder}"
-        fix = "use compile=off, or install into another folder: ACCEL_RUN_VENV=FOLDER scripts/setup.sh"
-    elif device.type == "cuda" and find_spec("triton") is None:
-        what, fix = "compiling for CUDA needs Triton", "run pip install triton, or use compile=off"
-    elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
-        missing = "a C compiler (gcc or clang)" if not _c_compiler() else f"the header {_python_header()}"
-        what = f"compiling for CUDA needs {missing}, because Triton builds a launcher for each kernel"
-        fix = "run apt install gcc python3-dev, or use compile=off"
-    elif (capability := get_accelerator(device).capability()) is not None and capability < (7, 0):
-        major, minor = capability
-        what = f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}"
-        fix = "use compile=off"
-    else:
-        return
-    raise ConfigError(Problem(what, "compile", fix))
-
-
-def _cpp_compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-def _c_compiler() -> str | None:
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
-def _python_header() -> Path:
-    return Path(sysconfig.get_paths()["include"]) / "Python.h"
+    problem = check_capability(str(device), get_accelerator(device).capability())
+    if problem := problem or find_missing_compiler(device.type):
+        raise ConfigError(replace(problem, where="compile"))
 
 
 COMPILES: Mapping[str, Callable[..., BeginForward | None]] = {

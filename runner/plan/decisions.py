@@ -60,16 +60,17 @@ class Decisions:
         self.choices[group] = dataclasses.replace(choice, options={**choice.options, key: value})
         self.reasons[f"{group}.{key}"] = reason
 
-    def reject_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
+    def reject_or_replace(self, group: str, why: str, instead: str, reason: str, fix: str = "") -> None:
         """Record a problem if the user has set the option; otherwise replace it by `instead` and add a note.
 
         why     why the option is not supported
         reason  shown as the reason of `instead`
+        fix     of the problem; empty: use `instead` or auto
         """
         name = self.choices[group].name
         if self.configuration.is_set_by_user(group):
             alternatives = dict.fromkeys((instead, "auto"))
-            fix = "use " + ", or ".join(f"{group}={alternative}" for alternative in alternatives)
+            fix = fix or "use " + ", or ".join(f"{group}={alternative}" for alternative in alternatives)
             self.problems.append(Problem(why, f"{group}={name}", fix))
         else:
             self.notes.append(f"{group}={name}: {why}; using {instead}")

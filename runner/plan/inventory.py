@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
+from runner.base.compilers import check_capability, find_missing_compiler
 from runner.base.errors import ConfigError, Problem, SystemLimit
 from runner.base.gpu_facts import Formats, TorchDevice, TorchView, amd_formats, intel_formats, nvidia_formats
 from runner.base.json_converter import decode_valid, encode
@@ -117,6 +118,8 @@ class Inventory:
 
     devices  GPUs in torch's order, then unusable ones with the reason
     no_gpu   why there are no devices; empty if there are some
+    no_cpu_compiler, no_gpu_compiler  why TorchInductor cannot compile for the CPU, for CUDA; None if it can, or if the
+                                      machine is not present
     notes    messages for the user: missing libraries, limits, devices that do not respond
     """
 
@@ -127,12 +130,22 @@ class Inventory:
     cudnn_version: int | None = None
     driver_version: str | None = None
     no_gpu: str = ""
+    no_cpu_compiler: Problem | None = None
+    no_gpu_compiler: Problem | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def usable(self) -> tuple[Device, ...]:
         """GPUs that training can use, in torch's order."""
         return tuple(device for device in self.devices if device.usable)
+
+    def why_not_compiled(self, gpu: Device | None) -> Problem | None:
+        """Return why TorchInductor cannot compile for a GPU, or for the CPU if None; None if nothing prevents it."""
+        if gpu is None:
+            return self.no_cpu_compiler
+        # First, because installing Triton does not help with an old GPU.
+        problem = check_capability(gpu.torch_name, gpu.capability)
+        return problem or (self.no_gpu_compiler if gpu.kind == "cuda" else None)
 
     def to_json(self) -> str:
         return json.dumps(encode(self), indent=1)
@@ -180,6 +193,8 @@ def _take_here(query_torch: Callable[[], TorchView]) -> Inventory:
             cudnn_version=torch_view.cudnn_version,
             driver_version=nvml.driver_version,
             no_gpu="" if devices else nvml.why_not,
+            no_cpu_compiler=find_missing_compiler("cpu"),
+            no_gpu_compiler=find_missing_compiler("cuda"),
             notes=(*notes, *cpu_notes),
         )
 
@@ -201,7 +216,14 @@ def inventory_from_profile(
     if this_machine is None:
         return Inventory(devices, Cpu("unknown CPU", 1, 1, 0), notes=(f"planned for: {title}",))
     note = f"planned for {title}; CPU, memory and versions are those of this machine"
-    return dataclasses.replace(this_machine, devices=devices, driver_version=None, notes=(note,))
+    return dataclasses.replace(
+        this_machine,
+        devices=devices,
+        driver_version=None,
+        no_cpu_compiler=None,
+        no_gpu_compiler=None,
+        notes=(note,),
+    )
 
 
 def match_devices(

@@ -163,6 +163,10 @@ def _choose_backend(planner: Decisions, gpu: Device | None) -> tuple[str, str]:
 
 
 def _compile(planner: Decisions, gpu: Device | None) -> None:
+    compiled = planner.choices["compile"]
+    uses_inductor = not compiled.uses("off") and compiled.options.get("backend", "inductor") == "inductor"
+    if uses_inductor and not compiled.location and (problem := planner.inventory.why_not_compiled(gpu)):
+        planner.reject_or_replace("compile", problem.what, "off", "TorchInductor cannot compile here", problem.fix)
     if not planner.choices["compile"].uses("off") and not gpu:
         slow = "compile on a CPU has been slower than eager mode in every measurement so far"
         planner.notes.append(f"{slow}; measure before using it")

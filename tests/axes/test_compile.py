@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from runner.axes import compile as axis
 from runner.axes.compile import COMPILES, default, max_autotune, reduce_overhead, regional
+from runner.base import compilers
 from runner.base.errors import ConfigError
 from tests.forkserver import ROOT, ForkServer
 
@@ -157,7 +158,7 @@ def test_regional_without_blocks_compiles_the_model_and_reports_it(calls: list[A
 
 
 def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis, "find_spec", lambda name: object())
+    monkeypatch.setattr(compilers, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     model, cuda = stack(), torch.device("cuda")
     begin = [
@@ -208,7 +209,7 @@ class Replayed(nn.Module):
 
 @pytest.mark.parametrize("option", ["reduce-overhead", "max-autotune"])
 def test_gradients_that_a_replay_overwrites_are_accumulated(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis, "find_spec", lambda name: object())
+    monkeypatch.setattr(compilers, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     model = Replayed()
@@ -247,43 +248,19 @@ def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
     assert len(calls) == 1
 
 
-def test_a_path_of_torch_with_a_space_is_reported_before_the_first_update(
+def test_missing_triton_and_old_gpus_are_reported_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
-    monkeypatch.setenv("CXX", sys.executable)
-    monkeypatch.setattr(torch, "__file__", "/my checkout/.venv/lib/python3.11/site-packages/torch/__init__.py")
-    with pytest.raises(ConfigError, match="/my checkout/"):
-        default(stack(), [], CPU)
-    default(stack(), [], CPU, backend="eager")
-    assert len(calls) == 1
-
-
-def test_missing_triton_compilers_and_old_gpus_are_reported_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
-) -> None:
+    """On each rank, because the plan is made on the machine of rank 0."""
     cuda = torch.device("cuda")
-    monkeypatch.setattr(axis, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="Triton"):
-        default(stack(), [], cuda)
-    monkeypatch.setattr(axis, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with monkeypatch.context() as without:
-        without.setenv("PATH", "")
-        without.delenv("CC", raising=False)
-        with pytest.raises(ConfigError) as refused:
-            default(stack(), [], cuda)
-    assert "gcc" in (refused.value.problems[0].fix or "")
-    with monkeypatch.context() as without:
-        without.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
-        with pytest.raises(ConfigError) as refused:
-            default(stack(), [], cuda)
-    assert "/nowhere/Python.h" in refused.value.problems[0].what
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    with pytest.raises(ConfigError, match=r"7.0, but cuda has 6.1"):
-        default(stack(), [], cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    default(stack(), [], cuda)
-    assert len(calls) == 1
+    for capability, triton, named in (((6, 1), object(), "6.1"), ((7, 5), None, "Triton")):
+        monkeypatch.setattr(compilers, "find_spec", lambda name, found=triton: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for option in set(COMPILES) - {"off"}:
+            with pytest.raises(ConfigError, match=named):
+                COMPILES[option](stack(), [], cuda)
+        default(stack(), [], cuda, backend="eager")
+    assert len(calls) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports

@@ -106,6 +106,14 @@ def test_an_inventory_survives_json() -> None:
     assert Inventory.from_json(here.to_json()) == here
 
 
+def test_missing_compilers_are_part_of_the_inventory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    here = take_inventory()
+    assert here.no_cpu_compiler is not None
+    assert here.no_gpu_compiler is not None
+    assert Inventory.from_json(here.to_json()) == here
+
+
 def test_torch_and_driver_order_are_matched_by_uuid() -> None:
     devices, notes = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST, SLOW), {})
 

@@ -682,6 +682,60 @@ def test_a_compiled_graph_is_split_where_ranks_exchange_gradients(
     assert plan("compile=default", *args, on=on).choices["compile"].options["split_mib"] == split_mib
 
 
+NO_COMPILER = Problem("needs a compiler", fix="install it")
+NO_COMPILERS = {"no_cpu_compiler": NO_COMPILER, "no_gpu_compiler": NO_COMPILER}
+P100 = gpu(1, "Tesla P100", 16, (6, 0))
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune", "regional"])
+@pytest.mark.parametrize(
+    "here",
+    [
+        dataclasses.replace(machine(T4), no_gpu_compiler=NO_COMPILER),
+        dataclasses.replace(machine(MI300), no_gpu_compiler=NO_COMPILER),
+        dataclasses.replace(machine(), no_cpu_compiler=NO_COMPILER),
+        machine(T4, P100),
+    ],
+    ids=["NVIDIA", "AMD", "CPU", "old GPU"],
+)
+def test_a_missing_compiler_is_a_problem_before_the_run(option: str, here: Inventory) -> None:
+    (problem,) = refused(f"compile={option}", "parallelism=ddp", on=here)
+    expected = here.why_not_compiled(here.usable[-1] if here.usable else None)
+    assert expected is not None
+    assert problem == dataclasses.replace(expected, where=f"compile={option}")
+
+
+@pytest.mark.parametrize(
+    ("args", "here"),
+    [
+        (("compile=default", "compile.backend=eager"), dataclasses.replace(machine(P100), **NO_COMPILERS)),
+        (("compile=default",), dataclasses.replace(machine(T4), no_cpu_compiler=NO_COMPILER)),
+        (("compile=default", "device=cpu"), dataclasses.replace(machine(P100), no_gpu_compiler=NO_COMPILER)),
+        (("compile=default",), dataclasses.replace(machine(ARC), **NO_COMPILERS)),
+    ],
+    ids=["another backend", "GPU", "CPU", "Intel"],
+)
+def test_a_compiler_that_is_not_used_may_be_missing(args: tuple[str, ...], here: Inventory) -> None:
+    assert plan(*args, on=here).choices["compile"].uses("default")
+
+
+def test_compile_of_a_profile_is_replaced_if_the_compiler_is_missing() -> None:
+    asked = configuration("compile=default", "compile.dynamic=true")
+    asked = dataclasses.replace(asked, sources={**asked.sources, "compile": "profile other"})
+    made = make_plan(asked, dataclasses.replace(machine(T4), no_gpu_compiler=NO_COMPILER))
+    assert made.choices["compile"] == plan(on=machine(T4)).choices["compile"]
+    assert any(NO_COMPILER.what in note for note in made.notes)
+
+
+def test_compilers_of_this_machine_do_not_affect_the_plan_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    asked = configuration("+hardware=t4", "compile=default")
+    here = dataclasses.replace(machine(), **NO_COMPILERS)
+    for other in (planning_inventory(asked)[0], inventory_from_profile(asked.hardware, here)):
+        assert make_plan(asked, other).choices["compile"].uses("default")
+
+
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 

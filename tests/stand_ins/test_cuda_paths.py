@@ -182,7 +182,7 @@ def _check_contact(content: Mapping[str, Any]) -> None:
 GRAPHS = """
 import os, torch
 os.chdir({folder!r})
-from runner.axes import compile
+from runner.base import compilers
 events = []
 torch.compiler.cudagraph_mark_step_begin = lambda: events.append("iteration")
 def compiled(function, **options):  # without Triton
@@ -191,7 +191,7 @@ def compiled(function, **options):  # without Triton
         return function(*args, **kwargs)
     return call
 torch.compile = compiled
-compile._check_compiler = lambda device, backend: None
+compilers.find_spec = lambda name: torch.__spec__
 from runner.cli import main
 words = "train --task {task} run=r device=cuda precision=fp32 compile={option} updates=3 global_batch_size=16 "
 words += "micro_batch_size=4 evaluate.samples=8 evaluate.every=3 checkpoint=off monitor=off dataloader.num_workers=0"
@@ -209,6 +209,19 @@ def test_each_forward_pass_starts_an_iteration_of_cuda_graphs(option: str, stand
     events = line.split()[1:]
     assert events == ["iteration", "call"] * (len(events) // 2)
     assert len(events) // 2 >= 3 * 4 + 2 or (option == "off" and not events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["plan", "train run=r"])
+def test_without_triton_a_compiled_run_is_refused_before_it_starts(
+    command: str, stand_in: StandIn, tmp_path: Path
+) -> None:
+    before = "from runner.base import compilers; compilers.find_spec = lambda name: None\n"
+    args = f"{command} --task {TASK} compile=default"
+    result = stand_in.command("t4", args, tmp_path, before=before)
+    assert result.code == Exit.CONFIG, result.out + result.err
+    assert "pip install triton" in result.err
+    assert not list((tmp_path / "outputs").glob("*")), "nothing was started"
 
 
 @pytest.mark.long

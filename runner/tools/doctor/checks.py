@@ -29,6 +29,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
         needs="gpus",
     ),
     "numbering": DoctorCheck(gpu_checks.numbering, "device=cuda:1 must select the intended GPU", needs="gpus"),
+    "compiler": DoctorCheck(gpu_checks.compiler, "compile=default and other modes need them on a GPU", needs="gpus"),
     "matmul": DoctorCheck(
         late_check("arithmetic", "matmul", "Matrix multiplication per device and format: accuracy against float64"),
         "most of the computation in training",

@@ -114,6 +114,18 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
             yield ok("", "; ".join(f"GPU {gpu.index} is {gpu.uuid}" for gpu in nvml.gpus))
 
 
+def compiler(context: CheckContext) -> Iterator[CheckResult]:
+    """Triton, a C compiler, and GPUs that Triton supports."""
+    if not context.cuda_gpus:
+        yield skip("", "no GPU to compile for")
+        return
+    found = [context.required_inventory.why_not_compiled(gpu) for gpu in context.cuda_gpus]
+    for problem in dict.fromkeys(filter(None, found)):
+        yield warn("", problem.what, problem.fix)
+    if not any(found):
+        yield ok("", "Triton and a C compiler are installed")
+
+
 # ---------------------------------------------------------------- one GPU
 
 

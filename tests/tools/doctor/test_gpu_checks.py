@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from runner.base.errors import Problem
 from runner.monitor.machine_sample import pids_are_of_host
 from runner.monitor.nvml import Gpu
-from runner.plan.inventory import Cpu, Inventory, match_devices
+from runner.plan.inventory import Cpu, Device, Inventory, match_devices
 from runner.tools.doctor import gpu_checks
 from runner.tools.doctor.findings import CheckContext, CheckResult
 from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
@@ -217,3 +218,19 @@ def test_a_gpu_whose_mig_instances_are_not_selected_is_skipped(monkeypatch: pyte
     found = [each for each in gpu_checks.gpus(CheckContext(tmp_path, tmp_path)) if isinstance(each, CheckResult)]
 
     assert [each.state for each in found] == ["ok", "skip"]
+
+
+def test_compilers_are_checked_once_for_all_gpus_and_old_gpus_each(tmp_path: Path) -> None:
+    missing = Problem("needs a compiler", fix="install it")
+    new, old = (Device("cuda", index, "a GPU", capability=(7 - index, 0)) for index in (0, 1))
+
+    def check(*devices: Device, without: Problem | None = None, device: str = "auto") -> list[tuple[str, str]]:
+        inventory = Inventory(devices, Cpu("a CPU", 1, 1, GIB), no_cpu_compiler=missing, no_gpu_compiler=without)
+        context = CheckContext(tmp_path, tmp_path, device, inventory)
+        return [(each.state, each.fix) for each in gpu_checks.compiler(context)]
+
+    assert check(without=missing) == [("skip", "")]
+    assert check(new, without=missing, device="cpu") == [("skip", "")]
+    assert check(new, new) == [("ok", "")]
+    assert check(new, new, without=missing) == [("warn", missing.fix)]
+    assert check(new, old, without=missing) == [("warn", missing.fix), ("warn", "use compile=off")]
