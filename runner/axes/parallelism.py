@@ -112,8 +112,8 @@ def pipeline(
     """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
     stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: of
-                those that fit, the number with the shortest predicted update; all on a CPU. With several copies, each
-                processes its share of an update, and gradients are summed over the copies
+                those that fit, the number with the shortest predicted update; all on a CPU and with memory=budget. With
+                several copies, each processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage, such as [8,6]; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage

@@ -24,6 +24,7 @@ from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
+from runner.plan.planning_rules import decide_stages
 from runner.plan.rank_devices import RankDevice, copy_sizes
 from runner.plan.run_plan import Plan
 
@@ -127,7 +128,8 @@ def _trace_pipelines(
     choice, for_auto = configuration.choices["parallelism"], configuration.for_auto
     requested = choice.options.get("stages", for_auto.get("parallelism.stages", "auto"))
     chosen = plan.choices["parallelism"]
-    if requested != "auto" or chosen.options["split"] or len(copy_sizes(plan.world_size)) < 2:
+    decided = decide_stages(chosen.options["split"], configuration.choices["memory"], plan.ranks)
+    if requested != "auto" or decided is not None:
         return _trace_pipeline(configuration, plan_with, plan, single, alternatives=alternatives)
     by_stages, problem = {}, None
     for stages in copy_sizes(plan.world_size):

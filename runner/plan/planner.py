@@ -30,8 +30,8 @@ from runner.plan.memory_fit import (
     num_stages,
     predict_memory,
 )
-from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
-from runner.plan.rank_devices import RankDevice, assign_gpus, copy_sizes, several_on_one, split_shares
+from runner.plan.planning_rules import RULES, decide_stages, optimizer_kernel, why_no_fsdp
+from runner.plan.rank_devices import RankDevice, assign_gpus, several_on_one, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
 from runner.plan.update_time import DeviceRates, find_rank_rates, format_seconds, predict_training_time
@@ -164,12 +164,12 @@ def should_trace_memory(
     micro-batch size or a backend.
     Otherwise nothing is traced, so that the run starts sooner. Raises what `make_plan` raises.
     """
-    parallelism = configuration.choices["parallelism"]
+    parallelism, memory = configuration.choices["parallelism"], configuration.choices["memory"]
     values = (parallelism.function, parallelism.options.get("shard_size"), configuration.choices["backend"].function)
     is_auto = "auto" in values or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     if parallelism.options.get("stages") == "auto" and not is_auto:
-        is_auto = len(copy_sizes(make_plan(configuration, inventory, ranks).world_size)) > 1
-    memory = configuration.choices["memory"]
+        planned = make_plan(configuration, inventory, ranks)
+        is_auto = decide_stages(parallelism.options["split"], memory, planned.ranks) is None
     if memory.uses("budget") and memory.options["recompute"] == "auto":
         # On a CPU, the plan replaces what the profile of a GPU selects.
         return make_plan(configuration, inventory, ranks).choices["memory"].uses("budget")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from runner.base.errors import Problem
 from runner.base.text import format_bytes
+from runner.config.configuration import Choice
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import RankPart
-from runner.plan.rank_devices import copy_sizes, ranks_per_machine
+from runner.plan.rank_devices import RankDevice, copy_sizes, ranks_per_machine
 from runner.plan.strategy import MAX_MEMORY_RATIO
 
 READ_MS = 1.0  # dataloader.workers_above_ms=auto, in ms per batch
@@ -264,6 +265,20 @@ def _note_mixed_groups(planner: Decisions, key: str, size: int) -> None:
         planner.notes.append(f"{what} ({machines} ranks per machine)")
 
 
+def decide_stages(split: Sequence[int] | None, memory: Choice, ranks: Sequence[RankDevice]) -> tuple[int, str] | None:
+    """Return the number that parallelism.stages=auto stands for, and the reason; None if it depends on traces."""
+    count = len(ranks)
+    if split and len(split) in copy_sizes(count):
+        return len(split), "as many as in parallelism.split"
+    if split or len(copy_sizes(count)) < 2:
+        return count, "one pipeline"
+    if not any(rank.is_gpu for rank in ranks):
+        return count, "one pipeline on a CPU"
+    if memory.uses("budget") and memory.options["recompute"] == "auto":
+        return count, "one pipeline, for which memory=budget chooses the blocks to recompute"
+    return None
+
+
 def _automatic_stages(planner: Decisions) -> tuple[int | str, str]:
     """Return the fewest ranks that hold the layers of one copy of the model, and the reason.
 
@@ -271,13 +286,12 @@ def _automatic_stages(planner: Decisions) -> tuple[int | str, str]:
     Source: Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021, takeaway 2: a copy of the model
     uses as few devices as memory allows.
     """
-    count, split = len(planner.ranks), planner.choices["parallelism"].options["split"]
-    by_stages = planner.needs.by_stages if planner.needs is not None else {}
+    count, needs = len(planner.ranks), planner.needs
+    by_stages = needs.by_stages if needs is not None else {}
     sizes = [size for size in copy_sizes(count) if size in by_stages]
-    if split and len(split) in copy_sizes(count):
-        stages, reason = len(split), "as many as in parallelism.split"
-    elif len(copy_sizes(count)) < 2:
-        stages, reason = count, "one pipeline"
+    decided = decide_stages(planner.choices["parallelism"].options["split"], planner.choices["memory"], planner.ranks)
+    if decided is not None:
+        stages, reason = decided
     elif not sizes:
         stages, reason = count, "memory was not traced"
     else:

@@ -12,7 +12,7 @@ from runner.config.request import Request
 from runner.forecast.demand import predict_needs
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds
-from runner.plan.planner import make_plan
+from runner.plan.planner import make_plan, planning_inventory, should_trace_memory
 
 HERE = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
 LAYERED = """
@@ -47,8 +47,14 @@ def file(tmp_path: Path) -> Path:
 
 
 def configuration(file: Path, *args: str) -> Configuration:
-    fixed = ("parallelism=pipeline", "parallelism.world_size=4", "micro_batch_size=2", "device=cpu")
-    return compose(Request((*fixed, "global_batch_size=8", *args), file))
+    fixed = ("parallelism=pipeline", "parallelism.world_size=4", "micro_batch_size=2", "global_batch_size=8")
+    return compose(Request((*fixed, *args), file))
+
+
+def on_gpus(file: Path, *args: str) -> tuple[Configuration, Inventory]:
+    """Return a configuration and the machine that its hardware profile describes."""
+    settings = configuration(file, "+hardware=h100", *args)
+    return settings, planning_inventory(settings)[0]
 
 
 def stages_of(needs: MemoryNeeds) -> int:
@@ -56,18 +62,18 @@ def stages_of(needs: MemoryNeeds) -> int:
 
 
 def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -> None:
-    settings = configuration(file)
-    needs = predict_needs(settings, HERE)
+    settings, there = on_gpus(file)
+    needs = predict_needs(settings, there)
     assert set(needs.by_stages) == {2, 4}
     for stages, traced in needs.by_stages.items():
-        fixed = configuration(file, f"parallelism.stages={stages}")
-        asked = predict_needs(fixed, HERE)
+        fixed, _ = on_gpus(file, f"parallelism.stages={stages}")
+        asked = predict_needs(fixed, there)
         assert not asked.by_stages
         assert (stages_of(traced), traced.layout) == (stages, asked.layout)
-        assert make_plan(fixed, HERE, needs=traced).memory == make_plan(fixed, HERE, needs=asked).memory
-    plan = make_plan(settings, HERE, needs=needs)
-    assert plan.batch.stages == 2, "a CPU has no predicted time, so the fewest ranks that hold the model"
-    assert (plan.batch.stages, needs.layout) == (stages_of(needs), needs.by_stages[2].layout)
+        assert make_plan(fixed, there, needs=traced).memory == make_plan(fixed, there, needs=asked).memory
+    plan = make_plan(settings, there, needs=needs)
+    assert plan.batch.stages == stages_of(needs)
+    assert needs.layout == needs.by_stages[plan.batch.stages].layout
     assert all(memory.is_exact for memory in plan.memory)
 
 
@@ -78,15 +84,25 @@ def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -
         (("global_batch_size=1", "micro_batch_size=1"), {4}),  # one sample cannot be divided among two pipelines
         (("parallelism.split=[1,3]",), set()),
         (("parallelism.world_size=2",), set()),
+        (("memory=budget",), set()),  # the blocks to recompute are chosen for one number of stages
     ],
 )
 def test_only_possible_numbers_of_stages_are_traced(file: Path, args: tuple[str, ...], expected: set[int]) -> None:
-    settings = configuration(file, *args)
-    needs = predict_needs(settings, HERE)
+    settings, there = on_gpus(file, *args)
+    needs = predict_needs(settings, there)
     assert set(needs.by_stages) == expected
-    assert make_plan(settings, HERE, needs=needs).batch.stages == stages_of(needs)
+    assert make_plan(settings, there, needs=needs).batch.stages == stages_of(needs)
+
+
+def test_a_plan_with_a_trace_has_the_stages_of_a_run_on_a_cpu_which_traces_nothing(file: Path) -> None:
+    settings = configuration(file, "device=cpu")
+    assert not should_trace_memory(settings, HERE)
+    needs = predict_needs(settings, HERE, alternatives=True)
+    assert make_plan(settings, HERE, needs=needs).batch.stages == make_plan(settings, HERE).batch.stages
+    assert stages_of(needs) == make_plan(settings, HERE).batch.stages
 
 
 def test_a_model_that_no_pipeline_can_hold_is_refused(file: Path) -> None:
+    settings, there = on_gpus(file, "task.layers=1")
     with pytest.raises(ConfigError):
-        predict_needs(configuration(file, "task.layers=1"), HERE)
+        predict_needs(settings, there)

@@ -123,14 +123,15 @@ def test_auto_without_a_trace_is_the_length_of_the_split_or_all(args: tuple[str,
 
 
 def test_only_ranks_that_can_form_several_pipelines_need_a_trace_for_their_number_of_stages() -> None:
-    def is_traced(count: int, stages: int | str) -> bool:
+    def is_traced(count: int, stages: int | str, *more: str) -> bool:
         gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB) for index in range(count))
         here = Inventory(gpus, Cpu("a CPU", 8, 8, 8 * GIB))
-        args = ("parallelism=pipeline", f"parallelism.stages={stages}", "micro_batch_size=1", "backend=default")
+        args = ("parallelism=pipeline", f"parallelism.stages={stages}", "micro_batch_size=1", "backend=default", *more)
         return should_trace_memory(compose(Request(args)), here)
 
     assert [is_traced(count, "auto") for count in (2, 3, 4, 6)] == [False, False, True, True]
     assert not is_traced(4, 2)
+    assert not is_traced(4, "auto", "parallelism.split=[1,1]"), "two stages"
 
 
 @pytest.mark.parametrize("stages", [1, 3, 8])
