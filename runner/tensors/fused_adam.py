@@ -54,8 +54,9 @@ _ONE = torch.tensor(1.0, device="cpu")
 def _step(optimizer: Optimizer, kernel: Any) -> bool:
     """Update the parameters with one kernel per group; return False, without updating any, if torch's `step` is needed.
 
-    It is needed with hooks or a profiler, for a learning rate that is a tensor, and for several dtypes or devices. At
-    the first step, it would import torch's compiler, which takes two seconds; the state is therefore created here.
+    It is needed with hooks or a profiler, for a learning rate that is a tensor, for several dtypes or devices, and for
+    gradients that are not sharded like their weights. At the first step, it would import torch's compiler, which takes
+    two seconds; the state is therefore created here.
     """
     if _has_observers(optimizer):
         return False
@@ -63,6 +64,8 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
     for group in optimizer.param_groups:
         weights = [weight for weight in group["params"] if weight.grad is not None]
         if not _share_dtype_and_device(weights) or isinstance(group["lr"], Tensor):
+            return False
+        if not all(_placements(weight.grad) == _placements(weight) for weight in weights):
             return False
         states = [optimizer.state[weight] for weight in weights]
         if not all(states):
@@ -128,6 +131,15 @@ def _share_dtype_and_device(weights: list[Tensor]) -> bool:
     return len({(weight.dtype, weight.device) for weight in weights}) <= 1
 
 
+def _placements(tensor: Any) -> Any:
+    """Return how a DTensor is distributed; None for a plain tensor."""
+    return getattr(tensor, "placements", None)
+
+
 def _shards(tensors: Iterable[Any]) -> list[Tensor]:
-    """Return the local shards: Adam computes element by element, and a DTensor would plan its collectives first."""
+    """Return the local tensors of DTensors with equal placements.
+
+    Adam computes element by element, so it needs no others. With DTensors, torch would plan the sharding of each
+    argument again.
+    """
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

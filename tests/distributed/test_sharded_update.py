@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,3 +76,39 @@ def test_an_update_of_shards_is_that_of_torch_without_operations_on_distributed_
         for ours, theirs in result["counts"]:
             assert ours == 0
             assert theirs > 0
+
+
+def replaced(world: World, placement: Placement) -> bool:
+    """Update with gradients of another placement; return whether the weights are those of torch's optimizer."""
+    (_, ours), (_, theirs) = shards(world), shards(world)
+    for _, weight in (*ours, *theirs):
+        placements = (
+            [placement if weight.dim() > placement.dim else Replicate()] if placement.is_shard() else [placement]
+        )
+        gradient = (3 * weight.detach()).sin()
+        weight.grad = gradient.redistribute(placements=placements)
+    adamw(ours, kernel="fused", lr=0.1, decay_1d=True).step()
+    torch.optim.AdamW([weight for _, weight in theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step()
+    return all(
+        torch.equal(mine.full_tensor(), other.full_tensor()) for (_, mine), (_, other) in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=["replicated", "by columns"])
+def test_gradients_that_are_not_sharded_like_their_weights_are_redistributed(placement: Placement) -> None:
+    """Hooks may replace gradients by the result of any operation on DTensors."""
+    assert all(run_ranks(lambda world: replaced(world, placement), 2))
+
+
+def plain(world: World) -> str:
+    """Return the error of an update with a gradient that is no DTensor."""
+    _, named = shards(world)
+    for _, weight in named:
+        weight.grad = torch.zeros(weight.shape)
+    with pytest.raises(RuntimeError) as caught:
+        adamw(named, kernel="fused", lr=0.1).step()
+    return type(caught.value).__name__
+
+
+def test_a_gradient_without_shards_is_refused() -> None:
+    assert run_ranks(plain, 2) == ["RuntimeError"] * 2
