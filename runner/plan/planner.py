@@ -30,7 +30,7 @@ from runner.plan.memory_fit import (
     num_stages,
     predict_memory,
 )
-from runner.plan.planning_rules import RULES, decide_stages, optimizer_kernel, why_no_fsdp
+from runner.plan.planning_rules import RULES, best_metric, decide_stages, optimizer_kernel, why_no_fsdp
 from runner.plan.rank_devices import RankDevice, assign_gpus, several_on_one, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
@@ -404,7 +404,10 @@ class _Planner(Decisions):
             if lead:
                 self.phase_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
         return PhasePlan(
-            **{**vars(phase), "optimizer": optimizer}, batch=batch, objectives=self.configuration.objectives
+            **{**vars(phase), "optimizer": optimizer},
+            batch=batch,
+            best=best_metric(self.configuration, phase.early_stopping),
+            objectives=self.configuration.objectives,
         )
 
     def choose_recomputed_blocks(self, phases: Sequence[PhasePlan]) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from runner.base.errors import Problem
 from runner.base.text import format_bytes
-from runner.config.configuration import Choice
+from runner.config.configuration import Choice, Configuration
+from runner.config.settings import EarlyStoppingSettings
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import RankPart
 from runner.plan.rank_devices import RankDevice, copy_sizes, ranks_per_machine
+from runner.plan.run_plan import BestMetric
 from runner.plan.strategy import MAX_MEMORY_RATIO
 
 READ_MS = 1.0  # dataloader.workers_above_ms=auto, in ms per batch
@@ -398,16 +400,24 @@ def _adapter(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"adapter={choice.name}", "use parallelism=ddp or parallelism=fsdp"))
 
 
+def best_metric(configuration: Configuration, stopping: EarlyStoppingSettings) -> BestMetric:
+    """Return the metric that ranks the checkpoints of a phase: the user's, or else that of its early stopping."""
+    options = configuration.choices["checkpoint"].options
+    is_chosen = not {"checkpoint.best", "checkpoint.best_is"}.isdisjoint(configuration.sources)
+    if is_chosen or options["best"] is None or stopping.patience is None:
+        return BestMetric(options["best"], options["best_is"], is_chosen=is_chosen)
+    return BestMetric(stopping.metric, stopping.best_is, stops=True)
+
+
 def _best_checkpoint(planner: Decisions, gpu: Device | None) -> None:
-    """Keep the best checkpoint by the metric of early stopping, unless the user has chosen another one."""
-    options, settings = planner.choices["checkpoint"].options, planner.configuration
-    stopping = [phase.early_stopping for phase in settings.phases if phase.kind == "train"]
-    goals = {(each.metric, each.best_is) if each.patience is not None else None for each in stopping}
-    is_chosen = options["best"] is None or {"checkpoint.best", "checkpoint.best_is"} & settings.sources.keys()
-    if is_chosen or len(goals) != 1 or None in goals:  # otherwise, each phase that stops early uses its own metric
+    """Show the metric that ranks the best checkpoints, if all phases that train have the same one."""
+    settings = planner.configuration
+    metrics = {best_metric(settings, phase.early_stopping) for phase in settings.phases if phase.kind == "train"}
+    if len(metrics) != 1 or not next(iter(metrics)).stops:
         return
-    for key, value in zip(("best", "best_is"), *filter(None, goals), strict=True):
-        if options[key] != value:
+    (best,) = metrics
+    for key, value in (("best", best.metric), ("best_is", best.best_is)):
+        if planner.choices["checkpoint"].options[key] != value:
             planner.set("checkpoint", key, value, "as for early_stopping")
 
 

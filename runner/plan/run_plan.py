@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from runner.base.json_converter import decode_valid, encode
 from runner.base.shares import format_lines, rank_shares
@@ -21,6 +21,22 @@ from runner.workload.division import Batch
 
 
 @dataclass(frozen=True)
+class BestMetric:
+    """The metric that ranks the best checkpoints of a phase.
+
+    metric     name; None: no best checkpoints are kept
+    best_is    min or max: whether lower or higher values are better
+    is_chosen  the user set checkpoint.best or checkpoint.best_is
+    stops      it is the metric of the phase's early stopping, although the user did not choose it
+    """
+
+    metric: str | None
+    best_is: Literal["min", "max"]
+    is_chosen: bool = False
+    stops: bool = False
+
+
+@dataclass(frozen=True)
 class PhasePlan(PhaseSettings):
     """The plan of one phase: its settings, with `auto` resolved in its optimizer, and its batch divided.
 
@@ -28,6 +44,7 @@ class PhasePlan(PhaseSettings):
     """
 
     batch: Batch
+    best: BestMetric
     objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -43,6 +60,7 @@ class PhasePlan(PhaseSettings):
         product = product if is_even else " + ".join(map(str, batch.shares))
         parts.append(f"{batch.global_batch_size} samples per update ({product})")
         parts += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
+        parts += [f"best checkpoint by {self.best.metric}, as for early_stopping"] if self.best.stops else []
         parts += [f"needs {', '.join(self.needs)}"] if self.needs else []
         return "; ".join(parts)
 

@@ -66,10 +66,8 @@ class Checkpointing(Hook):
     def _make_saver(self, start: LoadedCheckpoint | None) -> Saver:
         run, choice = self.phase.run, self.phase.run.plan.choices["checkpoint"]
         policy, screen = make_chosen(CHECKPOINTS, choice), run.observers.screen
-        stopping = self.phase.planned.early_stopping
-        is_chosen = policy.best is None or {"checkpoint.best", "checkpoint.best_is"} & run.plan.reasons.keys()
-        if stopping.patience is not None and not is_chosen:  # phases stop by different metrics
-            policy.best, policy.best_is = stopping.metric, stopping.best_is
+        best = self.phase.planned.best
+        policy.best, policy.best_is = best.metric, best.best_is
         writer: CheckpointWriter | NoWriter = NoWriter()
         if 0 < run.parts.world.rank < run.parts.parallel.num_parts:
             writer = PartWriter(run.directory.checkpoints, check=self._check_finite)
@@ -180,9 +178,10 @@ class Checkpointing(Hook):
         if name is None:
             return
         if name not in metrics:
-            # A later evaluation may have the metric. If the user set `checkpoint.best`, Evaluation has already warned.
+            # A later evaluation may have the metric. If the user chose it, another hook has already warned.
             is_reported, self._has_reported_best = self._has_reported_best, True
-            if not is_reported and "checkpoint.best" not in self.phase.run.plan.reasons:
+            best = self.phase.planned.best
+            if not is_reported and not (best.is_chosen or best.stops):
                 text = f"no best checkpoint is kept: the evaluation has no {name}"
                 example = next(iter(metrics), None)
                 fix = f"; use another metric, such as checkpoint.best={example}" if example else ""

@@ -179,12 +179,14 @@ class Evaluation(Hook):
 
 def _metric_settings(phase: PhaseView) -> dict[str, str]:
     """Return the settings in use that name a metric, except the default of checkpoint.best: a task may not have it."""
-    plan, stopping = phase.run.plan, phase.planned.early_stopping
-    best = plan.choices["checkpoint"].options.get("best")
+    best, stopping = phase.planned.best, phase.planned.early_stopping
     early = {"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}
-    is_chosen = "checkpoint.best" in plan.reasons and best not in early.values()
     return {
-        **({"checkpoint.best": best} if best and is_chosen else {}),
+        **(
+            {"checkpoint.best": best.metric}
+            if best.metric and best.is_chosen and best.metric not in early.values()
+            else {}
+        ),
         **early,
         **phase.work.observed_metrics(),
     }

@@ -156,8 +156,12 @@ LATE, ACCURACY, LOSS = ("val/late", "max"), ("val/accuracy", "max"), ("val/loss"
             },
             {"one": LATE, "two": LATE},
         ),
+        (
+            {"one": {"early_stopping.metric": "val/late"}, "two": {**STOPS, "early_stopping.metric": "val/late"}},
+            {"one": LOSS, "two": LATE},
+        ),
     ],
-    ids=["one stops", "different metrics", "same metric"],
+    ids=["one stops", "different metrics", "same metric", "no patience"],
 )
 def test_each_phase_keeps_the_best_checkpoint_by_the_metric_that_stops_it(
     phases: dict[str, Any], expected: dict[str, tuple[str, str]], tmp_path: Path
@@ -172,3 +176,100 @@ def test_each_phase_keeps_the_best_checkpoint_by_the_metric_that_stops_it(
     assert {name: (ranking.metric, ranking.better) for name, ranking in rankings.items()} == expected
     best = choose_checkpoint(run, "best").checkpoint
     assert (best.state["phase"], best.state["phase_update"]) == ("two", 1), "the metric falls"
+
+
+FITS = """
+import torch
+from torch import nn
+from runner import Fit, Task
+
+PHASES = {"fit": {"kind": "fit"},
+          "train": {"needs": ["fit"], "early_stopping.patience": 9, "early_stopping.metric": "val/accuracy",
+                    "early_stopping.best_is": "max"}}
+
+def build() -> Task:
+    return Centered()
+
+class Mean(Fit):
+    def start(self):
+        return {"sum": torch.zeros(4), "count": torch.zeros(())}
+
+    def add(self, model, state, batch):
+        x, _ = batch
+        return {"sum": state["sum"] + x.sum(0), "count": state["count"] + len(x)}, len(x)
+
+    def merge(self, one, other):
+        return {name: one[name] + other[name] for name in one}
+
+    def finish(self, model, state):
+        model.mean.copy_(state["sum"] / state["count"])
+        return {}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(x - self.mean)
+
+class Centered(Task):
+    fits = {"fit": Mean()}
+
+    def __init__(self):
+        self.model = Model()
+
+    def begin_phase(self, phase):
+        self.is_fit = phase == "fit"
+
+    def dataset(self, split):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        if self.is_fit:
+            return {"norm": (model.mean.norm() * len(x), len(x))}
+        return {"loss": self.loss(model, batch), "accuracy": ((model(x).argmax(1) == y).sum(), len(y))}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["checkpoint.best=val/accuracy", "checkpoint.best_is=max"], ACCURACY),
+        (["checkpoint.best_is=max"], ("val/loss", "max")),
+        (["checkpoint.best=null"], (None, "min")),
+    ],
+    ids=["metric", "only best_is", "none"],
+)
+def test_the_users_metric_ranks_checkpoints_of_phases_that_stop_by_another(
+    words: list[str], expected: tuple[str | None, str], tmp_path: Path
+) -> None:
+    stops = ["early_stopping.patience=9", "early_stopping.metric=val/late", "early_stopping.best_is=max"]
+    settings = ["updates=2", "task.late=1", "checkpoint.every=1", f"output_root={tmp_path}", *stops]
+    assert main(["train", "--task", str(TASK), *COMMON, *settings, *words]) == 0
+    newest = load_newest(tmp_path / "small" / "checkpoints")
+    assert newest is not None
+    ranking = read_ranking(newest.state)
+    assert (ranking.metric, ranking.better) == expected
+
+
+def test_a_phase_that_fits_is_not_ranked_by_the_metric_that_stops_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its evaluation has other metrics, which the user did not ask for."""
+    task = tmp_path / f"{tmp_path.name}_fit.py"
+    task.write_text(FITS, encoding="utf-8")
+    assert main(["train", "--task", str(task), *COMMON, "updates=2", f"output_root={tmp_path}"]) == 0
+    run = RunDirectory.find(tmp_path, "small")
+    rankings = {
+        state["phase"]: read_ranking(state) for state in (load(path).state for path in newest_first(run.checkpoints))
+    }
+    assert (rankings["train"].metric, rankings["fit"].metric) == ("val/accuracy", "val/loss")
+    assert "val/norm" not in capsys.readouterr().err
