@@ -183,14 +183,16 @@ class Task:
 
     @default
     def objectives(self) -> Mapping[str, Mapping[str, Any]]:
-        """Objectives of an update, in order: name -> its settings; by default OBJECTIVES of the task's file.
+        """Objectives of an update, in order: name -> its settings.
+
+        By default OBJECTIVES of the task's file or, if that has none, of the file of its class or a base class.
 
         A task with objectives defines `loss(model, batch, objective)`, which is called for each. Settings: `trains`
         (names or prefixes of parameters), `every`, `shares`, `optimizer` and `scheduler` with their settings,
         `max_grad_norm`.
         """
-        objectives: Mapping[str, Mapping[str, Any]] = getattr(sys.modules.get(type(self).__module__), "OBJECTIVES", {})
-        return objectives
+        modules = (sys.modules.get(kind.__module__) for kind in type(self).__mro__)
+        return next((module.OBJECTIVES for module in modules if hasattr(module, "OBJECTIVES")), {})  # type: ignore[union-attr]
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         """Return the embeddings of this batch: a tensor with a row per sample, or a tuple or dict of such tensors.

@@ -44,7 +44,7 @@ class PhasePlan(PhaseSettings):
     """
 
     batch: Batch
-    best: BestMetric
+    best: BestMetric = BestMetric(None, "min")  # unknown in the plan of an earlier version
     objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -157,6 +157,25 @@ OPTIMIZERS = {"slow": slow}
     assert result.code == 0, result.err
 
 
+@pytest.mark.parametrize(
+    ("table", "made"),
+    [("OBJECTIVES = gan_of_base.ALL", "gan_of_base.Ring"), ("OBJECTIVES = gan_of_base.ALL", "Mine"), ("", "Mine")],
+    ids=["table in the task file", "table beside a subclass", "table beside the base class"],
+)
+def test_objectives_are_found_if_the_class_is_in_another_file(
+    table: str, made: str, server: ForkServer, tmp_path: Path
+) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    (tmp_path / "gan_of_base.py").write_text(text.replace("OBJECTIVES =", "ALL =") if table else text)
+    task = f"import gan_of_base\n\n{table}\n\nclass Mine(gan_of_base.Ring):\n    pass\n\n"
+    (tmp_path / "task_of_base.py").write_text(f"{task}def build(context):\n    return {made}(16, 8, context.seed)\n")
+    result = server.run(f"train --task task_of_base.py updates=2 log_every=1 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    row = json.loads(metrics.read_text().splitlines()[0])
+    assert {"train/discriminator/loss", "train/generator/loss"} <= row.keys()
+
+
 def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServer, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     (tmp_path / "own_gan.py").write_text(text[: text.index("    def evaluate")])

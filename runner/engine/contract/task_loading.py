@@ -75,6 +75,8 @@ def load_task(plan: Plan) -> Task:
         fix = "assign the module in __init__ of the task: self.model = ..."
         raise TaskFault(what, where=locate_definition(type(task), source), fix=fix)
     check_members(task, source)
+    if hasattr(module, "OBJECTIVES") and type(task).objectives is Task.objectives and "objectives" not in vars(task):
+        vars(task)["objectives"] = module.OBJECTIVES  # the class may be defined in another file
     make_adapter(plan.choices["adapter"]).add_to(task)
     return task
 
