@@ -143,6 +143,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.answers_zero = True
         self.untraceable = ""
         self.fakes = CachingFakeMode() if cached else FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes.cache_enabled = False
         self.is_cached = cached
         self._cache = OutputCache(self.fakes)
         self._overwritten: set[int] = set()  # storages of real tensors that were written from fake ones

@@ -64,7 +64,8 @@ class OutputCache:
         # A float argument of an in-place operation, such as a learning rate, does not affect its outputs' metadata.
         part = _key_part_without_floats if func._schema.is_mutable else _key_part
         try:
-            key = (func, part(args), part(kwargs) if kwargs else None)
+            # Results of operations on integers, such as a division, may have the default dtype.
+            key = (func, torch.get_default_dtype(), part(args), part(kwargs) if kwargs else None)
             hash(key)
         except (_Uncacheable, TypeError):  # TypeError: an unhashable argument
             return None
@@ -84,6 +85,8 @@ class OutputCache:
         described: list[CachedOutput | None] = []
         self._entries[key] = None
         if _UNCACHEABLE_TAGS.intersection(func.tags) or func.namespace not in ("aten", "prims"):
+            return
+        if any(argument.is_out for argument in func._schema.arguments):  # a given output may be resized
             return
         for output in outputs:
             if output is None:

@@ -80,6 +80,22 @@ def _devices(weights: nn.ParameterList, x: Tensor) -> object:
     return made.detach() * 2, made.t(), elsewhere.detach() * 2, elsewhere.t()
 
 
+def _given_outputs(weights: nn.ParameterList, x: Tensor) -> object:
+    """An empty output is resized."""
+    made = F.linear(x, weights[0]).detach()
+    return [torch.add(made, made, out=made.new_empty(0)) for _ in range(3)]
+
+
+def _default_dtypes(weights: nn.ParameterList, x: Tensor) -> object:
+    whole, before = F.linear(x, weights[0]).long(), torch.get_default_dtype()
+    answers = [whole / 2]
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [*answers, whole / 2]
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -121,7 +137,20 @@ def traced(operations: Operations, cached: bool) -> object:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "operations",
-    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update, _fused_update, _devices],
+    [
+        _attention,
+        _numbers_that_are_equal,
+        _in_place,
+        _norms,
+        _masks,
+        _half,
+        _complex,
+        _update,
+        _fused_update,
+        _devices,
+        _given_outputs,
+        _default_dtypes,
+    ],
     ids=lambda one: one.__name__.strip("_"),
 )
 def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -> None:
