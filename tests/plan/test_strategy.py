@@ -114,6 +114,17 @@ def test_a_model_with_fewer_layers_than_ranks_is_pipelined_over_some_of_them(gib
     assert (result.name, result.fits) == ("pipeline" if fits else "ddp", fits)
 
 
+@pytest.mark.parametrize(("gib", "fits"), [(16, True), (14, False)])
+def test_traced_stages_of_several_copies_need_buckets_for_the_gradients_they_exchange(gib: float, fits: bool) -> None:
+    """Each of two stages takes 12 GiB; on four devices, a bucket for each gradient adds 3 GiB."""
+    demand = dataclasses.replace(model(24), stages=(model(12), model(12)))
+    there = devices(*(gib for _ in range(4)))
+    result = choose_strategy(needs(demand), there, 32, None, can_shard=False)
+    assert (result.name, result.fits) == ("pipeline" if fits else "ddp", fits), result.reason
+    one_copy = choose_strategy(needs(demand), there[:2], 32, None, can_shard=False)
+    assert (one_copy.name, one_copy.fits) == ("pipeline", True)
+
+
 @pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
 def test_auto_shards_only_with_a_torch_whose_gradients_are_right(version: str, name: str) -> None:
     gpus = tuple(
