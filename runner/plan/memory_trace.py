@@ -165,8 +165,8 @@ def choose_recomputed_blocks(blocks: Sequence[Layer], peak_bytes: Callable[[Bloc
     """Return the indices of the blocks to recompute so that the run needs at most `limit` bytes.
 
     Blocks that free the most bytes per recomputed operation come first. Ties go to the earlier block, because the
-    backward pass reaches it later, when the activations of later blocks have been freed. Returns all blocks if even
-    recomputing all of them exceeds the limit.
+    backward pass reaches it later, when the activations of later blocks have been freed. Returns all blocks if
+    recomputing all of them exceeds the limit; that fewer blocks could then have a lower peak is not considered.
 
     blocks      blocks in the order of the forward pass
     peak_bytes  block indices -> peak bytes if these are recomputed. A call traces the run, so the most frequent answers
