@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -122,6 +122,7 @@ def _trace_pipelines(
 ) -> MemoryNeeds:
     """Return the result of `_trace_pipeline`; with stages=auto, for each number of stages that can hold the layers.
 
+    A number whose stages cannot be traced is omitted, unless none can be traced: nothing is known about its memory.
     The demand of the phases is then that of the chosen number.
     Raises what `_trace_pipeline` raises, ConfigError only if no number is possible.
     """
@@ -131,20 +132,41 @@ def _trace_pipelines(
     decided = decide_stages(chosen.options["split"], configuration.choices["memory"], plan.ranks)
     if requested != "auto" or decided is not None:
         return _trace_pipeline(configuration, plan_with, plan, single, alternatives=alternatives)
-    by_stages, problem = {}, None
+    by_stages: dict[int, MemoryNeeds] = {}
+    untraced: dict[int, MemoryNeeds] = {}
+    problem = None
     for stages in copy_sizes(plan.world_size):
         fixed = dataclasses.replace(chosen, options={**chosen.options, "stages": stages})
         settings = dataclasses.replace(configuration, choices={**configuration.choices, "parallelism": fixed})
         try:
             planned = plan_with(settings, needs=single)
-            by_stages[stages] = _trace_pipeline(settings, plan_with, planned, single, alternatives=alternatives)
+            needs = _trace_pipeline(settings, plan_with, planned, single, alternatives=alternatives)
+            (by_stages if needs.has_stages else untraced)[stages] = needs
         except ConfigError as error:  # more pipelines than samples, too few layers, or layers that do not fit
             problem = error
+    if not by_stages and untraced:  # as if this number were requested
+        by_stages[max(untraced)] = untraced[max(untraced)]
     if problem is not None and not by_stages:
         raise problem
+    by_stages = _with_one_reading_time(by_stages)
     needs = dataclasses.replace(by_stages[max(by_stages)], by_stages=by_stages)
     used = by_stages.get(plan_with(configuration, needs=needs).batch.stages)
     return dataclasses.replace(used, by_stages=by_stages) if used else needs
+
+
+def _with_one_reading_time(by_stages: Mapping[int, MemoryNeeds]) -> dict[int, MemoryNeeds]:
+    """Return the needs with the reading times of the first ones, so that their predicted times can be compared."""
+    measured = next(iter(by_stages.values())).demands
+    return {
+        stages: dataclasses.replace(
+            needs,
+            demands={
+                name: dataclasses.replace(demand, read_s=measured[name].read_s)
+                for name, demand in needs.demands.items()
+            },
+        )
+        for stages, needs in by_stages.items()
+    }
 
 
 def _trace_pipeline(
@@ -161,6 +183,7 @@ def _trace_pipeline(
     allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
     traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> one trace per size
     done: set[PhaseSize] = set()
+    why_not = ""
 
     def make_needs(layout: str) -> MemoryNeeds:
         demands = dict(single.demands)
@@ -169,6 +192,8 @@ def _trace_pipeline(
             demands[name] = (
                 dataclasses.replace(demands[name], stages=stages) if name in demands else Demand.from_stages(stages)
             )
+        if why_not:
+            demands = {name: dataclasses.replace(demand, why_not=why_not) for name, demand in demands.items()}
         return dataclasses.replace(single, demands=demands, layout=tuple(layout.splitlines()))
 
     with StagePrediction(plan) as staged:
@@ -204,8 +229,9 @@ def _trace_pipeline(
                     break
         except ConfigError:
             raise
-        except Exception:  # not traceable: the plan marks the numbers as estimates
+        except Exception as error:  # not traceable: the plan marks the numbers as estimates
             traces.clear()
+            why_not = f"the stages could not be traced: {first_line(f'{type(error).__name__}: {error}')}"
         return make_needs(str(staged.plan_placement(size)))
 
 

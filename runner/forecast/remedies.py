@@ -103,7 +103,7 @@ def _candidates(
     if plan.choices["optimizer"].uses("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
     if len(gpus) > 1 and plan.choices["parallelism"].uses("single", "ddp"):
-        yield ("parallelism=pipeline",)  # one trace per rank
+        yield ("parallelism=pipeline",)  # a trace per stage, for each number of stages
     if keeps:
         yield BUDGET
 

@@ -471,6 +471,11 @@ class MemoryNeeds:
     layout: tuple[str, ...] = ()
     by_stages: Mapping[int, MemoryNeeds] = field(default_factory=dict)
 
+    @property
+    def has_stages(self) -> bool:
+        """Return whether the stages of a pipeline were traced."""
+        return any(demand.stages for demand in self.demands.values())
+
     def select(self, phase: str | None) -> tuple[Demand, ...]:
         """Return the demand of the phase; for None, or a phase that was not traced, those of all phases."""
         demand = self.demands.get(phase or "")

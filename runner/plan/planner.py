@@ -75,6 +75,7 @@ def _choose_copy_size(candidates: Sequence[tuple[Plan, MemoryNeeds]], rates: Map
     candidates  plans with different numbers of ranks per copy of the model, in ascending order, and their needs
     """
     key = "stages" if candidates[0][0].choices["parallelism"].uses("pipeline") else "shard_size"
+    candidates = [each for each in candidates if each[0].memory] or candidates  # without unknown memory
     fitting, too_large = [], []
     for plan, needs in candidates:
         size = str(plan.choices["parallelism"].options[key])

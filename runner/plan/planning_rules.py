@@ -295,13 +295,14 @@ def _automatic_stages(planner: Decisions) -> tuple[int | str, str]:
     if decided is not None:
         stages, reason = decided
     elif not sizes:
-        stages, reason = count, "memory was not traced"
+        is_other = needs is not None and needs.has_stages  # as after the loss of a rank
+        stages, reason = count, f"memory was {'traced with another number of ranks' if is_other else 'not traced'}"
     else:
         planner.copy_sizes = tuple(sizes)
-        stages, reason = sizes[0], "the fewest ranks that hold the model"
-        if isinstance(planner.copy_size, int):
-            stages = planner.copy_size
+        stages = planner.copy_size if isinstance(planner.copy_size, int) else sizes[0]
         planner.needs = by_stages[stages]
+        is_known = planner.needs.has_stages
+        reason = "the fewest ranks that hold the model" if is_known else "the stages could not be traced"
     if stages == count:
         return "all", f"auto: {reason}"
     _note_mixed_groups(planner, "stages", stages)

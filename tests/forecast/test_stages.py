@@ -10,10 +10,14 @@ from runner.base.errors import ConfigError
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.forecast.demand import predict_needs
+from runner.forecast.stage_memory import StagePrediction
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds
+from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan, planning_inventory, should_trace_memory
+from runner.plan.run_plan import PhasePlan
 
+MESSAGE = "an operation without fake tensors"
 HERE = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
 LAYERED = """
 import torch
@@ -65,6 +69,7 @@ def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -
     settings, there = on_gpus(file)
     needs = predict_needs(settings, there)
     assert set(needs.by_stages) == {2, 4}
+    assert len({traced.demands["train"].read_s for traced in needs.by_stages.values()}) == 1, "measured once"
     for stages, traced in needs.by_stages.items():
         fixed, _ = on_gpus(file, f"parallelism.stages={stages}")
         asked = predict_needs(fixed, there)
@@ -100,6 +105,27 @@ def test_a_plan_with_a_trace_has_the_stages_of_a_run_on_a_cpu_which_traces_nothi
     needs = predict_needs(settings, HERE, alternatives=True)
     assert make_plan(settings, HERE, needs=needs).batch.stages == make_plan(settings, HERE).batch.stages
     assert stages_of(needs) == make_plan(settings, HERE).batch.stages
+
+
+@pytest.mark.parametrize(("untraceable", "expected"), [({2}, {4}), ({4}, {2}), ({2, 4}, {4})])
+def test_a_number_of_stages_that_cannot_be_traced_is_chosen_only_if_there_is_no_other(
+    file: Path, monkeypatch: pytest.MonkeyPatch, untraceable: set[int], expected: set[int]
+) -> None:
+    trace = StagePrediction.trace
+
+    def fail(prediction: StagePrediction, phase: PhasePlan, size: int) -> list[Traced]:
+        if prediction.count in untraceable:
+            raise RuntimeError(MESSAGE)
+        return trace(prediction, phase, size)
+
+    monkeypatch.setattr(StagePrediction, "trace", fail)
+    settings, there = on_gpus(file)
+    needs = predict_needs(settings, there)
+    plan = make_plan(settings, there, needs=needs)
+    assert set(needs.by_stages) == expected == {plan.batch.stages}
+    is_known = not untraceable & expected
+    assert all(memory.is_exact == is_known for memory in plan.memory)
+    assert (MESSAGE in needs.demands["train"].why_not) != is_known
 
 
 def test_a_model_that_no_pipeline_can_hold_is_refused(file: Path) -> None:

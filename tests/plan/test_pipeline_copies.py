@@ -122,6 +122,37 @@ def test_auto_without_a_trace_is_the_length_of_the_split_or_all(args: tuple[str,
     assert plan_for("auto", *args).choices["parallelism"].options["stages"] == expected
 
 
+def test_a_number_of_stages_of_unknown_memory_is_not_chosen() -> None:
+    known_needs = equal_stages(RANKS, 8.0)
+    by_stages = {2: MemoryNeeds({}), RANKS: known_needs}
+    made = plan_for("auto", memory=dataclasses.replace(known_needs, by_stages=by_stages))
+    assert made.choices["parallelism"].options["stages"] == "all"
+
+
+def test_traces_for_other_ranks_do_not_count_as_missing() -> None:
+    """As after the loss of a rank."""
+    traced = equal_stages(3, 8.0)
+    lost = plan_for("auto", memory=dataclasses.replace(traced, by_stages={3: traced, 9: equal_stages(9, 8.0)}))
+    assert lost.choices["parallelism"].options["stages"] == "all"
+    assert lost.reasons["parallelism.stages"] != plan_for("auto").reasons["parallelism.stages"]
+
+
+def test_pipelines_that_auto_chooses_may_share_machines_only_with_a_note() -> None:
+    """Three ranks per machine, in pipelines of two."""
+    args = ("parallelism=pipeline", "parallelism.stages=auto", "global_batch_size=33", "device=cpu")
+    by_stages = {stages: equal_stages(stages, 8.0) for stages in (2, 3, 6)}
+    need = dataclasses.replace(by_stages[6], by_stages=by_stages)
+    here = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
+
+    def notes(*counts: int) -> tuple[str, ...]:
+        made = make_plan(compose(Request(args)), here, on_machines(*counts), need)
+        assert made.batch.stages == 2
+        return made.notes
+
+    assert any("parallelism.stages=2" in note for note in notes(3, 3))
+    assert not any("parallelism.stages=2" in note for note in notes(2, 2, 2))
+
+
 def test_only_ranks_that_can_form_several_pipelines_need_a_trace_for_their_number_of_stages() -> None:
     def is_traced(count: int, stages: int | str, *more: str) -> bool:
         gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB) for index in range(count))
