@@ -101,7 +101,7 @@ def test_an_update_has_the_documented_costs(
     assert len(short) == len(long) == num_ranks
     for before, after in zip(short, long, strict=True):
         waits = of_updates(before, after, "host_waits")
-        assert waits.pop("cudaEventSynchronize") <= UPDATES * cost.events + 1
+        assert abs(waits.pop("cudaEventSynchronize") - UPDATES * cost.events) <= 1, "one of an earlier or later update"
         of_lines = (after["drawn"] - before["drawn"]) * cost.line
         assert waits.total() == UPDATES * cost.waits + of_lines, waits
         assert after["bytes_to_device"] - before["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH // num_ranks
