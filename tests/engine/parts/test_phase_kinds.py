@@ -166,8 +166,10 @@ def test_parameters_that_do_not_exist_are_refused_before_any_phase(trains: list[
 
 
 def test_parameters_that_the_task_freezes_are_not_trained_by_name() -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         training(["spare.bias"])
+    (problem,) = caught.value.problems
+    assert "adapter.train=[spare.bias]" in problem.fix, "not another name"
 
 
 class Stage(Parallel):
