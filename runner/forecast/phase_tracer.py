@@ -236,8 +236,10 @@ class PhaseTracer:
         """Return the sizes in bytes from which the memory of each strategy is computed."""
         try:
             num_layers: int | None = len(self.parts.task.layers())
-        except (NotImplementedError, ConfigError):
+        except NotImplementedError:
             num_layers = None
+        except ConfigError:  # the task refuses pipelines
+            num_layers = 0
         model, trained = self.parts.bare, self.trained
         own = [block for block in self.parts.task.blocks() if block is not model]
         inside = {weight for block in own for weight in block.parameters()}

@@ -101,7 +101,8 @@ class ModelSizes:
     row               one row of each parameter: the maximum imbalance of shards, which are split by rows
     trained           gradients of all trained parameters
     widest            the largest of these gradients
-    num_layers        number of layers between which a pipeline may split; None if the task does not define them
+    num_layers        number of layers between which a pipeline may split; 0 if the task refuses pipelines, None if it
+                      does not define layers
     buckets           bytes of the gradient buckets of ddp, in the order in which they are sent
     num_convolutions  number of convolution modules
     shapes_repeat     whether the inputs of convolutions have the same shapes in each update; None if unknown

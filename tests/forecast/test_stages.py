@@ -61,6 +61,19 @@ def on_gpus(file: Path, *args: str) -> tuple[Configuration, Inventory]:
     return settings, planning_inventory(settings)[0]
 
 
+@pytest.mark.parametrize(("error", "expected"), [("NotImplementedError", None), ("ConfigError(())", 0)])
+def test_layers_that_a_task_refuses_differ_from_layers_that_it_does_not_define(
+    file: Path, error: str, expected: int | None
+) -> None:
+    layers = f"    def layers(self):\n        raise {error}\n"
+    source = "from runner.base.errors import ConfigError\n" + LAYERED.replace(
+        "\n\ndef build", f"\n{layers}\n\ndef build"
+    )
+    file.write_text(source)
+    needs = predict_needs(compose(Request(("device=cpu", "global_batch_size=2"), file)), HERE)
+    assert needs.demands["train"].model.num_layers == expected
+
+
 def stages_of(needs: MemoryNeeds) -> int:
     return len(needs.demands["train"].stages)
 

@@ -145,6 +145,13 @@ def test_a_model_that_fits_on_no_device_is_reported_with_remedies() -> None:
     assert "layers()" in result.reason
 
 
+def test_a_task_that_refuses_pipelines_is_not_advised_to_define_layers() -> None:
+    refusing, undefined = (choose_strategy(needs(model(40, layers=n)), devices(11, 8), 32, None) for n in (0, None))
+    assert (refusing.name, refusing.fits) == ("ddp", False)
+    assert undefined.reason.startswith(refusing.reason)
+    assert undefined.reason != refusing.reason
+
+
 def test_accumulated_smaller_micro_batches_fit() -> None:
     """With a single pass per update, gradients do not coexist with activations; with several passes they do."""
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
