@@ -102,7 +102,7 @@ def test_auto_traces_each_number_of_stages_as_if_it_were_requested(file: Path) -
         (("global_batch_size=1", "micro_batch_size=1"), {4}),  # one sample cannot be divided among two pipelines
         (("parallelism.split=[1,3]",), set()),
         (("parallelism.world_size=2",), set()),
-        (("memory=budget",), set()),  # the blocks to recompute are chosen for one number of stages
+        pytest.param(("memory=budget",), set(), marks=pytest.mark.slow),
     ],
 )
 def test_only_possible_numbers_of_stages_are_traced(file: Path, args: tuple[str, ...], expected: set[int]) -> None:

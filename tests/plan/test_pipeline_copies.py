@@ -129,6 +129,15 @@ def test_a_number_of_stages_of_unknown_memory_is_not_chosen() -> None:
     assert made.choices["parallelism"].options["stages"] == "all"
 
 
+@pytest.mark.parametrize(("args", "expected"), [((), 2), (("memory=budget",), "all")])
+def test_a_memory_budget_chooses_the_blocks_to_recompute_for_one_pipeline(
+    args: tuple[str, ...], expected: int | str
+) -> None:
+    by_stages = {stages: equal_stages(stages, 8.0) for stages in (2, RANKS)}
+    made = plan_for("auto", *args, memory=dataclasses.replace(by_stages[RANKS], by_stages=by_stages))
+    assert made.choices["parallelism"].options["stages"] == expected
+
+
 def test_traces_for_other_ranks_do_not_count_as_missing() -> None:
     """As after the loss of a rank."""
     traced = equal_stages(3, 8.0)
