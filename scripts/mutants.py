@@ -79,7 +79,7 @@ BY_HAND = (
     ("runner/engine/checkpoints/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
     ("runner/engine/hooks/checkpointing.py", "(start.update, find_best_checkpoints(", "(None, find_best_checkpoints("),
     ("runner/engine/hooks/checkpointing.py", "find_best_checkpoints(start, policy.ranking))", "[])"),
-    ("runner/durable/checkpoint_choice.py", "_read_bests(state, newest.state, ranking).items()", "()"),
+    ("runner/durable/checkpoint_choice.py", "in found.items() if key == number", "in ()"),
     (
         "runner/durable/checkpoint_choice.py",
         "{newest.update, *(number for _, number in find_best_checkpoints(newest))}",

@@ -65,7 +65,7 @@ def test_numbers_that_an_optimizer_keeps_outside_of_its_state_survive_a_checkpoi
 
 UNUSABLE = {
     "torch.optim.LBFGS(weights)": "closure",
-    "torch.optim.SGD(weights + weights, lr=0.1)": "each of the 6 given parameters",
+    "torch.optim.SGD(weights + weights, lr=0.1)": "each of the 6 parameters",
     "torch.optim.Optimizer(weights, {})": "no lr",
 }
 
