@@ -65,15 +65,16 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         weights = [weight for weight in group["params"] if weight.grad is not None]
         if not _share_dtype_and_device(weights) or isinstance(group["lr"], Tensor):
             return False
-        if not all(_placements(weight.grad) == _placements(weight) for weight in weights):
+        is_sharded = any(hasattr(weight, "device_mesh") for weight in weights)  # DTensors
+        if is_sharded and not all(_placements(weight.grad) == _placements(weight) for weight in weights):
             return False
         states = [optimizer.state[weight] for weight in weights]
         if not all(states):
             optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]  # creates missing states
-        calls.append((group, weights, states))
+        calls.append((group, weights, states, is_sharded))
     found_inf = getattr(optimizer, "found_inf", None)
     scales = {"grad_scale": getattr(optimizer, "grad_scale", None), "found_inf": found_inf}
-    for group, weights, states in calls:
+    for group, weights, states, is_sharded in calls:
         if not weights:
             continue
         steps = [state["step"] for state in states]
@@ -81,11 +82,14 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
+        tensors = [
+            weights,
+            [weight.grad for weight in weights],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+        ]
         kernel(
-            _shards(weights),
-            _shards(weight.grad for weight in weights),
-            _shards(state["exp_avg"] for state in states),
-            _shards(state["exp_avg_sq"] for state in states),
+            *(map(_shards, tensors) if is_sharded else tensors),
             [],
             steps,
             lr=group["lr"],
