@@ -20,7 +20,7 @@ from runner.config.custom_tables import (
     read_tables,
     table_group,
 )
-from runner.config.schema import read_classes, read_functions, read_module
+from runner.config.schema import list_nodes, read_classes, read_functions, read_module
 
 TABLE_ENTRY_POINTS = ("accel_run.options", "accel_run.hooks")  # entry points that name a module with tables
 TASK_ENTRY_POINTS = "accel_run.tasks"  # entry points that name a module with `build`
@@ -146,7 +146,7 @@ def _find_module_file(module: str) -> Path | None:
 
 def forget_parsed_files() -> None:
     """Parse files again at the next use, for a program that runs while the user edits a task, such as a notebook."""
-    for function in (read_module, read_functions, read_classes, read_tables):
+    for function in (read_module, list_nodes, read_functions, read_classes, read_tables):
         function.cache_clear()
 
 

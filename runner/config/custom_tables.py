@@ -25,6 +25,7 @@ from runner.config.schema import (
     Key,
     Signature,
     find_nearest,
+    list_nodes,
     read_classes,
     read_docstring,
     read_functions,
@@ -126,7 +127,7 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         return {}, (unparsed,) if package else ()  # read_task reports an invalid task file
     options: dict[tuple[str, str], CustomOption] = {}
     problems: list[Problem] = []
-    family = _HookFamily(find_local_names(tree, ("runner.Hook",)), classes, find_used_names(tree))
+    family = _HookFamily(find_local_names(file, ("runner.Hook",)), classes, find_used_names(file))
     for table, value in find_tables(tree):
         group = table_group(table)
         if table == HOOK_TABLE:
@@ -386,13 +387,13 @@ class _HookFamily(NamedTuple):
         )
 
 
-def find_local_names(tree: ast.Module, qualified: Collection[str]) -> set[str]:
+def find_local_names(file: Path, qualified: Collection[str]) -> set[str]:
     """Return the names by which a file can refer to these classes of other modules, according to its imports.
 
     qualified  names of the classes with their modules, such as runner.Hook
     """
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in list_nodes(file):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 imported = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
@@ -401,9 +402,9 @@ def find_local_names(tree: ast.Module, qualified: Collection[str]) -> set[str]:
     return found
 
 
-def find_used_names(tree: ast.Module) -> set[str]:
+def find_used_names(file: Path) -> set[str]:
     """Return the attributes, variables and strings that a file reads: a method may be called through any of them."""
-    nodes = [*ast.walk(tree)]
+    nodes = list_nodes(file)
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return used | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

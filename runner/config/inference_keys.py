@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.base.paths import PACKAGE
-from runner.config.schema import Key, Keys, read_classes, read_functions, read_module
+from runner.config.schema import Key, Keys, list_nodes, read_classes, read_functions, read_module
 
 
 def inference_keys(source: Path) -> Keys:
@@ -18,7 +18,7 @@ def inference_keys(source: Path) -> Keys:
     folder and from adapters. Modules are excluded, because `inference` calls the methods of the task.
     """
     keys: dict[str, Key] = {}
-    calls = (node.func for node in ast.walk(read_module(source)) if isinstance(node, ast.Call))
+    calls = (node.func for node in list_nodes(source) if isinstance(node, ast.Call))
     for name in dict.fromkeys([*read_classes(source), *map(ast.unparse, calls)]):
         found = _locate(source, name)
         if found is None or _is_module(*found):

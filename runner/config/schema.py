@@ -66,6 +66,12 @@ def read_module(path: Path) -> ast.Module:
 
 
 @cache
+def list_nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a Python file, those of outer levels first. Raises SyntaxError as Python would."""
+    return tuple(ast.walk(read_module(path)))
+
+
+@cache
 def read_functions(path: Path) -> Mapping[str, Signature]:
     """Return the signatures of a Python file, methods as `Class.method`, without importing it.
 

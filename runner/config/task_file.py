@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,7 @@ from runner.config.schema import (
     Keys,
     did_you_mean,
     find_nearest,
+    list_nodes,
     read_functions,
     read_module,
 )
@@ -44,6 +45,7 @@ _TASK_CLASSES = (
     "runner.adapters.lightning.LightningTask", "runner.adapters.transformers.TransformersTask",
 )  # fmt: skip
 _LITERALS = ("SETTINGS", "SIZES", "PHASES")
+_Method = tuple[ast.ClassDef, ast.FunctionDef]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
             Problem("has no function build()", str(source), "define it; accel-run new my_task.py writes an example")
         )
         return TaskFile(source, label)
-    problems += [*find_foreign_methods(tree, source), *_find_batches_of_predict(tree, source)]
+    methods = [*_find_task_methods(source)]
+    problems += [*_find_foreign_methods(methods, source), *_find_batches_of_predict(methods, source)]
     build = functions["build"].keys
     predict = inference_keys(source)
     for argument, key in [*build.items(), *predict.items()]:
@@ -124,7 +127,7 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
                 what = "OBJECTIVES must be a mapping of names to objectives"
                 example = 'OBJECTIVES = {"generator": {"trains": ["generator"]}}'
                 problems.append(Problem(what, f"{source}:{node.lineno}", example))
-    notes = tuple(find_misspelled_names(tree, source))
+    notes = tuple(_find_misspelled_names(tree, methods, source))
     return TaskFile(source, label, build, predict, run_settings, declared_phases, read_objectives(source), notes)
 
 
@@ -197,9 +200,9 @@ def _explain_not_literal(name: str, value: ast.expr, source: Path) -> Problem:
     return Problem(what, str(source), f'write {name} = {{"key": value}}')
 
 
-def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
+def _find_misspelled_names(tree: ast.Module, methods: Iterable[_Method], source: Path) -> Iterator[str]:
     """Yield a note for each table, and each method of a Task, whose name has a typo and that the file does not use."""
-    used = find_used_names(tree)
+    used = find_used_names(source)
     tables = {*_LITERALS, "OBJECTIVES", *TABLES}
     members = [name.partition(".")[2] for name in read_functions(_TASK_CONTRACT) if name.startswith("Task.")]
     declared = [
@@ -209,7 +212,7 @@ def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     ]
-    declared += [(member.name, member.lineno, {*members}) for _, member in _task_methods(tree)]
+    declared += [(member.name, member.lineno, {*members}) for _, member in methods]
     hooks = {
         node.id
         for table, value in find_tables(tree)
@@ -226,34 +229,34 @@ def find_misspelled_names(tree: ast.Module, source: Path) -> Iterator[str]:
             yield f"{source.name}:{line}: {name} is not read by accel-run: did you mean {nearest}?"
 
 
-def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
+def _find_foreign_methods(methods: Iterable[_Method], source: Path) -> Iterator[Problem]:
     """Yield a problem for each of FOREIGN_METHODS in a class that derives from Task, unless the file itself uses it."""
-    found = [(node, member) for node, member in _task_methods(tree) if member.name in FOREIGN_METHODS]
-    used = find_used_names(tree) if found else set()
+    found = [(node, member) for node, member in methods if member.name in FOREIGN_METHODS]
+    used = find_used_names(source) if found else set()
     for node, member in found:
         if member.name not in used:
             what = f"accel-run never calls {node.name}.{member.name}, a method of another framework"
             yield Problem(what, f"{source}:{member.lineno}", FOREIGN_METHODS[member.name])
 
 
-def _find_batches_of_predict(tree: ast.Module, source: Path) -> Iterator[Problem]:
+def _find_batches_of_predict(methods: Iterable[_Method], source: Path) -> Iterator[Problem]:
     """Yield a problem for each `predict(model, batch)`, as in other trainers: the runner passes a generator."""
-    for node, member in _task_methods(tree):
+    for node, member in methods:
         names = [argument.arg for argument in (*member.args.posonlyargs, *member.args.args)]
         if member.name == "predict" and len(names) == 3 and "batch" in names[2]:
             what = f"{node.name}.predict receives a random number generator, not a batch"
             yield Problem(what, f"{source}:{member.lineno}", f"define predict_batch({', '.join(names[1:])})")
 
 
-def _task_methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
+def _find_task_methods(source: Path) -> Iterator[_Method]:
     """Yield (class, method) for the classes that derive from Task, directly or through other classes of the file.
 
     Classes that also have a base in another file are left out: this base may call methods that its subclasses define.
     """
-    nodes = [*ast.walk(tree)]
+    nodes = list_nodes(source)
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | {one.name for one in classes}
-    tasks = find_local_names(tree, _TASK_CLASSES) | ({"Task"} - bound)  # an unbound `Task`: from runner import *
+    tasks = find_local_names(source, _TASK_CLASSES) | ({"Task"} - bound)  # an unbound `Task`: from runner import *
     mixins = {"object"}  # classes of this file that derive only from such classes
     for node in sorted(classes, key=lambda node: node.lineno):
         bases = {ast.unparse(base) for base in node.bases}
