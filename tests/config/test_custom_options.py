@@ -14,11 +14,10 @@ from runner.cli import main
 from runner.commands.complete import candidates
 from runner.config import custom_options
 from runner.config.configuration import compose
-from runner.config.custom_tables import read_tables
 from runner.config.option_table import call_option
 from runner.config.options import find_signature
 from runner.config.request import Request
-from runner.config.schema import did_you_mean, read_functions, read_module
+from runner.config.schema import did_you_mean
 from tests.suggestions import suggested
 
 TABLES = '''
@@ -232,9 +231,7 @@ def test_an_invalid_entry_that_is_selected_is_one_problem(write: Callable[[str],
     for text, args in ((table, ("optimizer=own",)), (settings + table, ())):
         (problem,) = problems_of(write(f"{text}\ndef build(): ...\n"), *args)
         assert problem.where.endswith(where)
-        read_module.cache_clear()
-        read_functions.cache_clear()
-        read_tables.cache_clear()
+        custom_options.forget_parsed_files()
 
 
 @pytest.mark.parametrize(
@@ -255,8 +252,7 @@ def test_a_misspelled_name_that_the_file_does_not_use_is_noted(
     assert note.endswith(did_you_mean(name, [name]))
     word = line.split(maxsplit=1)[0] if "class" not in line else f"x.{line.split('def ')[1].split('(', maxsplit=1)[0]}"
     used = write(f"{text}print({word})\n")
-    for cached in (read_module, read_functions, read_tables):
-        cached.cache_clear()
+    custom_options.forget_parsed_files()
     assert not [note for note in compose(Request((), used)).notes if "not read" in note]
 
 
