@@ -38,10 +38,10 @@ class Clip(Task):
         topics = topics[:1024] if split == "train" else topics[1024:]
         return torch.utils.data.TensorDataset(topics @ to_image, topics @ to_text)
 
-    def embed(self, model, batch):  # of one micro-batch: tensors with a row per sample
+    def embed(self, model, batch):  # called with one micro-batch; returns tensors with one row per sample
         return model(*batch)
 
-    def couple(self, embeddings):  # of all samples of an update: the loss summed over the items, and their number
+    def couple(self, embeddings):  # called with the rows of all samples of an update
         images, texts = embeddings
         logits = self.model.scale.exp() * images @ texts.T
         labels = torch.arange(len(logits), device=logits.device)

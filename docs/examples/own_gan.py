@@ -37,7 +37,7 @@ class Ring(Task):
         angle = torch.rand(1024 if split == "train" else 256, generator=torch.Generator().manual_seed(self.seed)) * 6.28
         return torch.utils.data.TensorDataset(torch.stack([angle.cos(), angle.sin()], dim=1))
 
-    def loss(self, model, batch, objective):  # summed over the items, and their number, for each objective
+    def loss(self, model, batch, objective):  # the loss summed over the items, and the number of items
         (real,) = batch
         fake = model.generator(per_sample_noise(batch).normal(model.latent))  # the same fakes for both objectives
         if objective == "generator":

@@ -3,7 +3,7 @@
     accel-run train --task ./own_lightning.py precision=bf16 parallelism=ddp
 
 The optimizer and the schedule are those of configure_optimizers, and the datasets are those of the data loaders.
-Lightning need not be installed: any nn.Module with these methods works. docs/adapters.md lists what is refused.
+Lightning need not be installed: any nn.Module with these methods works. docs/adapters.md lists what is not supported.
 """
 
 import torch
@@ -58,7 +58,7 @@ def optimizer(parameters):
 def schedule(updates, *, epochs: float = 5):
     """The schedule of configure_optimizers.
 
-    epochs  of the run, for a schedule that steps once per epoch
+    epochs  number of epochs of the run, for a schedule that steps once per epoch
     """
     return configured_schedule(updates, epochs)
 

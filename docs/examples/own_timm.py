@@ -1,4 +1,4 @@
-"""A timm model by name.
+"""A timm model that is selected by name.
 
 accel-run train --task ./own_timm.py task.model=vit_tiny_patch16_224 task.image=224
 """
@@ -38,7 +38,7 @@ class Images(Task):
 
 
 class Noise:
-    """Noise images whose brightness depends on the label, so the example can learn without a download."""
+    """Noise images whose brightness depends on the label, so that the model can learn without a download."""
 
     def __init__(self, length, classes, image, seed):
         self.length, self.classes, self.image, self.seed = length, classes, image, seed

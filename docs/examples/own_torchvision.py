@@ -1,4 +1,4 @@
-"""A torchvision model by name.
+"""A torchvision model that is selected by name.
 
 accel-run train --task ./own_torchvision.py task.model=resnet50
 """
@@ -38,7 +38,7 @@ class Images(Task):
 
 
 class Noise:
-    """Noise images whose brightness depends on the label, so the example can learn without a download."""
+    """Noise images whose brightness depends on the label, so that the model can learn without a download."""
 
     def __init__(self, length, classes, image, seed):
         self.length, self.classes, self.image, self.seed = length, classes, image, seed
