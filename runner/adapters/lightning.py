@@ -399,7 +399,7 @@ def _options(optimizer: Optimizer) -> list[Any]:
 
 
 def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
-    """Return the one optimizer of configure_optimizers, and the configuration of its schedule. Raises TaskFault."""
+    """Return the only optimizer of configure_optimizers, and the configuration of its schedule. Raises TaskFault."""
     answer: Any = module.configure_optimizers()  # type: ignore[operator]
     config: Any = None
     if isinstance(answer, Mapping):

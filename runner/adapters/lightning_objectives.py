@@ -1,4 +1,4 @@
-"""The OBJECTIVES of a task that correspond to the optimizers of a LightningModule with several of them."""
+"""Suggest the OBJECTIVES of a task that replace the optimizers of a LightningModule that has several."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def _declare_objective(
 def _optimizer_values(optimizer: Optimizer, *, has_schedule: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the options of the optimizer, and the names of those that differ between its parameter groups.
 
-    A schedule changes options of the groups when it is constructed, so the options are those of the constructor then.
+    A schedule changes options of the groups when it is constructed. So with a schedule, the options that were passed to
+    the optimizer's constructor are returned.
     """
     groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
     values, by_group = dict(optimizer.defaults), []

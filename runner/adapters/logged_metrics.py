@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics that a LightningModule logs, as one metric that the runner merges over batches and ranks."""
+"""Combine the torchmetrics that a LightningModule logs into one metric, which the runner merges over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a model of transformers on a folder of datasets, as its Trainer does, with losses that are exact sums."""
+"""Train a Hugging Face transformers model on a folder of datasets, as its Trainer does, but with exact loss sums."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ UNSUPPORTED: Mapping[str, str] = {
     "model_init": "create the model in build()",
     "compute_loss_func": "pass loss=f with f(outputs, batch) -> (sum over the items, number of items)",
     "callbacks": "write a hook: HOOKS = [MyHook]",
-    "optimizers": "use optimizer=NAME and scheduler=NAME; add your own to OPTIMIZERS and SCHEDULERS of the task file",
-    "optimizer_cls_and_kwargs": "use optimizer=NAME; add your own to OPTIMIZERS of the task file",
+    "optimizers": "use optimizer=NAME and scheduler=NAME; add your own to OPTIMIZERS and SCHEDULERS in the task file",
+    "optimizer_cls_and_kwargs": "use optimizer=NAME; add your own to OPTIMIZERS in the task file",
     "preprocess_logits_for_metrics": "define evaluate(model, batch) in a subclass of TransformersTask",
 }
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "dev"), "test": ("test",)}
 
 
 class TransformersTask(Task):
-    """A task from a model of transformers.
+    """A task that trains a transformers model.
 
     The loss is computed from the logits as a sum over the labels that count, so that padding and unequal micro-batches
     do not change its weight; Trainer's mean over a micro-batch is not used.
@@ -178,7 +178,7 @@ def _load_data(folder: Path) -> Mapping[str, Any]:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Sum:
-    # In float32, without a copy of float16 logits on a GPU, which F.cross_entropy(logits.float()) makes.
+    # In float32. On a GPU, this makes no float32 copy of float16 logits, unlike F.cross_entropy(logits.float()).
     log_probabilities = F.log_softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
     total = F.nll_loss(log_probabilities, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()

@@ -1,1 +1,1 @@
-"""Option groups: one file per axis, one function per option. Axes do not import each other."""
+"""Option groups ("axes"): one file per group, one function per option. Axes do not import each other."""

@@ -136,7 +136,7 @@ def refusal_reason(
 ) -> str:
     """Return why a device cannot run a kernel with such inputs; empty if it can.
 
-    Restrictions on masks and head sizes are checked for flash only.
+    Restrictions on masks and head sizes are checked only for flash.
 
     masked      whether an explicit mask is given (is_causal=True is not one)
     capability  compute capability to assume, such as (7, 5); default: the capability of `device`

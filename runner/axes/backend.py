@@ -2,8 +2,8 @@
 
 Keys of several options:
 
-threads  CPU threads per rank; auto: PyTorch's default, at most the CPU quota of the container, divided by the number of
-         ranks that share these cores
+threads  CPU threads per rank; auto: PyTorch's default or, if smaller, the container's CPU quota, divided by the number
+         of ranks that share these cores
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def deterministic(
     """Use deterministic kernels only, so that repeated runs on one machine are bitwise equal.
 
     warn_only  warn about an operation without a deterministic kernel instead of stopping
-    threads    CPU threads per rank; auto: PyTorch's default, at most the CPU quota of the container, divided by the
+    threads    CPU threads per rank; auto: PyTorch's default or, if smaller, the container's CPU quota, divided by the
                number of ranks that share these cores.
                The order of additions depends on this number, so it must be the same for all compared runs
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized, so the context must be entered before the

@@ -24,7 +24,7 @@ from runner.base.compilers import check_capability, find_missing_compiler
 from runner.base.errors import ConfigError
 from runner.base.values import Auto, NonNegative
 
-# torch itself caches compiled code on disk between runs, in the folder of host/scratch.private_compile_cache.
+# torch itself caches compiled code on disk between runs, in the folder that host/scratch.private_compile_cache sets.
 
 
 # The function that a run calls at the start of each forward pass, if any.
@@ -50,7 +50,7 @@ def default(
     """Compile the whole model.
 
     split_mib  MiB of parameters after which the graph is split, so that ranks exchange the gradients of one part while
-               another part computes; 0: one graph; auto: 25 with parallelism=ddp, else 0
+               another part is computed; 0: one graph; auto: 25 with parallelism=ddp, else 0
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile.
     """
@@ -201,7 +201,7 @@ def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ConfigError if the compiler is missing on the machine of this rank: the plan is made on that of rank 0."""
+    """Raise ConfigError if this rank's machine has no compiler: the plan has checked only the machine of rank 0."""
     if backend != "inductor":
         return
     problem = check_capability(str(device), get_accelerator(device).capability())

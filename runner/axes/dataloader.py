@@ -34,7 +34,7 @@ def default(
 ) -> Loader:
     """Load in worker processes, or in this process if there are none.
 
-    num_workers       worker processes; 0 reads in this process; auto: by device and cores
+    num_workers       worker processes; 0 reads in this process; auto: chosen by device and number of cores
     workers_above_ms  start workers only if reading a batch takes more than this many ms, as measured at the start;
                       0: always start them; auto: 1 with num_workers=auto, else 0
     pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap with computation; auto:
@@ -148,7 +148,7 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
 
 
 def _read_twice(fetcher: Fetcher, num_samples: int, where: str) -> list[MicroBatch]:
-    """Return all samples in parts of 1024. Raises DataError if random numbers change them between epochs."""
+    """Return all samples in batches of 1024. Raises DataError if random numbers change them between epochs."""
     keys = [
         MicroBatchKey(0, list(range(first, min(first + 1024, num_samples))), last=False)
         for first in range(0, num_samples, 1024)

@@ -2,7 +2,7 @@
 
 Keys of several options:
 
-channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+channels_last  use the channels-last memory format for convolutions; auto: on cuda and cpu, if the model has any
 fraction       maximum fraction of GPU memory for this process; null: all
 allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
 """
@@ -58,11 +58,11 @@ def checkpoint(
 ) -> Lines:
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
-    Gradients are bitwise equal to those of memory=none, dropout included; forward passes without gradients are not
-    affected. With a 16-bit precision and several blocks, the 16-bit copies of weights are freed after each block,
-    unless modules share weights. If a block is called twice (as by a loss with two forward passes), or another module
-    both before and after a block, the gradients of the two calls are then summed in float32 instead of 16 bits, and
-    differ by rounding.
+    Gradients, including those with dropout, are bitwise equal to those of memory=none; forward passes without gradients
+    are not affected. With a 16-bit precision and several blocks, the 16-bit copies of weights are freed after each
+    block, unless modules share weights. If a block is called twice (as by a loss with two forward passes), or another
+    module is called both before and after a block, the gradients of the two calls are then summed in float32 instead of
+    16 bits, so they differ by rounding.
 
     every          checkpoint every n-th block
     Call before compiling, wrapping and building the optimizer.
@@ -88,7 +88,8 @@ def selective(
 
     Gradients are the same as with memory=checkpoint; forward passes without gradients are not affected.
 
-    save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
+    save           matmul: keep the results of matrix products, convolutions and attention; attention: keep only those
+                   of attention
     Call before compiling, wrapping and building the optimizer.
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
@@ -121,7 +122,7 @@ def budget(
     the run on fake tensors and recomputes the blocks that free the most bytes per operation first, until the predicted
     memory is below the limit.
 
-    limit_gib      memory limit on the device in GiB; null: all of the device
+    limit_gib      memory limit on the device in GiB; null: all of its memory
     recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all if it could
                    not trace the run
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a block index out of range.
@@ -182,9 +183,10 @@ def _has_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
 def _checkpoint_forward(block: nn.Module, frees_conversions: bool, **options: Any) -> None:
     """Replace the block's forward in place, which keeps the names in its state_dict.
 
-    Autocast keeps the 16-bit copy of each weight until the end of the forward pass: for all blocks together, half as
-    much memory as the model in float32. With `frees_conversions`, the copies are freed after each block. A weight that
-    is used several times would then be converted for each use, and its gradients would no longer be summed in 16 bits.
+    Autocast keeps the 16-bit copy of each weight until the end of the forward pass. For all blocks together, this takes
+    half as much memory as the model in float32. With `frees_conversions`, the copies are freed after each block. A
+    weight that is used several times would then be converted for each use, and its gradients would no longer be summed
+    in 16 bits.
     """
     replaced = vars(block).get("forward")  # an earlier replacement, such as precision.keep_fp32
     inner: Callable[..., Any] = partial(_drop_self, replaced) if replaced else type(block).forward

@@ -107,7 +107,7 @@ def sgd(
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel, takes_shards=False)
     optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
-    # The fused kernel reads uninitialized memory as momentum if the first update is skipped for an overflow.
+    # The fused kernel reads uninitialized memory as momentum if the first update is skipped because of an overflow.
     for group in optimizer.param_groups if momentum else ():
         for weight in group["params"]:
             optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
@@ -235,7 +235,7 @@ def lion(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Lion: steps by the sign of a momentum, so each parameter changes by the learning rate; half of AdamW's state.
+    """Lion: updates by the sign of the momentum, so each value changes by the learning rate; half the state of AdamW.
 
     lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
     weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
@@ -262,7 +262,7 @@ def muon(
 ) -> Optimizer:
     """Muon, which orthogonalizes the momentum, for matrices; AdamW with the same learning rate for all others.
 
-    The update of a matrix is scaled to the root mean square that updates of AdamW have.
+    The update of a matrix is scaled to the root mean square of AdamW's updates.
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
@@ -300,7 +300,7 @@ def schedulefree(
 ) -> Optimizer:
     """Schedule-free AdamW: averages the weights instead of decaying the learning rate; needs the package schedulefree.
 
-    Use scheduler=constant with a warm-up; the optimizer needs both.
+    Use scheduler=constant with a warm-up; the optimizer requires both.
 
     lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
     betas            interpolation between the last weights and their average; decay rate of the squared gradients

@@ -111,11 +111,11 @@ def pipeline(
 ) -> Parallel:
     """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
-    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: of
-                those that fit, the number with the shortest predicted update; all on a CPU and with memory=budget. With
-                several copies, each processes its share of an update, and gradients are summed over the copies
+    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: the
+                number with the shortest predicted update among those that fit; on a CPU or with memory=budget, all.
+                With several copies, each processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
-    split       number of layers of each stage, such as [8,6]; null: by balance
+    split       number of layers of each stage, such as [8,6]; null: determined by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init        full: each rank builds the whole model, then frees the layers of other ranks; meta: large tensors are
                 built on the meta device, and each rank initializes its layers to the same values; auto: meta if the

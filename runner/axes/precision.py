@@ -115,9 +115,9 @@ class Precision:
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
-        """Undo the scaling of the gradients; once per update, after the last backward pass.
+        """Undo the scaling of the gradients; call it once per update, after the last backward pass.
 
-        overflow  combines this rank's overflow flag with those of all ranks: all skip the update, or none
+        overflow  combines this rank's overflow flag with those of all ranks: either all skip the update or none does
         """
 
     def step(
@@ -137,7 +137,7 @@ class Precision:
         if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # the interface that GradScaler uses with fused kernels
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            # float32, as `numbers`: the kernel accepts no other format, and a task may set another default dtype
+            # float32, like `numbers`: the kernel accepts no other dtype, and a task may set another default dtype
             found = torch.zeros((), dtype=torch.float32, device=numbers.device)
             if self._one is None or self._one.device != numbers.device:
                 self._one = torch.ones((), dtype=torch.float32, device=numbers.device)
@@ -161,7 +161,7 @@ class Precision:
         return forked
 
     def num_skipped(self) -> int:
-        """Return the number of skipped updates; waits at most for the previous update.
+        """Return the number of skipped updates; may wait for the previous update, but not for the current one.
 
         Raises NotFinite if a value of that update is not finite.
         """
@@ -173,7 +173,7 @@ class Precision:
         return self.num_skipped()
 
     def values(self) -> dict[str, float]:
-        """Return values to log; waits at most for the current update, so call it only when rows are written."""
+        """Return values to log; may wait for the current update, so call it only when rows are written."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class Precision:
 
 
 class ScaledHalf(Precision):
-    """float16 with a loss scale that is reduced at each overflow, which skips the update.
+    """float16 with a loss scale that is reduced at each overflow; the update with the overflow is skipped.
 
     A skipped update also restores the earlier batch norm statistics, which would otherwise stay infinite.
     """
@@ -305,7 +305,7 @@ class ScaledHalf(Precision):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; the forks of the current phase must have been restored before."""
+        """Restore what `state` returned; the forks of the current phase must be restored first."""
         if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
             self._scale = None
@@ -393,7 +393,7 @@ def fp16(
 
     init_scale       initial loss scale
     growth_factor    factor applied to the scale after growth_interval updates without overflow
-    backoff_factor   factor applied to the scale at an overflow, which skips the update
+    backoff_factor   factor applied to the scale at an overflow; that update is skipped
     growth_interval  updates without overflow before the scale grows
     min_scale        end the run if the scale falls below this, because gradients then overflow at any scale
     max_skips        number of consecutive skipped updates that ends the run; 20 skips reduce a scale of 65536 to

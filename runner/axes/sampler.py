@@ -45,7 +45,8 @@ class TrainingSamples:
         order        (seed, epoch) -> the samples of the epoch, (num_samples,); it must depend on nothing else
         num_samples  samples in an epoch; None: as many as there are
         content      arrays that the order depends on; a resumed run must have the same
-        Raises TaskFault when an epoch is drawn whose order has another length, or indices outside of the dataset.
+        Raises TaskFault if the order of an epoch has another length or contains indices outside of the dataset; the
+        order is checked when the epoch is drawn.
         """
         count = self.num_samples if num_samples is None else num_samples
 
@@ -64,7 +65,7 @@ class TrainingSamples:
 
 
 def shuffle(samples: TrainingSamples) -> Sampler:
-    """Each sample once per epoch, in random order."""
+    """Draw each sample once per epoch, in random order."""
     return shuffled_sampler(
         samples.num_samples,
         samples.global_batch_size,
@@ -74,7 +75,7 @@ def shuffle(samples: TrainingSamples) -> Sampler:
 
 
 def sequential(samples: TrainingSamples) -> Sampler:
-    """Each sample once per epoch, in the order of the dataset."""
+    """Draw each sample once per epoch, in the order of the dataset."""
     order: IntArray = np.arange(samples.num_samples)
     return samples.in_order(lambda seed, epoch: order)
 
@@ -199,7 +200,7 @@ def token_budget(
     micro_tokens: PositiveInt | None = None,
     bucket: PositiveInt = 8,
 ) -> Sampler:
-    """Samples of similar length per update, with at most `tokens` tokens and `global_batch_size` samples.
+    """Put samples of similar length into each update, at most `tokens` tokens and `global_batch_size` samples.
 
     Padding counts: an update has (longest length) x (number of samples) tokens. Each sample is drawn once per epoch.
     The task returns the lengths from `sample_lengths`.

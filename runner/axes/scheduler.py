@@ -262,7 +262,7 @@ def wsd(
 ) -> Schedule:
     """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint at the peak.
 
-    decay         updates of the decay at the end, at most those after the warm-up; below 1: fraction of all updates
+    decay         updates of the decay at the end, at most all after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
     Source: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, NeurIPS 2024.
     """
@@ -319,7 +319,7 @@ def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> S
 
 
 def _check_factors(curve: Callable[[int], float], updates: int, function: str) -> None:
-    """Check the factors of about 1,000 updates at most, calling the function twice for the first of them."""
+    """Check the factors of at most about 1,000 updates, calling the function twice for the first of them."""
     factors: dict[int, float] = {}
     for update in (*range(0, max(1, updates), max(1, updates // 1000)), 0):
         try:

@@ -14,7 +14,7 @@ MIN_CAPABILITY = (7, 0)  # of a GPU that Triton supports
 
 
 def find_missing_compiler(kind: str) -> Problem | None:
-    """Return what is missing on this machine to compile for a device type, with a fix; None if nothing is.
+    """Return what is missing on this machine to compile for a device type, with a fix; None if nothing is missing.
 
     kind  torch's name of the device type; only `cpu` and `cuda` are checked
     """
@@ -24,7 +24,7 @@ def find_missing_compiler(kind: str) -> Problem | None:
 
 
 def check_capability(device: str, capability: tuple[int, int] | None) -> Problem | None:
-    """Return the problem of a GPU that is too old for Triton; None if it is not, or if it has no capability."""
+    """Return a problem if the GPU is too old for Triton; None if it is not, or if its capability is unknown."""
     if capability is None or capability >= MIN_CAPABILITY:
         return None
     needed, actual = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
@@ -51,7 +51,7 @@ def _check_triton() -> Problem | None:
         return Problem("compiling for CUDA needs Triton", fix="run pip install triton, or use compile=off")
     header, set_compiler = Path(sysconfig.get_paths()["include"]) / "Python.h", os.environ.get("CC")
     if set_compiler and not shutil.which(set_compiler):
-        missing, fix = f"the C compiler {set_compiler}, which CC names", "set CC to an installed compiler"
+        missing, fix = f"the C compiler {set_compiler} (set by CC)", "set CC to an installed compiler"
     elif not (set_compiler or shutil.which("gcc") or shutil.which("clang")):
         missing, fix = "a C compiler (gcc or clang)", "run apt install gcc python3-dev"
     elif not header.is_file():

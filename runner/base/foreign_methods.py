@@ -8,15 +8,15 @@ _HOOK = "write a hook: HOOKS = [MyHook]"
 _BEFORE_STEP = "write a hook with before_step(parameters, objective): HOOKS = [MyHook]"
 _METRICS = "define metrics(split) in the task"
 _STEP = "remove it; for several optimizers or frequencies, write a task with OBJECTIVES"
-_DATA = "move its code to the dataset, to training_step, or to loss of a task"
+_DATA = "move its code to the dataset, to training_step, or to the loss method of a task"
 _BUILD = "move its code to build()"
 _DATASET = "define dataset(split), or stream(split, shard, num_shards)"
-_OPTIMIZER = "use optimizer=NAME and scheduler=NAME; add your own to OPTIMIZERS and SCHEDULERS of the task file"
+_OPTIMIZER = "use optimizer=NAME and scheduler=NAME; add your own to OPTIMIZERS and SCHEDULERS in the task file"
 
 # Methods of a LightningModule that no code of accel-run calls.
 LIGHTNING_UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("backward", "manual_backward", "optimizer_step", "optimizer_zero_grad"), _STEP),
-    "lr_scheduler_step": "use scheduler=NAME; add your own to SCHEDULERS of the task file",
+    "lr_scheduler_step": "use scheduler=NAME; add your own to SCHEDULERS in the task file",
     **dict.fromkeys(("configure_gradient_clipping", "clip_gradients"), "use max_grad_norm=X"),
     **dict.fromkeys(("configure_model", "configure_sharded_model"), "use parallelism=fsdp"),
     **dict.fromkeys(
@@ -28,8 +28,8 @@ LIGHTNING_UNSUPPORTED: Mapping[str, str] = {
         _HOOK,
     ),
     **dict.fromkeys(("on_after_backward", "on_before_optimizer_step"), _BEFORE_STEP),
-    "on_before_backward": "move its code to the end of training_step, or of loss of a task",
-    "on_before_zero_grad": "write a hook, whose before_step can read the gradients, and after_update the new weights",
+    "on_before_backward": "move its code to the end of training_step, or of the loss method of a task",
+    "on_before_zero_grad": "write a hook: before_step can read the gradients, and after_update the new weights",
     "on_train_batch_start": "define begin_update(progress) in the task",
     **dict.fromkeys(
         ("on_validation_epoch_end", "on_test_epoch_end", "validation_epoch_end", "training_epoch_end",
@@ -49,7 +49,7 @@ FOREIGN_METHODS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("predict_step", "prediction_step"), "define predict_batch(model, batch)"),
     **dict.fromkeys(("configure_optimizers", "create_optimizer", "create_optimizer_and_scheduler"), _OPTIMIZER),
-    "create_scheduler": "use scheduler=NAME; add your own to SCHEDULERS of the task file",
+    "create_scheduler": "use scheduler=NAME; add your own to SCHEDULERS in the task file",
     **dict.fromkeys(
         ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "get_train_dataloader",
          "get_eval_dataloader", "get_test_dataloader"),
@@ -60,7 +60,7 @@ FOREIGN_METHODS: Mapping[str, str] = {
          "on_predict_epoch_start", "on_predict_epoch_end", "on_predict_model_eval"),
         "move its code to predict(model, generator, *, ...)",
     ),
-    "get_train_sampler": "use sampler=NAME; add your own to SAMPLERS of the task file",
+    "get_train_sampler": "use sampler=NAME; add your own to SAMPLERS in the task file",
     "compute_metrics": _METRICS,
     **dict.fromkeys(("prepare_data", "setup"), _BUILD),
     **dict.fromkeys(("on_fit_start", "on_train_start"), "define begin_phase(phase) in the task"),

@@ -3,8 +3,8 @@
 A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here each
 random number is a hash of what it is used for: the sample, the draw within the forward pass, the element. Each sample
 has a key, a hash of seed, epoch, index, and the name and number of the call. Values that differ between batches, or
-between layers that share code, are stored in the tensor of these keys, not in Python numbers: torch.compile would
-recompile for each value of a number.
+between layers that share code, are part of these keys, which are a tensor: torch.compile would recompile for each new
+value of a Python number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SampleNoise:
         self._next = 0
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return uniform numbers in [0, 1), as fine as torch.rand's: float64 has 53 bits, float32 the first 24."""
+        """Return uniform numbers in [0, 1), as fine as torch.rand's: 53 bits in float64, the first 24 in float32."""
         dtype = dtype or torch.get_default_dtype()
         num_bits = _UNIFORM_BITS[dtype]
         return _high_bits(self._bits(shape), num_bits).to(dtype).mul_(2.0**-num_bits)
@@ -98,7 +98,7 @@ class SampleNoise:
     def rows(self, samples: Tensor, number: int | Tensor = 0) -> SampleNoise:
         """Return draws for parts of samples, with one key per element of `samples`.
 
-        For batches whose rows are not samples: several records per sample, several sequences in a row.
+        Use it for batches whose rows are not samples, such as several records per sample or several sequences per row.
 
         samples  int64, any shape: the sample of each part, as its position in the batch
         number   index of the part within its sample; an int, or int64 that broadcasts against `samples`
@@ -113,15 +113,15 @@ class SampleNoise:
     def named(self, name: str | int) -> SampleNoise:
         """Return separate draws for the same rows, numbered from 0, and determined by the name.
 
-        For parts of a model: the draws of one part do not depend on the number of draws of others.
+        Use it for parts of a model, so that the draws of one part do not depend on how often the others draw.
         """
         return SampleNoise(_mix(self.keys + _to_signed(_derive_salt(0, str(name)))), self._samples)
 
     def every(self, n: int) -> Tensor:
-        """Select every n-th sample of the epoch; return the positions in this batch of those selected, int64.
+        """Return the positions in this batch of every n-th sample of the epoch, int64.
 
-        Selects the samples whose position in the order of the epoch is a multiple of n, so their number per batch
-        varies by at most one.
+        A sample is selected if its position in the order of the epoch is a multiple of n, so the number of selected
+        samples per batch varies by at most one.
         """
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]
@@ -187,7 +187,7 @@ def without_samples() -> Iterator[None]:
 
 @contextmanager
 def replace_dropout_keys(replace: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Within the context, `dropout` of x draws with the keys `replace(keys, x)`, such as fake ones for a fake x."""
+    """Within the context, `dropout` of x draws with the keys `replace(keys, x)`, such as fake keys for a fake x."""
     global _replace_keys
     before, _replace_keys = _replace_keys, replace
     try:

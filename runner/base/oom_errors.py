@@ -36,7 +36,7 @@ class OomCause:
 def find_oom_cause(error: BaseException) -> OomCause | None:
     """Return the failed allocation behind an error or one of its causes; None for other errors.
 
-    Only messages of torch's allocators, known libraries and the system count: a task may raise similar texts.
+    Only messages of torch's allocators, known libraries and the system count: a task's own errors may look similar.
     """
     for kinds, message in _classes_and_messages(error):
         side = _detect_side(kinds, message)

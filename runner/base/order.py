@@ -248,7 +248,7 @@ def order_rng(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def spread_evenly(num_samples: int, count: int | None) -> Indices:
-    """Return `count` sample indices, evenly spaced over the dataset and always the same; all if None."""
+    """Return `count` sample indices, evenly spaced over the dataset and always the same; None: all indices."""
     if count is None or count >= num_samples:
         return list(range(num_samples))
     return [index * num_samples // count for index in range(count)]
@@ -264,7 +264,7 @@ def rank_seed(seed: int, rank: int, update: int = 0) -> int:
 def _seed_sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
     """Return a SeedSequence that is unique to this seed and these numbers below 2**32.
 
-    Seeds below 2**32 keep the sequences of earlier versions, so that runs of those can be resumed. NumPy splits larger
-    seeds into two words: in one list with the numbers, they would collide with a smaller seed and other numbers.
+    Seeds below 2**32 keep the sequences of earlier versions, so that runs started by those can be resumed. NumPy splits
+    a larger seed into two words; in one list with the numbers, it could equal a smaller seed with other numbers.
     """
     return np.random.SeedSequence([seed, *numbers] if seed < 2**32 else seed, spawn_key=() if seed < 2**32 else numbers)

@@ -1,4 +1,4 @@
-"""Import optional packages; an error names the extra that installs a missing one."""
+"""Import optional packages; if one is missing, the error names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.base.errors import MissingPackage
 def require(module: str, extra: str) -> Any:
     """Import and return a module. Raises MissingPackage, with the command that installs it, if it is missing.
 
-    module  such as "skimage.data"
+    module  name of the module, such as "skimage.data"
     extra   extra of accel-run that installs it
     """
     try:

@@ -45,7 +45,7 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def remove_default_threads() -> None:
-    """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its part of the cores.
+    """Unset OMP_NUM_THREADS if torchrun chose it, so that this rank uses its share of the cores.
 
     If the user has not set it, torchrun exports 1 to its ranks. The environment in which torchrun itself was started
     then lacks the variable. Must be called before torch is loaded, because OpenMP reads the variable only once.

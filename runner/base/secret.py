@@ -44,7 +44,7 @@ def _looks_random(value: Any) -> bool:
 
 
 def has_secret_shape(text: str) -> bool:
-    """Return whether the text contains a key of a known service, a private key, or a URL with a password."""
+    """Return whether the text contains an API key of a known service, a private key, or a URL with a password."""
     return any(_shape(lead).search(text) is not None for lead in _SHAPES if lead in text)
 
 
@@ -54,8 +54,8 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
     options  function that returns the names of all options, called only if such a value is found. A value that is also
-             the name of an option is not a secret, and is not redacted in files, which could not be read back without
-             it
+             the name of an option is not treated as a secret. It is not redacted in files either, because files
+             without it could not be read back
     """
     arguments = tuple(arguments)
     values = [
@@ -72,7 +72,7 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
 
 
 def find_secret_name(text: str) -> int | None:
-    """Return the end of the first name that may denote a secret and is followed by a value; None if there is none.
+    """Return the end offset of the first name that may denote a secret and is followed by a value; None if none is.
 
     Stricter than `find_secrets_in_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and hiding
     X loses nothing.
@@ -84,7 +84,7 @@ def find_secret_name(text: str) -> int | None:
 
 
 def looks_random(text: str) -> bool:
-    """Return whether the text contains a long word of letters and digits, like the keys of services."""
+    """Return whether the text contains a long word of letters and digits, like an API key."""
     return _RANDOM.search(text) is not None
 
 
@@ -109,9 +109,9 @@ def find_secrets(tree: Any, lead: str = "") -> Iterator[str]:
 def redact(text: str) -> str:
     """Redact secrets in a text for a file or tracker that programs read back.
 
-    Redacts texts with the shape of a secret, and the values of secret environment variables, also as escaped in JSON,
-    HTML, Python and URLs. Purely alphabetic words, short ones with a number and the names of options are
-    kept: `postgres` may be a password and a folder, `resnet50` a password and a model.
+    Redacts texts with the shape of a secret, and the values of secret environment variables, including their escaped
+    forms in JSON, HTML, Python and URLs. Does not redact purely alphabetic words, short words that contain a number,
+    and option names: `postgres` may be both a password and a folder, `resnet50` both a password and a model.
     """
     for value, name in _secret_values().items():
         if value in text and _is_strong(value) and value not in _public:
@@ -122,9 +122,10 @@ def redact(text: str) -> str:
 def redact_message(text: str) -> str:
     """Redact secrets in a text for users only: screens, logs, exceptions, output of a task.
 
-    Also redacts values of the environment that `redact` keeps, where they are separate words, and X in `password=X` if
-    a secret variable holds X, or if X has at least 8 characters and a digit. A password that is a common word, such as
-    `training`, is redacted only in `password=X`: redacting the word everywhere would reveal it.
+    Also redacts (1) values of secret environment variables that `redact` keeps, where they occur as whole words, and
+    (2) X in `password=X`, if X is the value of a secret variable, or has at least 8 characters and contains a digit. A
+    password that is a common word, such as `training`, is redacted only in `password=X`: redacting the word everywhere
+    would reveal it.
     """
     if len(text) < _SHORTEST:
         return text
@@ -141,7 +142,7 @@ def redact_message(text: str) -> str:
 def sanitize(text: str) -> str:
     """Redact secrets and terminal control characters.
 
-    Messages contain untrusted text: names in checkpoints and data, exceptions of libraries that repeat a key.
+    Messages contain untrusted text, such as names in checkpoints and data, and library exceptions that quote a key.
     """
     text = redact_message(text)
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
@@ -162,8 +163,8 @@ def _is_secret_variable(name: str) -> bool:
 def _secret_values() -> dict[str, str]:
     """Return the value of each secret variable -> its name, longest first.
 
-    A value is remembered after its variable was removed: a program may delete a password from its environment once it
-    has read it.
+    A value is remembered even after its variable is removed: a program may delete a password from its environment once
+    it has read it.
     """
     global _values, _last_environment
     current = getattr(os.environ, "_data", None)  # os.environ decodes each name: 0.2 ms a call
@@ -200,7 +201,7 @@ def _encodings(value: str) -> Iterator[str]:
 
 @cache
 def _is_strong(value: str) -> bool:
-    """Return whether a value can only be a secret: not a common word, path or URL without password."""
+    """Return whether a value can only be a secret: it is not a common word, a path, or a URL without a password."""
     is_mixed = re.search(r"[A-Za-z]", value) is not None and re.search(r"\d", value) is not None
     if not is_mixed or _is_path(value) or (len(value) <= _LONGEST_WORD and _WORD_WITH_NUMBER.fullmatch(value)):
         return False
@@ -359,7 +360,7 @@ _SHAPES: Mapping[str, str] = {
     "lin_api_": r"[A-Za-z0-9]{32,}", "ntn_": rf"{_DIGIT}[A-Za-z0-9]{{40,}}", "figd_": rf"{_DIGIT}[\w-]{{32,}}",
     "glsa_": r"[A-Za-z0-9]{32}_[0-9a-f]{8}", "glc_": rf"{_DIGIT}[A-Za-z0-9+/=]{{32,}}", "NRAK-": r"[A-Z0-9]{24,}",
     "PMAK-": r"[0-9a-f]{24}-[0-9a-f]{34}", "rubygems_": r"[0-9a-f]{48}", "SK": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}",
-    "key-": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; bots of Telegram
+    "key-": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; Telegram bots
     # Discord bots: a number in Base64, a time and a signature.
     **dict.fromkeys(
         ("MD", "MT", "Mj", "Mz", "ND", "NT", "Nj", "Nz", "OD", "OT"), r"[\w-]{20,26}\.[\w-]{6}\.[\w-]{27,}"

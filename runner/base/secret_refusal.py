@@ -21,6 +21,6 @@ def secret_problems(tree: Any, where: str) -> list[Problem]:
     return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(find_secrets(tree))]
 
 
-_WHAT = "looks like a secret; secrets are not allowed in arguments, configuration files and task files"
+_WHAT = "looks like a secret; secrets are not allowed in arguments, configuration files or task files"
 _FIX = "remove it, and use an environment variable: wandb reads WANDB_API_KEY (or ~/.netrc), a task can read any other"
 _FIX_OF_ARGUMENTS = f"{_FIX}; then revoke it, because the shell history contains it"

@@ -36,8 +36,8 @@ def split_proportionally(total: int, weights: Sequence[float]) -> Shares:
 def distribute_samples(num_samples: int, shares: Sequence[int]) -> Shares:
     """Return the number of samples that each rank gets from an update of `num_samples` samples.
 
-    This is the share of the rank, except in a smaller last update of an epoch, which is divided in proportion to the
-    shares: all samples are distributed, no rank gets more than its share, and a rank may get 0.
+    This is the share of the rank, except in the last update of an epoch if it is smaller. Its samples are divided in
+    proportion to the shares: all are distributed, no rank gets more than its share, and a rank may get 0.
     """
     return tuple(shares) if num_samples == sum(shares) else split_proportionally(num_samples, shares)
 
@@ -121,7 +121,7 @@ def rank_shares(
     )
 
 
-def format_identity(rows: Sequence[RankShare]) -> str:
+def format_equation(rows: Sequence[RankShare]) -> str:
     """Format the shares as a sum: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
     Adjacent ranks with equal shares and micro-batches become one term: `4 x 16 (ranks 0-3: 2 x 8)`. If the line would

@@ -27,8 +27,9 @@ class Dataset(Protocol):
     draw from `sample_rng(seed, epoch, index)`, so that a sample is the same in every worker.
     `dataloader.cache` requires samples without a random part, and batches with one row per sample. A dataset with other
     samples or batches can be cached if its `__getitems__` returns `self.compose(self.load_fixed, indices)`. What
-    `load_fixed(indices)` returns is cached: a tensor, or a tuple or dict of tensors, with a row per index that is
-    always the same. `compose(load, indices)` returns the batch, and calls `load` with any indices of the dataset.
+    `load_fixed(indices)` returns is cached: a tensor, or a tuple or dict of tensors, with one row per index. The row
+    of an index must be the same in every call. `compose(load, indices)` returns the batch, and calls `load` with any
+    indices of the dataset.
     """
 
     def __len__(self) -> int: ...
@@ -65,7 +66,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Return the completed fraction of the phase, from 0 to below 1."""
+        """Return the completed fraction of the phase, in [0, 1)."""
         return self.update / max(1, self.total)
 
 
@@ -79,7 +80,7 @@ class Prediction:
     text   text to print, may be empty
     items  number of generated items (tokens, samples), for the throughput; 0: a plot or table of earlier
            results, which does not count as a prediction
-    plots  plots for plots/ of the run directory: file name, such as maps.png -> its bytes (see runner.base.picture)
+    plots  images for plots/ in the run directory: file name (such as maps.png) -> its bytes; see runner.base.picture
     part   a JSON-serializable value for `Task.combine_predictions`
     """
 
@@ -96,13 +97,14 @@ State = dict[str, Tensor]
 class Fit:
     """Statistics of the training data, collected without gradients in a phase of kind "fit".
 
-    The state is a dict of tensors on the model's device whose size does not depend on the data, so it can be streamed
-    and saved at any time. `merge` combines two states; the result must not depend on how the data is divided, except
-    for rounding. Accumulate quantities that can be merged: float64 sums, counts, moments as in Welford's algorithm.
+    The state is a dict of tensors on the model's device. Its size does not depend on the data, so any amount of data
+    can be processed, and the state can be saved at any time. `merge` combines two states; the result must not depend on
+    how the data is divided, except for rounding. Accumulate quantities that can be merged: float64 sums, counts,
+    moments as in Welford's algorithm.
     """
 
     def start(self) -> State:
-        """Return the state before any data was added, on the CPU; the runner moves it to the model's device."""
+        """Return the state before any data is added, on the CPU; the runner moves it to the model's device."""
         raise NotImplementedError(f"{type(self).__name__} must define start() -> dict of tensors")
 
     def add(self, model: nn.Module, state: State, batch: Any) -> tuple[State, int]:
@@ -114,7 +116,7 @@ class Fit:
         raise NotImplementedError(f"{type(self).__name__} must define merge(one, other) -> state")
 
     def finish(self, model: nn.Module, state: State) -> Mapping[str, float]:
-        """Store the result in the model, once all data was read; return metrics to display, if any."""
+        """Store the result in the model, once all data has been read; return metrics to display, if any."""
         raise NotImplementedError(f"{type(self).__name__} must define finish(model, state)")
 
 
@@ -149,16 +151,17 @@ class Task:
     """Base class of tasks: set `model`, and define `loss` and `dataset`. Everything else has defaults.
 
     item              name of the unit that the loss averages over, e.g. "token"
-    items_per_sample  expected number of items per sample; scales gradients into range without changing results
+    items_per_sample  expected number of items per sample; the loss is divided by it before the backward pass, which
+                      keeps float16 gradients in range and does not change results
     baseline_name     name of the trivial model whose metrics `baselines` returns, e.g. "byte bigram model"
     phase             current phase; in inference, the phase that trained the model. dataset, evaluate, baselines,
                       items_per_sample and baseline_name may depend on it
     losses            phase name -> loss function, for tasks with several phases; phases without an entry use `loss`
     fits              phase name -> Fit, for phases of kind "fit"
-    splits            names of splits that `dataset` returns besides train, val and test; the command `evaluate` accepts
-                      no others
+    splits            names of the splits besides train, val and test that `dataset` returns; the command `evaluate`
+                      accepts no others
     loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; the loss
-                      then depends on the split into micro-batches, and is not checked to be a sum
+                      then depends on the split into micro-batches, and the check that it is a sum is skipped
 
     A task with several phases declares them in PHASES, a literal mapping in its file: see docs/phases.md.
     """
@@ -185,7 +188,8 @@ class Task:
     def objectives(self) -> Mapping[str, Mapping[str, Any]]:
         """Objectives of an update, in order: name -> its settings.
 
-        By default OBJECTIVES of the task's file or, if that has none, of the file of its class or a base class.
+        By default, this is OBJECTIVES of the task file. If that file defines none, it is OBJECTIVES of the file that
+        defines the task's class, or a base class.
 
         A task with objectives defines `loss(model, batch, objective)`, which is called for each. Settings: `trains`
         (names or prefixes of parameters), `every`, `shares`, `optimizer` and `scheduler` with their settings,
@@ -260,8 +264,8 @@ class Task:
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
         """Return metrics of one batch as (sum, count), which are added over batches and ranks, then divided once.
 
-        By default these are the loss and the metrics that `loss` returns as third element; with OBJECTIVES, they are
-        named OBJECTIVE/loss and so on.
+        By default, these are the loss and the metrics that `loss` returns as its third element; with OBJECTIVES, they
+        are named OBJECTIVE/loss and so on.
         """
         if not self.objectives:
             return _as_metrics(self.loss(model, batch))
@@ -294,8 +298,9 @@ class Task:
     def blocks(self) -> Sequence[nn.Module]:
         """Return the repeated blocks of the model: units of checkpointing, sharding and regional compilation.
 
-        By default these are the modules in each ModuleList, and in each Sequential of several modules of one class that
-        has submodules and parameters, at any depth. Blocks within blocks are not returned.
+        By default, these are the modules in each ModuleList at any depth, and in each Sequential of at least two
+        modules that are all of one class and each have submodules and parameters. Blocks within blocks are not
+        returned.
         """
         return repeated_blocks(self.model)
 
@@ -339,7 +344,7 @@ class Task:
     def predict_batch(self, model: nn.Module, batch: Any, /, **options: Any) -> Mapping[str, Any]:
         """Return a prediction for each sample of a batch, as columns of a table: name -> one value per sample.
 
-        A value is a number, a text, or a vector of numbers; a column is a tensor, an array or a list. `inference`
+        A value is a number, a string, or a vector of numbers; a column is a tensor, an array or a list. `inference`
         calls it for the batches of `inference.split` and writes predictions/SPLIT.csv, unless `predict` is defined.
         Parameters after `*` are further keys of `inference`.
         """
@@ -393,7 +398,7 @@ def _has_repeated_blocks(modules: nn.Sequential) -> bool:
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Return the random generator of a sample in an epoch: the same for any worker, rank or share.
 
-    The streams of different keys are independent of each other, and of the stream that orders an epoch.
+    The streams of different keys are independent of each other, and of the stream that shuffles an epoch.
     """
     # Always two 32-bit words per number: SeedSequence splits only numbers from 2**32 on, so different keys could
     # give the same words.

@@ -182,8 +182,8 @@ def wrap_help(text: str) -> str:
 def reflow(text: str, columns: int) -> str:
     """Rewrap the lines of each paragraph and table cell to this width.
 
-    A paragraph consists of consecutive lines at the left margin. The last cell of a row continues at its column, or
-    below the row if its column is in the right half of the line.
+    A paragraph consists of consecutive lines at the left margin. The last cell of a row is wrapped within its column,
+    or, if the column starts in the right half of the line, moved to the lines below the row.
     """
     joined: list[str] = []
     cell = 0  # column of the last cell of the row
@@ -221,12 +221,12 @@ def _wrap_help_line(line: str, columns: int, *, is_usage: bool = False) -> list[
 
 
 def wrap(text: str, columns: int) -> str:
-    """Wrap the text to lines of this width, without breaking words and commands.
+    """Wrap the text to lines of this width, without breaking words or commands.
 
     Continuation lines are aligned with the last cell of a table, if that leaves half of the line for them, else
-    indented by two. If a label has several entries below each other, continuation lines are indented by two from the
-    entries. Commands are not broken because they are meant to be pasted: if the terminal wraps a line, it still copies
-    it as one.
+    indented by two. If a label has several entries, one per line, their continuation lines are indented by two more
+    than the entries. Commands are never broken, so that they can be pasted: a line that the terminal itself wraps is
+    still copied as one line.
     """
     lines = text.split("\n")
     indents = [len(line) - len(line.lstrip()) for line in [*lines[1:], ""]]

@@ -76,7 +76,7 @@ NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
 PositiveFraction = Annotated[float, Range("a number above 0 and at most 1", low=0.0, high=1.0, low_allowed=False)]
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
-Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
+Factor = Annotated[float, Range("a number of at least 0 and below 1", low=0.0, high=1.0, high_allowed=False)]
 NonPositive = Annotated[float, Range("a number of at most 0", high=0.0)]
 Exponent = Annotated[float, Range("a number from 0 to 10", low=0.0, high=10.0)]  # larger powers overflow
 AtLeastOne = Annotated[float, Range("a number of at least 1", low=1.0)]
@@ -92,7 +92,7 @@ DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"aut
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
 # A URL whose two slashes pathlib or a shell has collapsed to one. Such a folder name is never intended.
 _ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
-LOCAL_PATH = "a local path (not a URL such as s3://) in one line without control characters"
+LOCAL_PATH = "a local path (not a URL such as s3://) without line breaks or control characters"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
 _LOCAL = rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"
 LocalPath = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
@@ -100,10 +100,11 @@ LocalPath = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
 RunsFolder = Annotated[
     str,
     Matches(
-        "a local path in one line without control characters (for object storage, use checkpoint.mirror=URL)", _LOCAL
+        "a local path without line breaks or control characters (for object storage, use checkpoint.mirror=URL)",
+        _LOCAL,
     ),
 ]
-# No user, password, query or fragment: the value is written to files. Azure writes the container before an @.
+# No user, password, query or fragment: the value is written to files. In Azure URLs, the container precedes an @.
 _NAMED_IN_URL = r"[^@?#\s\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+"
 MirrorURL = Annotated[
     str,

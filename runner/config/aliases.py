@@ -192,7 +192,7 @@ _ABSENT_REASONS: Mapping[str, str] = {
     "a schedule is as long as the phase (updates=N)": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
     "the first module that produces a NaN is always named in the error": "detect_anomaly anomaly_detection",
     "the length of a run is set by updates or epochs": "min_epochs min_steps max_time",
-    "data is sent to the tracker only": "push_to_hub hub_model_id hub_token",
+    "data is sent only to the tracker": "push_to_hub hub_model_id hub_token",
     "workers are always persistent": "persistent_workers dataloader_persistent_workers",
     "accel-run plan lists all settings": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
     "barebones plugins",

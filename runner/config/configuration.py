@@ -228,9 +228,10 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
 
 
 def _find_long_warmups(configuration: Configuration) -> list[Problem]:
-    """Return a problem for each shipped schedule whose warm-up is longer than its phase, if the length is in updates.
+    """Return a problem for each shipped schedule whose warm-up is longer than its phase.
 
-    A length in epochs is known only after the data is loaded; then the schedule itself checks its warm-up.
+    Only for phases with a length in updates: a length in epochs is converted to updates only once the data is loaded.
+    The schedule itself then checks its warm-up.
     """
     problems = []
     for phase in configuration.phases:
@@ -316,7 +317,7 @@ def _build_configuration(
 
 
 def _phase_settings(phase: PhaseKeys, tree: Mapping[str, Any], task_file: Path | None) -> PhaseSettings:
-    """Return the settings of a declared phase; keys that a fit phase does not have are set to unused values."""
+    """Return the settings of a declared phase; keys that a fit phase does not have get placeholders."""
 
     def choice(group: str) -> Choice:
         prefix, option = phase.declared.key(f"{group}."), phase.options[group]

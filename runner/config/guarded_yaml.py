@@ -67,7 +67,7 @@ def refuse_calls(key: str, value: Any, where: str) -> None:
 
 
 def refuse_growth(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; only computes the size."""
+    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; computes the size without replacing."""
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
     nodes, characters = _expanded_size(tree, tree, (), sizes, set())
     if nodes > 2 * MAX_NODES or characters > MAX_CHARACTERS:

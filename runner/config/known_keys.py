@@ -128,7 +128,7 @@ def build_schema(
     keys.update(list_objective_keys(task.objectives, {**functions, **command_line}, signature_of))
     keys.update({f"task.{key.name}": key for key in task.build.values()})
     keys.update({f"inference.{key.name}": key for key in task.predict.values()})
-    keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
+    keys["inference.seed"] = Key("inference.seed", int, 0, "random seed of the predictions")
     phases = []
     for declared, options in zip(task.phases, phase_options, strict=True):
         phases.append(PhaseKeys(declared, options, phase_keys(declared, options, signature_of)))
@@ -214,5 +214,5 @@ def _find_function(group: str, option: str, content: Mapping[str, Any], request:
     ]
     if function in available:
         return function
-    what = f"must state the option of which it is a variant, such as `option: {available[-1]}`"
+    what = f"must name the option that it is a variant of, such as `option: {available[-1]}`"
     return Problem(what, f"{group}/{option}.yaml", did_you_mean(function, available))

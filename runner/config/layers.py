@@ -147,7 +147,7 @@ def task_group_settings(task: TaskFile, request: Request, problems: list[Problem
         available = list_options(group, request.config_dir, request.task_file)
         if group not in TASK_GROUPS:
             fix = f"use {group}={format_value(option)} on the command line"
-            what = f"a task can select options of {', '.join(TASK_GROUPS[:-1])} and {TASK_GROUPS[-1]} only"
+            what = f"a task can select options only for {', '.join(TASK_GROUPS[:-1])} and {TASK_GROUPS[-1]}"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in available:
             problems.append(unknown_option(group, option, available, f"SETTINGS[{group!r}]"))

@@ -31,7 +31,7 @@ def list_objective_keys(
         prefix = f"{OBJECTIVE}.{name}."
         every, max_norm = declaration.get("every", 1), declaration.get("max_grad_norm")
         keys[f"{prefix}every"] = Key(
-            f"{prefix}every", PositiveInt, every, "train the objective in the first and every n-th later update"
+            f"{prefix}every", PositiveInt, every, "train the objective in the first update and every n-th one after it"
         )
         norm_help = "maximum gradient norm for clipping; null: max_grad_norm of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)
@@ -43,7 +43,7 @@ def list_objective_keys(
                 full = f"{prefix}{group}.{key}"
                 is_declared = option == declaration.get(group, selected[group])
                 default = declaration.get(f"{group}.{key}") if is_declared else None
-                keys[full] = Key(full, option_key.type | None, default, f"{option_key.help}; null: as if not set")
+                keys[full] = Key(full, option_key.type | None, default, f"{option_key.help}; null: not set")
     return keys
 
 
@@ -59,7 +59,7 @@ def check_objective_options(
 
 
 def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each key of the command line that every objective declares: it has no effect."""
+    """Yield a note for each key of the command line that has no effect, because every objective declares it."""
     contents = [content for content in declared.values() if isinstance(content, Mapping)]
     if any(key.startswith(f"{OBJECTIVE}.") for key in requested):  # these keys may replace what is declared
         return

@@ -41,7 +41,7 @@ class DataSettings:
 class EvaluateSettings:
     """When, and on how many samples, the model is evaluated during training.
 
-    every    evaluation interval: 200 or 200updates, 2epochs; auto: ten evaluations per phase; 0: only at its end
+    every    evaluation interval: 200 or 200updates, 2epochs; auto: ten per phase; 0: only at the end of each phase
     samples  number of validation samples, evenly spaced and always the same; null: all
     """
 
@@ -93,7 +93,7 @@ class Settings:
     global_batch_size  samples per update over all ranks and micro-batches
     micro_batch_size   samples per forward and backward pass on a device; auto: chosen by the plan
     cpu_micro_batch_size  upper limit of micro_batch_size=auto on a CPU, where memory is not predicted before a run;
-                          null: none
+                          null: no limit
     max_grad_norm      maximum gradient norm for clipping; null: no clipping
     seed               random seed of weights, data order and dropout
     device             auto, cpu, cuda, cuda:N, mps or xpu

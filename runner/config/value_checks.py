@@ -52,7 +52,7 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
     if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # these values turn it off in other trainers
-        return f"use {name}=null for none"
+        return f"use {name}=null to disable it"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""
 
@@ -116,5 +116,5 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Probl
     ]
     if not problems and not remaining:
         fix = "use epochs=1, or updates=100"
-        problems.append(Problem("there is nothing to do: no phase of kind fit is selected", "epochs=0", fix))
+        problems.append(Problem("there is nothing to do: every selected phase trains for 0 epochs", "epochs=0", fix))
     return problems

@@ -1,4 +1,4 @@
-"""At the end of each update, synchronize the buffers that it has changed; never in an evaluation or a save.
+"""Synchronize buffers at the end of each update that changes them, never during an evaluation or a save.
 
 A rank sees only its own samples, so a buffer that a forward pass changes, such as a moving average, a codebook or a
 counter, diverges between ranks. Synchronizing only at checkpoints would make the result of training depend on when
@@ -59,7 +59,7 @@ class BufferSync:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Synchronize on exit the buffers that have changed inside; the flags are sent in a separate message."""
+        """On exit, synchronize the buffers that changed inside the context; a separate message sends the flags."""
         self.begin_update()
         yield
         self.apply(self.world.sum(self.flags()))
@@ -73,7 +73,7 @@ class BufferSync:
     def flags(self) -> Tensor:
         """Return a change flag (0 or 1) per buffer of this rank, then one for buffers added, removed or resized."""
         if self._is_first:
-            # A write through .data, by a norm's kernel or by compiled code increments no version, so compare bits.
+            # Writes through .data, by a norm's kernel or by compiled code increment no version, so bits are compared.
             pairs = zip(self._refs, self._before, strict=True)
             self._unversioned |= {ref.name for ref, before in pairs if not _is_unchanged(ref.tensor, before)}
         return torch.tensor([*map(float, self._changed_flags()), float(self._needs_rebuild())])
@@ -151,7 +151,7 @@ class BufferSync:
             ref.name in self._unversioned or seen.is_changed(ref.tensor)
             for ref, seen in zip(self._refs, self._recorded, strict=True)
         ]
-        # torch increments the version of num_batches_tracked, but not of the running statistics beside it
+        # torch increments the version of num_batches_tracked, but not those of the running statistics
         norms = {ref.module for ref, changed in zip(self._refs, flags, strict=True) if changed and _is_statistic(ref)}
         return [changed or ref.module in norms for ref, changed in zip(self._refs, flags, strict=True)]
 

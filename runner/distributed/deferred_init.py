@@ -8,8 +8,8 @@ operation is also executed while it is recorded, on a temporary tensor: the gene
 construction, and the Mersenne Twister of the CPU cannot skip numbers. The generator's state before each random
 operation is recorded, too.
 
-The idea comes from torchdistX's deferred_init (2022), which is no longer maintained and did not keep the random numbers
-of an ordinary construction.
+The idea comes from torchdistX's deferred_init (2022), which is no longer maintained and did not reproduce the random
+numbers of an ordinary construction.
 """
 
 from __future__ import annotations

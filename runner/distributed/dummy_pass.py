@@ -25,7 +25,7 @@ class CollectiveCounter(nn.Module):
 
 @contextmanager
 def without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Let passes inside the context change no buffers, and use in synchronized norms only other ranks' statistics."""
+    """Inside the context, passes change no buffers, and synchronized norms use only the statistics of other ranks."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
     for norm in norms:

@@ -42,7 +42,7 @@ def join_process_group(
     """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
 
     rendezvous_s  timeout of the rendezvous, at most `timeout_s`; None: RENDEZVOUS_S plus 0.5 s per rank
-    watchdog_s    time within which the run's watchdog reports a hang; collectives of GPUs do not time out before
+    watchdog_s    time within which the run's watchdog reports a hang; GPU collectives do not time out earlier
 
     CPU tensors use gloo, and CUDA tensors use NCCL. After an error, and if destroying the group takes longer than
     `timeout_s`, the group is abandoned.
@@ -130,7 +130,7 @@ class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fill received tensors, which are otherwise uninitialized.
 
     Integers are 1: in torch's pipeline, ranks use them to report that they know their shapes. Other numbers are 0, so
-    that gradients are finite if they are real: those of a single linear layer depend on no fake weight.
+    that gradients with actual values are finite: those of a single linear layer do not depend on any fake weight.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,8 +216,8 @@ def choose_interface(rank_info: RankInfo) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if _is_on_one_machine(rank_info):
-        # NCCL's bootstrap listens on a network card even if all ranks are on this machine; = asks for an exact match.
-        # On several machines NCCL finds its interfaces itself, and may use several.
+        # NCCL's bootstrap listens on a network card even if all ranks are on this machine. The prefix = requires an
+        # exact match. On several machines NCCL finds its interfaces itself, and may use several.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 

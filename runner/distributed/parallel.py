@@ -203,7 +203,7 @@ class Parallel:
         return overflow
 
     def attach_numbers(self, numbers: Tensor | None) -> bool:
-        """All-reduce `numbers` together with the gradients of the next updates, until others or None replace them.
+        """All-reduce `numbers` with the gradients of each following update, until other numbers or None replace them.
 
         `numbers` is a tensor on the host, with the same length on each rank. Returns False if this strategy does not
         support it.
@@ -244,7 +244,7 @@ class Parallel:
         return {name: copy(tensor) for name, tensor in tensors.items()}
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
-        """Return copies of what this rank writes of a checkpoint: `gather_full`, or its own part of each tensor."""
+        """Return copies of the tensors that this rank writes to a checkpoint: `gather_full`, or its part of each."""
         return self.gather_full(tensors, copy)
 
     def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
@@ -252,7 +252,7 @@ class Parallel:
         return sum(tensor.nbytes for tensor in tensors)
 
     def load(self, model: nn.Module, saved: Saved) -> None:
-        """Load full tensors into the model, all or some; names and shapes were checked. Dtypes are converted."""
+        """Load some or all full tensors into the model; names and shapes are already checked. Dtypes are converted."""
         overlapping = {name: tensor for name, tensor in model.state_dict().items() if is_overlapping(tensor)}
         for tensors in read_in_groups(saved, _MAX_READ_BYTES):
             for name in tensors.keys() & overlapping.keys():

@@ -82,7 +82,7 @@ class Pipelined(Parallel):
               pipeline
     schedule  1f1b: backward passes as early as possible; gpipe: all forward passes first, which keeps the activations
               of all micro-batches
-    split     number of layers of each stage; None: by `balance`
+    split     number of layers of each stage; None: determined by `balance`
     balance   memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init      how the model is built, see Parallel
     """

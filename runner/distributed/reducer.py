@@ -1,8 +1,9 @@
 """All-reduce gradients in buckets during the last backward pass of an update.
 
-Which parameters share a bucket depends only on their registration order, so the sums are bit-identical in every run of
-the same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
-arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree on it.
+Which parameters share a bucket depends only on their registration order, so the sums are bit-identical in every run
+with the same ranks, including a resumed one. The order in which buckets are exchanged follows the order in which their
+gradients arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree
+on it.
 
 DistributedDataParallel is not used: it averages per rank, needs equal numbers of backward passes, and regroups buckets
 at run time, which changes the order of additions and therefore the bits of a resumed run (docs/decisions/0011).
@@ -26,7 +27,7 @@ BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandw
 FIRST_BUCKET_BYTES = 1 << 20
 # Replaces a tensor by its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
 SumGradients = Callable[[Tensor], Any]
-MAX_ERROR = 0.25  # largest error of a custom sum, relative to its largest element: a mean over 2 ranks has 0.5
+MAX_ERROR = 0.25  # of a custom sum, relative to its largest element; a mean over 2 ranks instead of a sum has 0.5
 
 
 class _Bucket:
@@ -38,8 +39,8 @@ class _Bucket:
     arrived     parameter -> how often its gradient arrived in this pass
     missing     number of expected gradients that have not arrived
     position    number of gradients of the model that had arrived when the last one of this bucket did
-    is_late     a gradient arrived after the bucket was launched: it must be exchanged again
-    was_late    it was late in an earlier update, so it awaits the largest number of gradients that ever arrived
+    is_late     a gradient arrived after the bucket was launched, so the bucket must be exchanged again
+    was_late    the bucket was late in an earlier update, so it awaits the largest number of gradients that ever arrived
     is_unused   no rank had a gradient for it in the previous update, so it is all-reduced only if a rank has one now
     """
 
@@ -143,7 +144,7 @@ class Reducer:
             hook.remove()
 
     def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
-        """Finish the all-reduce of all gradients; set those to None that no rank has.
+        """Finish the all-reduce of all gradients; set gradients that no rank has to None.
 
         flags  any numbers, on the host
 
@@ -213,7 +214,7 @@ class Reducer:
         self._next += 1
 
     def _positions(self) -> list[float]:
-        """Return after how many gradients each bucket was complete on this rank; zeros if no gradient arrived."""
+        """Return how many gradients had arrived when each bucket was complete on this rank; zeros if none arrived."""
         never = self._num_arrived + 1 if self._num_arrived else 0
         return [float(never if bucket.missing else bucket.position) for bucket in self.buckets]
 
@@ -244,8 +245,8 @@ class Reducer:
 class CustomSum:
     """A function of a task file or a package that replaces gradients by their sum over the ranks.
 
-    For each bucket, the results of all ranks are compared with each other and with an all-reduce, in each update up to
-    the first whose sum is finite and not zero. Copies of the model that receive different gradients would diverge. All
+    For each bucket, the results of all ranks are compared with each other and with an all-reduce, in each update until
+    one has a sum that is finite and not zero. Copies of the model that receive different gradients would diverge. All
     ranks find the same errors.
 
     option  its name

@@ -315,7 +315,7 @@ class Sharded(Parallel):
         self._buffers.check()
 
     def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
-        """Gather one tensor at a time: the device needs memory for the largest one only."""
+        """Gather one tensor at a time: the device needs memory only for the largest one."""
         result: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -160,7 +160,7 @@ class SharedCalls:
         with self._unwatched():
             self._gather(self.order[len(self._gathered) :])
         root: Any = self.model
-        root._get_fsdp_state()._state_ctx.iter_forward_root = None  # torch resets it after complete calls only
+        root._get_fsdp_state()._state_ctx.iter_forward_root = None  # torch resets it only after complete calls
 
 
 _FINISHED, _CALLS, _RUNS_COLLECTIVE = range(3)

@@ -1,4 +1,4 @@
-"""Pipeline stages with the interface that torch's schedules expect, and interception of the loss's call of the model.
+"""Pipeline stages with the interface that torch's schedules expect; the call of the model in the loss is intercepted.
 
 The first stage runs the loss only until it calls the model, to get the model's arguments. The last stage runs the loss
 again and passes it the output of the pipeline as the result of that call.
@@ -222,7 +222,7 @@ class TimedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward pass; after a failure, return gradients of zeros."""
+        """Run a backward pass; after a failure, return zero gradients."""
         stage: Any = self.submod
         if stage.failure is None:
             try:
@@ -245,7 +245,7 @@ class TimedStage(PipelineStage):
 
 
 class ReplayedCall:
-    """Handler of a call of the model that returns an output computed elsewhere, once only."""
+    """Handles a call of the model by returning an output computed elsewhere; a second call is an error."""
 
     def __init__(self, output: Any) -> None:
         self.output = [output]

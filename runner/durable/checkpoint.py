@@ -40,7 +40,7 @@ FIX_ANOTHER = "use another checkpoint of the run: accel-run status lists them, v
 class Snapshot:
     """State of a run at an update boundary, in host memory; must not change until it is written.
 
-    part  which part of the state the tensors are; None: they are complete
+    part  part of the state to which the tensors belong; None: they are the complete state
     """
 
     update: int
@@ -173,7 +173,7 @@ def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
     """Create the checkpoint `target` from files that `fill` writes durably into a temporary folder.
 
     An existing one of this name is moved aside. Raises DataError if the files are not a valid checkpoint of this name,
-    StorageError, and what `fill` raises; there is then no new checkpoint.
+    StorageError, and any error of `fill`; after an error, there is no new checkpoint.
     """
     directory = target.parent
     files.make_directory(directory)

@@ -157,7 +157,8 @@ def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = No
     """Return (value, number) of the best checkpoints up to `newest`, best first, for the phase of `newest`.
 
     The state of `newest` does not list a best checkpoint that was held in memory and written later, so every older
-    checkpoint of the phase is checked. One that was saved with another ranking counts with its own evaluation.
+    checkpoint of the phase is checked. One that was saved with another ranking is ranked by the value of this ranking's
+    metric that it recorded.
 
     ranking  None: the run's own ranking, from the state of `newest`
     """

@@ -1,10 +1,10 @@
-"""Checkpoints that several ranks write together: each rank writes its shards, and rank 0 also the manifest.
+"""Sharded checkpoints, which several ranks write together: each writes its shards, and rank 0 also the manifest.
 
     model-part00000.safetensors  model-part00001.safetensors ...
 
-Each part contains a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. If
-several groups of ranks each hold a copy of the model, the first group writes. Tensors that are not sharded are in part
-0 only. So each tensor is either in all parts or in one of them, and no index is needed.
+Each part contains one rank's rows (along the first dimension) of every sharded tensor; parts are in the order of the
+ranks. If several groups of ranks each hold a copy of the model, the first group writes. Tensors that are not sharded
+are only in part 0. So each tensor is either in all parts or in one of them, and no index is needed.
 
 All ranks write into the same temporary folder. Once its files are durable, a rank writes a report there with their
 sizes and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every

@@ -137,7 +137,7 @@ class RunDirectory:
         """Open an existing run for reading: the newest ("last"), one in `root` by name, or one by path.
 
         Runs of a sweep in `root` are found by name too. "last" is the newest run with an update, so that a failed start
-        does not hide the run before it; `skipped` of the result then has the newer ones. If no run has an update,
+        does not hide the run before it; `skipped` of the result then lists the newer ones. If no run has an update,
         "last" is the newest one. Raises InputMissing with the existing names.
 
         created  run of this process; if it is new, it is not one of the existing runs
@@ -223,8 +223,8 @@ class RunDirectory:
     def check_location(self, warn: Callable[[str], None]) -> None:
         """Check before each save that the folder exists and that no other process can write to it.
 
-        A moved folder is written to at its new place, because its descriptor follows it. A removed lock file
-        is created again.
+        The run continues to write to a moved folder, because its descriptor follows it. A removed lock file is created
+        again.
 
         warn  called with a message about each of these, each time
         Raises StorageError if the folder was deleted, RunInUse if another process has its lock.

@@ -51,7 +51,7 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
     Syncing a thousand small files one by one waits for the disk a thousand times, but syncing the file system writes
-    the data of all programs. So the files are synced one by one if there are at most two, or without syncfs.
+    the data of all programs. So the files are synced one by one if there are at most two, or if there is no syncfs.
     Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}
@@ -330,7 +330,7 @@ def read_lines(path: Path, text: bytes = b"") -> Iterator[dict[str, Any] | None]
 def read_last_row(path: Path, key: str | None = None, start: int = 0, *, lead: str = "") -> dict[str, Any]:
     """Return the last JSON object in the lines of the file `path`, reading only its end; empty if there is none.
 
-    key    required key with a value other than null; `lead`: required beginning of a key
+    key    required key with a value other than null; `lead`: required prefix of some key
     start  offset in bytes before which lines are ignored
     """
     with suppress(OSError), open(open_regular(path), "rb") as file:
@@ -404,8 +404,8 @@ class AppendLog:
     def sync(self) -> None:
         """Sync all rows to disk. Other threads can write meanwhile.
 
-        Raises StorageError, and from then on always: the kernel drops pages that it could not write, so a second sync
-        would succeed without them.
+        Raises StorageError; every later call raises it too, because the kernel drops pages that it could not write, and
+        a second sync would succeed without them.
         """
         if self._sync_error is not None:
             raise self._sync_error

@@ -36,7 +36,7 @@ class MirrorStore:
         """Raises MissingPackage if the package for the protocol is missing, and MirrorError if the URL is invalid."""
         self.shown = f"{url.rstrip('/')}/{name}"
         core = require("fsspec.core", "mirror")
-        # Other processes write there too: a listing must not be cached, nor an instance shared with the task's code.
+        # Other processes write there too, so listings must not be cached. The task's code must not share the instance.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if url.startswith(("file:", "local:")):
             options["auto_mkdir"] = True

@@ -18,7 +18,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
     """Set aside the checkpoints after the one that `choice` names, so that the run resumes from it in the context.
 
     Nothing is removed: the checkpoints are renamed to `earlier-...`, and the metrics are copied to
-    `metrics-earlier-N.jsonl`. If the settings are refused, or the run fails before it has trained, checkpoints and
+    `metrics-earlier-N.jsonl`. If the settings are rejected, or the run fails before it has trained, checkpoints and
     metrics are restored.
 
     Raises InputMissing or DataError as `choose_checkpoint` does, and RunInUse if another process has the lock.

@@ -21,10 +21,10 @@ class StopRequest:
 
     SIGHUP is sent when the terminal closes. SIGUSR1 is the signal that SLURM sends before the time limit. A second
     SIGINT or SIGTERM exits at once with code 130, which is safe at any time: files with a final name are complete.
-    SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it while the run is still saving, nor does
-    SIGHUP, which accompanies a SIGTERM when a session ends. After `begin_shutdown` a third signal is required: the exit
-    code is known, and 130 would hide it.
-    Can be opened in the main thread only.
+    Neither SIGUSR1 nor SIGHUP counts as the first signal: SLURM sends SIGTERM after SIGUSR1 while the run is still
+    saving, and SIGHUP accompanies a SIGTERM when a session ends. After `begin_shutdown` a third signal is required,
+    because the exit code is known, and 130 would hide it.
+    Can be opened only in the main thread.
 
     at_once       message of a run that exits at once
     before_exit   called before such an exit
@@ -79,8 +79,8 @@ def install_handler(
 ) -> dict[signal.Signals, Any]:
     """Handle these signals; return the previous handlers, for `restore_handlers`.
 
-    Under nohup SIGHUP is ignored and stays so, as does SIGINT in a background job of a shell script, because Ctrl-C is
-    meant for the foreground.
+    Signals that are ignored stay ignored: SIGHUP under nohup, and SIGINT in a background job of a shell script, because
+    Ctrl-C is meant for the foreground.
     """
     ignorable = (signal.SIGHUP, signal.SIGINT, signal.SIGTSTP)
     return {

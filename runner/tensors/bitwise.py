@@ -14,7 +14,8 @@ def is_dense(tensor: Tensor) -> bool:
 def view_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a dense tensor in row-major order, (nbytes,); a view if it is already contiguous."""
     resolved = tensor.detach().resolve_conj().resolve_neg()  # a lazily conjugated view has other bytes in memory
-    # Not view(-1), which keeps the stride of a tensor with one element, such as a row of a column: view(dtype) needs 1.
+    # Not view(-1), which keeps the stride of a tensor with one element, such as a row of a column: view(dtype) needs a
+    # stride of 1.
     return resolved.contiguous().as_strided((resolved.numel(),), (1,)).view(torch.uint8)
 
 

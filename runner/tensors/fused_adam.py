@@ -78,7 +78,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if not weights:
             continue
         steps = [state["step"] for state in states]
-        if steps[0].device.type == "cpu":  # foreach adds tensor by tensor here, and would convert the 1 for each
+        if steps[0].device.type == "cpu":  # here, foreach would convert the Python number 1 once per tensor
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
@@ -143,7 +143,7 @@ def _placements(tensor: Any) -> Any:
 def _shards(tensors: Iterable[Any]) -> list[Tensor]:
     """Return the local tensors of DTensors with equal placements.
 
-    Adam computes element by element, so it needs no others. With DTensors, torch would plan the sharding of each
+    Adam computes element by element, so it needs no other shards. With DTensors, torch would plan the sharding of each
     argument again.
     """
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -51,7 +51,7 @@ def first_row(num_rows: int, num_ranks: int, rank: int) -> int:
 
 
 def in_memory(tensor: Tensor | StoredTensor) -> Tensor:
-    """Return the tensor, read if it is in a file."""
+    """Return the tensor; if it is in a file, read it first."""
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 

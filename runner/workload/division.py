@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runner.base.errors import Problem
-from runner.base.shares import format_identity, rank_shares
+from runner.base.shares import format_equation, rank_shares
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Batch:
                 f" x {self.accumulation_steps} accumulation x {ranks}"
             )
         no_names = [""] * self.num_shares
-        return format_identity(
+        return format_equation(
             rank_shares(self.shares, no_names, [None] * self.num_shares, [self.micro_batch_size] * self.num_shares)
         )
 

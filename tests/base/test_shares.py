@@ -15,7 +15,7 @@ from runner.base.shares import (
     distribute_samples,
     equal_shares,
     fixed_shares,
-    format_identity,
+    format_equation,
     format_lines,
     format_sum,
     rank_shares,
@@ -156,17 +156,17 @@ def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]
     return rank_shares(shares, ["cpu"] * size, [None] * size, [micro] * size)
 
 
-def test_the_identity_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
+def test_the_equation_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
     eight = (24, 23, 22, 21, 20, 19, 18, 17)
     messages = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
     devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
     rows = format_lines(rank_shares((19, 13), devices, memory, [8, None]))
-    screen("\n".join([*(format_identity(rows_of(shares, micro)) for shares, micro in messages), "", *rows]))
+    screen("\n".join([*(format_equation(rows_of(shares, micro)) for shares, micro in messages), "", *rows]))
 
 
 @pytest.mark.parametrize(("size", "micro"), list(product((1, 2, 3, 8, 64), (None, 8))))
-def test_the_identity_is_never_longer_than_a_line(size: int, micro: int | None) -> None:
-    line = format_identity(rows_of(tuple(range(100, 100 + size)), micro))
+def test_the_equation_is_never_longer_than_a_line(size: int, micro: int | None) -> None:
+    line = format_equation(rows_of(tuple(range(100, 100 + size)), micro))
     assert len(line) <= 120
     assert "\n" not in line
 

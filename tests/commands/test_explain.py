@@ -80,7 +80,7 @@ optimizer.eps = 1e-08
     "dataloader.num_workers": """\
 dataloader.num_workers = auto
   set by the default (conf/dataloader/default.yaml)
-  meaning: worker processes; 0 reads in this process; auto: by device and cores
+  meaning: worker processes; 0 reads in this process; auto: chosen by device and number of cores
   accel-run plan shows what auto selects, unless that is decided during the run
 """,
     "seed seed=3": """\
@@ -92,12 +92,12 @@ seed = 3
     "objective.generator.optimizer.lr --task my_task.py": """\
 objective.generator.optimizer.lr = 0.5
   set by the task (FOLDER/my_task.py)
-  meaning: learning rate at the peak of the schedule; null: as if not set
+  meaning: learning rate at the peak of the schedule; null: not set
 """,
     "objective.generator.every --task my_task.py": """\
 objective.generator.every = 1
   set by the default (conf/config.yaml)
-  meaning: train the objective in the first and every n-th later update
+  meaning: train the objective in the first update and every n-th one after it
 """,
     "task --task my_task.py": """\
 task = my_task

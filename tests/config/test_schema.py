@@ -50,7 +50,7 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (Positive, "a number above 0", [1e-9, 3], [0, 0.0, -1, math.nan, math.inf, True]),
     (NonNegative, "a number of at least 0", [0, 0.5], [-1e-9, math.nan]),
     (Fraction, "a number between 0 and 1", [0, 0.5, 1], [-0.1, 1.1]),
-    (Factor, "a number from 0 to below 1", [0, 0.999], [1, -0.1]),
+    (Factor, "a number of at least 0 and below 1", [0, 0.999], [1, -0.1]),
     (Count, "an integer of at least 0", [0, 7], [-1, 1.0, True]),
     (Seed, "an integer from 0 to 2**64 - 1", [0, 2**32, 2**64 - 1], [-1, 2**64, 1.0]),
     (PositiveInt, "an integer of at least 1", [1], [0, -1, 1.5, False]),
