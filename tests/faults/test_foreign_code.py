@@ -51,10 +51,11 @@ def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: 
 def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
     (cluster / "conf" / "hardware").mkdir(parents=True)
     text = '# @package _global_\noutput_root: "o\\ntouch PWNED\\n#x"\nhardware: {title: x, devices: []}\n'
-    (cluster / "conf" / "hardware" / "mine.yaml").write_text(text)
+    file = cluster / "conf" / "hardware" / "mine.yaml"
+    file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         submit(compose(Request(("launcher=slurm", "run=a", "hardware=mine"), None, cluster / "conf")))
-    assert "mine.yaml: output_root" in str(caught.value)
+    assert [problem.where.partition("=")[0] for problem in caught.value.problems] == [f"{file}: output_root"]
     assert not (cluster / "PWNED").exists()
 
 
