@@ -45,12 +45,12 @@ def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
 
     Args:
         arguments: arguments of the command: "task=gpt", "updates=200".
-        settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
+        settings: settings by name; `__` stands for a dot: optimizer__lr=3e-4. A string that is a number is parsed
             as a number, unless the type of the setting is string. `task` is a name or the path of a task file:
             task="gpt", task="./my_task.py".
 
     Raises:
-        AccelRunError: if the command fails; has its message and exit code.
+        AccelRunError: if the command fails; contains its message and exit code.
     """
     argv = build_argv(arguments, settings)
     words = {Path(word.removeprefix("--task=")).expanduser().absolute() for word in argv}
@@ -74,7 +74,7 @@ def evaluate(*arguments: str | os.PathLike[str], **settings: Any) -> dict[str, f
 
     Args:
         arguments: arguments of the command: a run ("last" by default) and settings, such as "first", "split=test".
-        settings: further settings: split="test", checkpoint="best"; task="./my_task.py" for a run directory that was
+        settings: settings by name: split="test", checkpoint="best"; task="./my_task.py" for a run directory that was
             copied here.
 
     A metric that was averaged over no items is NaN. Raises AccelRunError as `train` does.
@@ -90,7 +90,7 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
 
     Args:
         arguments: as for `accel-run status`: "first", "outputs/first", "output_root=DIR".
-        settings: further settings; task=FILE for a run directory that was copied here, because a run directory alone
+        settings: settings by name; task=FILE for a run directory that was copied here, because a run directory alone
             never decides which code is executed.
 
     Warns with RuntimeWarning if the run ended before its first update, and if newer runs are skipped because they have

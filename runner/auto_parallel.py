@@ -290,7 +290,7 @@ def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dim():
-            what = "the output must have the samples along its first dimension, but a tensor of it is a scalar"
+            what = "the output must have the samples along its first dimension, but one of its tensors is a scalar"
             fix = "let the last layer return a value per sample, and sum or average over the batch outside of the model"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         return torch.cat(list(values))

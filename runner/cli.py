@@ -133,7 +133,7 @@ def _dispatch(argv: list[str]) -> int:
     if first != "complete":  # `complete` never prints its arguments
         refuse_secrets(argv[1:], partial(_option_names, argv))
     if first != "new":  # `new` creates a source file, which gets the usual permissions
-        os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
+        os.umask(0o077)  # set here once: libraries that write to the run directory do not set file modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
     if {"--help", "-h"} & set(arguments):

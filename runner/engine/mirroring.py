@@ -28,7 +28,7 @@ def checkpoint_policy(plan: Plan) -> SavePolicy:
 def download_checkpoints(
     plan: Plan, world: World, directory: RunDirectory, screen: Screen, progress_mark: ProgressMark
 ) -> Mirror | None:
-    """Download on rank 0 the checkpoints from which the run can resume; return the mirror, or None if there is none.
+    """On rank 0, download the checkpoints from which the run can resume; return the mirror, None if there is none.
 
     A download may take longer than the timeouts of collectives and of the watchdog, so progress is reported to both.
     Raises the errors of `fetch_checkpoints`. If the run has local checkpoints, an unreachable mirror is only a warning.
@@ -48,7 +48,7 @@ def download_checkpoints(
     while is_downloading:
         thread.join(_PROGRESS_INTERVAL_S)
         progress_mark.advance(START, 0)
-        is_downloading = world.broadcast(thread.is_alive())  # at least once, as the other ranks wait for False
+        is_downloading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for False
     if not errors:
         return mirror
     if not isinstance(errors[0], MirrorError) or newest_name(directory.checkpoints) is None:
@@ -65,7 +65,7 @@ def _fetch_in_thread(mirror: Mirror, directory: RunDirectory, screen: Screen, er
 
 
 def wait_for_download(plan: Plan, world: World) -> None:
-    """Wait on another rank until `download_checkpoints` has returned on rank 0, by receiving its broadcasts."""
+    """On a rank other than 0, receive the broadcasts of `download_checkpoints` until it has returned on rank 0."""
     if _is_used(plan) and plan.settings.resume != "fresh":
         while world.broadcast(None):
             pass
@@ -74,7 +74,7 @@ def wait_for_download(plan: Plan, world: World) -> None:
 def start_mirroring(run: TrainingRun, mirror: Mirror | None, *, resumes: bool) -> None:
     """Start a thread that copies the checkpoints. Raises MirrorError if a new run cannot write to its mirror.
 
-    resumes  the run has local checkpoints, so it can start even if the mirror cannot be written
+    resumes  the run has local checkpoints, so it can start even if it cannot write to the mirror
     """
     uid = run.provenance.uid
     if mirror is None or uid is None:
@@ -86,7 +86,7 @@ def start_mirroring(run: TrainingRun, mirror: Mirror | None, *, resumes: bool) -
 
 
 def finish_mirroring(run: TrainingRun, *, should_wait: bool) -> None:
-    """Wait for the copies, at most `mirror_wait_s` and until shortly before a kill; print a summary.
+    """Wait for the copies, for at most `mirror_wait_s` seconds and not beyond the kill deadline; print a summary.
 
     should_wait  False: stop copying at once
     """

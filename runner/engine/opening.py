@@ -57,7 +57,7 @@ def open_first_rank(
     start = find_resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
     attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
-    if not resumes:  # run.json may have the measurements of a previous run
+    if not resumes:  # run.json may contain the measurements of a previous run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     tracker_id = attempt.record.tracker_id
     tracker = make_chosen(TRACKERS, plan.choices["tracker"], directory.path, directory.name, plan.values(), tracker_id)
@@ -94,7 +94,7 @@ def open_other_rank(
 ) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on a rank other than 0, which does not print; rank 0 decides from which checkpoint it resumes.
 
-    On further machines, one rank each writes the measurements of the local GPUs.
+    On each additional machine, one rank writes the measurements of the local GPUs.
     """
     path = world.broadcast(None)
     start = check_state(load(Path(path), hashes_tensors=False)) if path else None

@@ -105,13 +105,13 @@ class Phase(PhaseView):
         )
 
     def _restore(self, start: LoadedCheckpoint) -> None:
-        """Restore the state of a checkpoint. If it has at least as many updates as requested, the phase is over."""
+        """Restore the state of a checkpoint. If the checkpoint has all requested updates or more, the phase is over."""
         parts, state = self.parts, start.state
         load_weights(parts, start)
         self.work.load(start)
         parts.precision.load(state["precision"])
         self.position.update = int(state["phase_update"])
-        # With another precision than in the checkpoint, the count of skipped steps starts from 0.
+        # If the precision differs from that of the checkpoint, the count of skipped steps starts from 0.
         self.position.skipped_before = min(int(state["skipped_before"]), parts.precision.num_skipped())
         for hook in self.hooks:
             if hook.name:
@@ -188,7 +188,7 @@ class Phase(PhaseView):
             return None
         name = self.run.stop.requested
         # The launcher may forward a different signal than the user sent.
-        return "as asked" if name is None or self.parts.world.is_supervised else name
+        return "as requested" if name is None or self.parts.world.is_supervised else name
 
     def close(self) -> None:
         """End the phase: run a due evaluation, save, and wait until everything is on disk."""
@@ -199,7 +199,7 @@ class Phase(PhaseView):
             hook.end()
 
     def updates(self) -> Iterator[int]:
-        """Run the updates with the hooks between them; yield their numbers."""
+        """Run the updates, and the hooks between them; yield the numbers of the updates."""
         run, parts, done = self.run, self.parts, self.position.update
         if done >= self.total or (self.is_ended and self.is_over):
             length = "updates" if self.planned.updates is not None else "epochs"
@@ -239,7 +239,8 @@ class Phase(PhaseView):
         progress = Progress(self.name, update, self.total, update / self.order.updates_per_epoch)
         task = self.parts.task
         if update == 1 and type(task).begin_update is not Task.begin_update:
-            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # checked, as weights have changed
+            # checked only now, because the weights must have changed
+            call_begin_update(task, self.parts.bare, progress, self.parts.source)
         else:
             task.begin_update(progress)
 

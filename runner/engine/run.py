@@ -140,11 +140,11 @@ class Provenance:
 
     uid          identifier of the run, as in its checkpoints
     tracker_id   identifier of the run in the tracker; None unless the run was resumed
-    is_compared  whether changes of code and data since the checkpoint are detected; False in measurements
+    is_compared  whether changes to code and data since the checkpoint are detected; False in measurements
     code         hashes of the task's files at the start of the run
     edited       task files that changed since the checkpoint and are not yet in `changes`
-    changes      changes of code and data that were found on resume
-    on_change    called after a change was added to `changes`
+    changes      changes to code and data that were found on resume
+    on_change    called after a change has been added to `changes`
     """
 
     uid: str | None = None
@@ -163,7 +163,8 @@ class Tally:
     load           CPU use of other processes since the start
     timed          items and seconds of the last phase, without the first update of this process
     step_times_ms  step times in the newest rows of the last phase
-    peaks_gib      peak memory: "host" of the rank with the highest peak; for a GPU, "device" and "reserved" (allocator)
+    peaks_gib      peak memory: "host", for the rank with the highest peak; on a GPU also "device", and "reserved" by
+                   the allocator
     num_workers    data workers that were started; None before the first update
     batch_shapes   shapes of the first tensor of each batch
     ranks_s        for each rank, part of an update -> total seconds
@@ -208,7 +209,7 @@ class TrainingRun:
     progress_mark  current operation, which the watchdog reads
     forward_state  names of parameters and buffers that forward passes change
     mirror         copies checkpoints to object storage
-    has_started    an update of this process is complete
+    has_started    this process has completed an update
     """
 
     plan: Plan
@@ -240,5 +241,5 @@ class TrainingRun:
 
     @property
     def num_skipped(self) -> int:
-        """Number of optimizer steps skipped because of overflow, of all objectives."""
+        """Number of optimizer steps skipped because of overflow, over all objectives."""
         return self.parts.precision.total_skipped()

@@ -243,7 +243,7 @@ def _describe_training(plan: Plan, task: Task) -> Iterator[str]:
 
 
 def _describe_choice(choice: Choice) -> str:
-    """Return the name of an optimizer or a schedule with its settings, except those of its kernel or that are off."""
+    """Return the name of an optimizer or schedule with its settings, except kernel settings and those that are off."""
     settings = {key: value for key, value in choice.options.items() if key not in _KERNEL_KEYS and value}
     return ", ".join([choice.name, *(f"{key} {_format_value(value)}" for key, value in settings.items())])
 
@@ -264,7 +264,7 @@ _OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "memory": ("none",),
     "tracker": ("none",),
 }
-_KERNEL_KEYS = ("kernel", "eps")  # they change an update by rounding only
+_KERNEL_KEYS = ("kernel", "eps")  # they affect an update only by rounding
 _KEYS = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
 
 

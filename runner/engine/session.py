@@ -110,7 +110,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
 
 @contextmanager
 def _reserve_descriptors() -> Iterator[ExitStack]:
-    """Hold spare file descriptors until exit, so that error.json can be written at the limit on open files."""
+    """Hold spare file descriptors until exit, so that error.json can be written even at the limit on open files."""
     with ExitStack() as stack:
         with suppress(OSError):
             for _ in range(_NUM_RESERVED):
@@ -204,4 +204,4 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
     return fault
 
 
-_NUM_RESERVED = 4  # file descriptors to list a folder, read a checkpoint and write a file
+_NUM_RESERVED = 4  # file descriptors needed to list a folder, read a checkpoint and write a file

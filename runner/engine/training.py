@@ -98,7 +98,7 @@ def _open_phase(run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | 
 
 
 def _check_names(run: TrainingRun) -> None:
-    """Raise TaskFault if losses or fits name a phase that does not exist: such an entry would never be used."""
+    """Raise TaskFault if losses or fits name a phase that does not exist, because such an entry would never be used."""
     for kind, member, mapping in (
         ("train", "losses", run.parts.task.losses),
         ("fit", "fits", run.parts.task.fits),
@@ -107,8 +107,8 @@ def _check_names(run: TrainingRun) -> None:
         for name in mapping:
             if name not in phases:
                 raise TaskFault(
-                    f"the entry {name} of {member} is not a phase of kind {kind};"
-                    f" these are: {', '.join(phases) or 'none'}",
+                    f"{member} has an entry for {name}, which is not a phase of kind {kind};"
+                    f" phases of this kind: {', '.join(phases) or 'none'}",
                     where=str(run.parts.source),
                     fix=did_you_mean(name, phases) or "add it to PHASES",
                 )
@@ -154,7 +154,7 @@ def _check_training(
     parameters: Mapping[str, nn.Parameter],
     updates: int | None,
 ) -> None:
-    """Check options: build the optimizer for parameters of one element, and the schedule if its length is known.
+    """Check options by building the optimizer for one-element parameters, and the schedule if its length is known.
 
     where    prefix of the keys in messages
     updates  number of updates, None if unknown
@@ -174,10 +174,10 @@ def _check_training(
 
 
 def _placeholder(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter with one element for which options are refused as for the given one."""
+    """Return a one-element parameter for which an optimizer rejects the same options as for the given one."""
     placeholder = nn.Parameter(torch.ones((1,) * weight.dim(), device=device))
     if hasattr(weight, "device_mesh"):
-        placeholder.device_mesh = weight.device_mesh  # type: ignore[attr-defined]  # optimizers take it for sharded
+        placeholder.device_mesh = weight.device_mesh  # type: ignore[attr-defined]  # optimizers treat it as sharded
     return placeholder
 
 

@@ -382,4 +382,4 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-_SHUTDOWN_TIMEOUT_S = 2.0  # s for a worker to exit; its results are not needed
+_SHUTDOWN_TIMEOUT_S = 2.0  # seconds for a worker to exit; its results are not needed

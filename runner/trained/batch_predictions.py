@@ -65,7 +65,7 @@ class SplitBatches:
     """The batches of a split that `predict_batch` receives.
 
     keys     all batches; shard `shard` of `num_shards` has batches i with i % num_shards == shard
-    options  further options of `predict_batch`
+    options  additional options of `predict_batch`
     """
 
     fetcher: Fetcher
@@ -93,7 +93,7 @@ def open_batches(
     batch_size   samples per batch; null: the micro-batch size of the run
     shard        predict only batches i with i % num_shards == shard; the ranks of parallelism=ddp set it
     num_shards   number of shards
-    options      further options, which `predict_batch` receives
+    options      additional options, which `predict_batch` receives
     Raises ConfigError if the task has no such split, or no such option.
     """
     assert batch_size is not None, "`infer` sets it"
@@ -186,7 +186,7 @@ def _quote(text: str) -> str:
 
 
 def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
-    """Return name -> one text per sample; a column with k numbers per sample becomes k columns, NAME.0 to NAME.k-1.
+    """Return name -> one string per sample; a column with k numbers per sample becomes k columns, NAME.0 to NAME.k-1.
 
     Raises ValueError with a description of what is wrong.
     """
@@ -199,14 +199,14 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
             raise ValueError(f"a column must have a name other than {INDEX!r}, but has {name!r}")
         array = _to_array(values)
         if array is None or array.ndim not in (1, 2):
-            what = f"column {name} must contain a number, a text or a vector per sample, but is {_describe(values)}"
+            what = f"column {name} must contain a number, a string or a vector per sample, but is {_describe(values)}"
             raise ValueError(f"{what}; write other results in predict()")
         if len(array) != num_samples:
             what = f"column {name} has {len(array)} values, but the batch has {num_samples} samples"
             raise ValueError(f"{what}, all of which collate must keep")
         if array.ndim == 2 and not array.shape[1]:
             raise ValueError(f"column {name} has vectors without elements")
-        # For a number, the shortest text from which it can be restored.
+        # For a number, the shortest string from which it can be restored.
         texts = array if array.dtype == object else array.astype(str)
         (label,) = _clean([name])
         columns = {label: texts.tolist()}
@@ -221,9 +221,9 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
 
 
 def _clean(texts: list[str]) -> list[str]:
-    """Return the texts without secrets, and with an escape for each byte that is not UTF-8, as in names of files.
+    """Return the strings without secrets, and with bytes that are not UTF-8, as in file names, escaped.
 
-    Each is redacted alone: in a row, the URL of one cell and the address of a later one look like a password.
+    Each string is redacted separately: in a row, a URL and an address in a later cell together look like a password.
     """
     if redact(joined := "\n".join(texts)) != joined:  # faster than one by one
         texts = [*map(redact, texts)]
@@ -240,7 +240,7 @@ def _describe(values: Any) -> str:
 
 
 def _to_array(values: Any) -> np.ndarray[Any, Any] | None:
-    """Return numbers or texts as an array; None if they are of another type."""
+    """Return numbers or strings as an array; None if they are of another type."""
     if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):
         if len({value.shape for value in values}) > 1:
             return None
@@ -251,7 +251,7 @@ def _to_array(values: Any) -> np.ndarray[Any, Any] | None:
         if not isinstance(values, list | tuple | np.ndarray):
             return None
         is_text = all(isinstance(value, str) for value in values)
-        # As objects, because numpy pads texts to the length of the longest one, and removes trailing NUL characters.
+        # As objects, because numpy pads strings to the length of the longest one, and removes trailing NUL characters.
         array = np.asarray(values, dtype=object if is_text else None)
     except (ValueError, TypeError):  # lists of different lengths or of tensors on a GPU; formats that numpy lacks
         return None

@@ -148,9 +148,9 @@ def _write_formats(
 
 
 def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> None:
-    """Print a line per format. Raises AccelRunError if an exported model has other outputs than the model."""
+    """Print a line per format. Raises AccelRunError if an exported model's outputs differ from the original's."""
     for name, parity in parities.items():
-        same = "equal but for rounding" if parity.largest_difference else "identical"
+        same = "equal except for rounding" if parity.largest_difference else "identical"
         verdict = same if parity.holds else "DIFFERENT"
         console.info(
             f"{name:<12} {folder / parity.file}  {format_bytes(parity.bytes)}  {verdict}"
@@ -163,14 +163,14 @@ def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> N
             " compared"
         )
         raise AccelRunError(
-            f"outputs of the exported model differ from those of the model: {', '.join(wrong)}",
+            f"outputs of the exported model differ from those of the original: {', '.join(wrong)}",
             where=str(folder),
             fix=fix,
         )
 
 
 def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCheckpoint, console: Console) -> Exit:
-    """Write the weights of a checkpoint that consists of parts, which may not fit into memory together."""
+    """Write the weights of a sharded checkpoint, which may not fit into memory as a whole."""
     folder = run.subfolder("export")
     file = export_weights(source, checkpoint, folder, f"model.{FORMATS['safetensors'].suffix}")
     content = {
@@ -180,7 +180,7 @@ def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCh
     run.write("export/parity.json", json.dumps(content, indent=2) + "\n")
     console.info(
         f"{'safetensors':<12} {run.shown / folder.name / file.name}  {format_bytes(file.stat().st_size)} "
-        " equal to the checkpoint, bit for bit; the model was not run, because a checkpoint in parts may exceed memory"
+        " equal to the checkpoint, bit for bit; the model was not run, because a sharded checkpoint may exceed memory"
     )
     return Exit.DONE
 
@@ -308,7 +308,7 @@ FORMATS: Mapping[str, ExportFormat] = {
 
 
 def find_streamable(source: ModelSource) -> LoadedCheckpoint | None:
-    """Return the checkpoint if it is in parts and holds the weights of the model itself, without an adapter."""
+    """Return the checkpoint if it is sharded and holds the weights of the model itself, without an adapter."""
     if source.checkpoint is None or not source.configuration.choices["adapter"].uses("none"):
         return None
     checkpoint = load(source.checkpoint)
@@ -318,8 +318,8 @@ def find_streamable(source: ModelSource) -> LoadedCheckpoint | None:
 def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Path, file_name: str) -> Path:
     """Write the weights to `folder`, in a file that `safetensors.torch.load_model` loads; return its path.
 
-    At most some rows of one tensor are in memory. The file is read again and compared with the checkpoint bit for bit.
-    Raises DataError if it differs.
+    Only some rows of one tensor are in memory at a time. The file is read again and compared bit for bit with the
+    checkpoint. Raises DataError if it differs.
     """
     check_state(checkpoint)
     model = _build_without_memory(plan_this_process(source.configuration)[0])
@@ -327,7 +327,7 @@ def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Pa
     stem = averaged_stem(checkpoint)
     if stem:
         tensors |= expand_shared_names(model, checkpoint.stored(stem))
-    # Map each further name of a shared parameter to the first one, which safetensors stores.
+    # Map each additional name of a shared parameter to the first one, which safetensors stores.
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)

@@ -64,7 +64,7 @@ _END = object()
 def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     """Run predictions and write predictions/ and plots/ in the run directory; return the exit code and the summary.
 
-    plan   for the device of this process alone
+    plan   plan for the device of this process alone
     world  each rank computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
@@ -206,7 +206,7 @@ def _predict_all(
 ) -> Predicted:
     """Write all predictions.
 
-    plan   with a smaller batch size after an out-of-memory error
+    plan   the plan of `infer`, with a smaller batch size after an out-of-memory error
     table  receives the rows of `predict_batch`; None: the task defines `predict`
     """
     num = items = 0
@@ -251,12 +251,12 @@ def _write_combined(
 
 
 def _encode_files(prediction: Prediction, names: set[str], parts: Parts) -> dict[str, bytes]:
-    """Return the files of a prediction in the run directory, and add their names. Raises TaskFault for used names."""
+    """Return path -> content of a prediction's files, and add the paths to `names`. Raises TaskFault for duplicates."""
     _check_names(prediction.files, str(parts.source))
     contents = {f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()}
     contents |= {f"plots/{name}": picture for name, picture in prediction.plots.items()}
     for name in contents.keys() & names:
-        what = f"two predictions have the file {name}, so the second would replace the first"
+        what = f"two predictions write the file {name}, so the second would replace the first"
         fix = "use a different name for each prediction, such as one with its number"
         raise TaskFault(what, where=str(parts.source), fix=fix)
     names.update(contents)
@@ -370,12 +370,12 @@ def printed_text(prediction: Prediction, number: int) -> str:
     """Return what to print of the prediction with this number, counted from 1; empty for nothing.
 
     Only the first predictions are printed, because many would scroll the summary of a training run off the screen. A
-    prediction without items, such as a table of all others, is always printed.
+    prediction without items, such as a summary table, is always printed.
     """
     if not prediction.text or (prediction.items and number > MAX_PRINTED + 1):
         return ""
     if prediction.items and number > MAX_PRINTED:
-        return "\n... (further predictions are only in files)"
+        return "\n... (the remaining predictions are only in files)"
     return f"\n--- {', '.join(prediction.files)}\n{prediction.text}"
 
 
@@ -383,7 +383,7 @@ class PredictionWriter:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
     Queued files are written when they are many or large, and when a prediction completes more than `MAX_WRITE_DELAY_S`
-    after the last write. Completed predictions are written even if a later one fails.
+    seconds after the last write. Completed predictions are written even if a later one fails.
 
     show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """

@@ -151,7 +151,7 @@ def _unpickle(source: Path) -> Any:
             ) from None
         operand = _UNSUPPORTED_OPERAND.search(str(error))
         first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
-        what = f"is not a file of torch.save, or is damaged: {sanitize(first)}"
+        what = f"was not written by torch.save, or is damaged: {sanitize(first)}"
         raise DataError(what, where=str(source), fix="download it again, or use another file") from None
 
 

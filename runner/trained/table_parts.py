@@ -1,4 +1,4 @@
-"""Keep the finished batches of a table on disk until it is complete, so that a repeated command continues."""
+"""Keep the finished batches of a table on disk until it is complete, so that a stopped command can be continued."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class TableParts:
         self._last_write = time.monotonic()
         if numbers:
             content = {number: self.batches[number] for number in numbers}
-            # As bytes, because the texts are already redacted; together, they could look like another secret.
+            # As bytes, because the strings are already redacted; together, they could look like another secret.
             part = json.dumps(content, ensure_ascii=False).encode()
             try:
                 self._write_part(part)
@@ -177,11 +177,11 @@ class TableParts:
         self.directory.write_all(data)
 
     def _report_progress(self) -> None:
-        """Report that rows are being saved, and later each further tenth of this shard."""
+        """Report that rows are being saved, and then each further tenth of this shard."""
         own = range(self.split.shard, len(self.split.keys), self.split.num_shards)
         tenths = 10 * sum(number in self.batches for number in own) // len(own)
         if not self._has_written:
-            continues = f"if stopped, the same command with run={self.directory.name} continues"
+            continues = f"if the command is stopped, run it again with run={self.directory.name} to continue"
             self._report(f"{self.name}: finished rows are being saved; {continues}")
         elif tenths > self._tenths:
             self._report(f"{self.name}: {10 * tenths} % of the rows are saved")

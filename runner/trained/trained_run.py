@@ -36,9 +36,9 @@ from runner.tensors.global_rng import random_state, restore_random_state
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What to open: a run with one of its checkpoints, or the task of a command line with the weights of `weights=`.
+    """What to open: a run with one of its checkpoints, or the task on the command line with the weights of `weights=`.
 
-    name        of the run, or of the new run directory for results with `weights=`
+    name        name of the run, or of the new run directory for results with `weights=`
     run         its directory, opened for reading; None with `weights=`
     checkpoint  its path; None with `weights=`
     labels      best or last, and its metric

@@ -20,7 +20,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 @dataclass(frozen=True)
 class StageDevice:
-    """A device of a split.
+    """A device on which layers are placed.
 
     speed  relative to the device on which costs were measured: 2.0 takes half the time
     """
@@ -131,13 +131,13 @@ def split_from_sizes(
     if len(sizes) != len(devices):
         return Problem(f"must have one size for each of the {len(devices)} stages, but has {len(sizes)}: {text}", where)
     if min(sizes) < 1 or sum(sizes) != layers.count:
-        what = f"must be numbers of layers from 1 on that add up to the model's {layers.count}, but is {text}"
+        what = f"must be integers of at least 1 that add up to the model's {layers.count} layers, but is {text}"
         return Problem(what, where, f"use {where}=null to choose it automatically")
     return _build_split([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
 
 
 def max_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return the maximum number of micro-batches in flight per stage; for many if `num_microbatches` is unknown."""
+    """Return the maximum number of micro-batches in flight per stage; assumes many if `num_microbatches` is None."""
     many = num_microbatches or 4 * num_stages
     return tuple(many if schedule == "gpipe" else min(many, num_stages - stage) for stage in range(num_stages))
 

@@ -360,7 +360,7 @@ def _merge(timings: Sequence[CountTiming]) -> CountTiming:
 
 
 def _bisect_shares(total: int, lines: Sequence[RankTiming]) -> list[int]:
-    """Return how many samples each rank completes by a common time, found by bisection so that few remain."""
+    """Return how many samples each rank completes by a common time, found by bisection so that few samples remain."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [1] * len(lines)
     for _ in range(64):

@@ -99,7 +99,7 @@ def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder
 def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:
     before, weights = losses(folder), load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     result = ran(server, folder, "resume mine checkpoint=3")
-    assert "resumes at update 3" in result.out
+    assert "resumes after update 3" in result.out
     assert losses(folder) == before
     again = load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     assert all(bool((again[name] == weights[name]).all()) for name in weights)
@@ -133,7 +133,7 @@ def test_a_resume_that_fails_before_it_trains_loses_nothing(
     before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
     (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
     result = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
-    assert (result.code, result.out.count("resumes at update 3")) in ((70, 1), (88, 1)), result.err
+    assert (result.code, result.out.count("resumes after update 3")) in ((70, 1), (88, 1)), result.err
     assert names(folder) == before
     assert (folder / "outputs/mine/metrics.jsonl").read_bytes() == metrics
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()

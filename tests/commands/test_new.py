@@ -122,7 +122,7 @@ def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
         os.kill(pid, signal.SIGTERM)
         result = server.wait()
         assert result.code == 75, result.err
-        assert ("resumes at update" in result.out) == (life == "second")
+        assert ("resumes after update" in result.out) == (life == "second")
     assert state(run) == "preempted"
 
 

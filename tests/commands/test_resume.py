@@ -55,7 +55,7 @@ def test_resume_works_from_any_folder_with_the_original_arguments(
         ["resume", f"output_root={json.dumps(str(begun / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
     )
     assert result.code == 0, result.err
-    assert "resumes at update 20" in result.out
+    assert "resumes after update 20" in result.out
     assert result.err.startswith("resume: accel-run ")
     assert result.err.endswith(f"   (in {begun})\n")
     assert reached(begun) == 60
@@ -149,7 +149,7 @@ def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begu
     record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
     result = server.run("resume", begun, ON)
     assert result.code == 0, result.err
-    assert "resumes at update 20" in result.out
+    assert "resumes after update 20" in result.out
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, 
     (tmp_path / "mine.py").write_text(TASK)
     again = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
     assert again.code == 0, again.err
-    assert "resumes at update 10" in again.out
+    assert "resumes after update 10" in again.out
 
 
 @pytest.mark.slow

@@ -667,7 +667,7 @@ def test_fewer_layers_than_stages_are_refused() -> None:
 def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
     model = plain(5, torch.float32)
     for options, text in (
-        ({"split": [2, 2]}, "add up to the model's 5, but is [2,2]"),
+        ({"split": [2, 2]}, "add up to the model's 5 layers, but is [2,2]"),
         ({"split": [1, 1, 3]}, "one size for each of the 2 stages, but has 3"),
     ):
         for result in run_ranks(lambda world, options=options: refused(world, wrapping(model), **options), 2):

@@ -322,7 +322,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     result = resumed(server, copied, "resume mine updates=70 resume_allow=[updates,run]")
     assert result.code == 0, result.err
     assert elsewhere.name in result.err
-    assert "resumes at update 60" in result.out
+    assert "resumes after update 60" in result.out
     actual = record(copied)
     assert actual["uid"] == own
     (adopted,) = actual["adopted"]
@@ -347,7 +347,7 @@ def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, co
     for root in ("copy", "moved"):
         result = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root={root}", copied)
         assert result.code == 0, result.err
-        assert "resumes at update 30" in result.out
+        assert "resumes after update 30" in result.out
 
 
 def test_checkpoints_that_were_moved_without_their_run_are_resumed(server: ForkServer, copied: Path) -> None:
@@ -356,7 +356,7 @@ def test_checkpoints_that_were_moved_without_their_run_are_resumed(server: ForkS
     shutil.move(copied / "outputs/mine/checkpoints", copied / "new" / "mine")
     result = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root=new", copied)
     assert result.code == 0, result.err
-    assert "resumes at update 30" in result.out
+    assert "resumes after update 30" in result.out
     assert json.loads((copied / "new/mine/run.json").read_text())["uid"] == uid
 
 

@@ -95,7 +95,7 @@ def test_a_hook_is_called_between_updates_and_restored_from_a_checkpoint(tmp_pat
     with opened(tmp_path, "checkpoint=off", "checkpoint.best=null") as phase:
         stopped_by = phase.run_updates()
         mine, folder = phase.hook(Counting), phase.run.directory.checkpoints
-    assert stopped_by == "as asked"
+    assert stopped_by == "as requested"
     assert mine.seen == ["begin", *(f"update {number}" for number in range(1, 6)), "end"]
     assert mine.counts.tolist() == [15.0, 15.0]
     saved = {

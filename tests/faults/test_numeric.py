@@ -204,7 +204,7 @@ def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, t
     assert (messages["last_checkpoint"], messages["updates_repeated"]) == ("update-0000000010", 1)
     again = run(server, broken, "task.fault=module", MENDED="1")
     assert again.code == 0, again.err
-    assert "resumes at update 10" in again.out
+    assert "resumes after update 10" in again.out
     states = [folder / "outputs" / "mine" / "checkpoints" / "update-0000000030" for folder in (whole, broken)]
     for stem in ("model", "optimizer"):
         first, second = (load_file(state / f"{stem}.safetensors") for state in states)

@@ -456,7 +456,7 @@ def test_a_lost_state_is_noted_and_the_samples_are_the_same() -> None:
 def test_different_samples_after_a_stop_are_refused(kind: type[Files]) -> None:
     marks = marks_after(read(source_of(kind, 1), 3))
     changed = StreamSource("train", 1, make=lambda *_: kind([[number + 1 for number in NUMBERS]]))
-    with pytest.raises(DataError, match="differs from the one before"):
+    with pytest.raises(DataError, match="differs from the one read before"):
         read(changed, 1, start=3, marks=marks)
 
 

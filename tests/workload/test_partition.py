@@ -141,7 +141,7 @@ def test_layers_that_do_not_fit_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "from 1 on"), ([5], "has 1: [5]")]
+    ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "at least 1"), ([5], "has 1: [5]")]
 )
 def test_invalid_splits_are_a_problem(sizes: list[int], text: str) -> None:
     problem = partition.split_from_sizes(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)

@@ -1,1 +1,1 @@
-"""When a run saves, what it keeps, and how it resumes."""
+"""When to save checkpoints, which ones to keep, and how to resume from them."""

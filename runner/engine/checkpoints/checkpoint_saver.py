@@ -45,9 +45,9 @@ class Saver:
     on_disk       number of the newest existing checkpoint, None if there is none
     bests         (metric value, number) of the best saved checkpoints of the phase, best first
 
-    With `checkpoint.every=auto` a best checkpoint is written at once only if that does not exceed the cost limit of
-    saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, MAX_AT_RISK_S have
-    passed, or the phase ends.
+    With `checkpoint.every=auto`, a best checkpoint is written at once only if that does not exceed the cost limit of
+    saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows writing it,
+    MAX_AT_RISK_S seconds have passed, or the phase ends.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def _is_best(value: Any) -> bool:
 
 
 def _is_schedule(value: Any) -> bool:
-    """Return whether all values are numbers or None, except the metric of a plateau and its direction."""
+    """Return whether all values are numbers or None, except the metric and the mode of a plateau schedule."""
     return isinstance(value, dict) and all(
         _is_text(item) if name in ("metric", "mode") else _or_none(_is_number)(item) for name, item in value.items()
     )
@@ -136,7 +136,7 @@ _TIME_FIELDS = tuple(field.name for field in fields(SaveTimes))
 
 
 def _are_optimizer_numbers(value: Any) -> bool:
-    """Return whether these can be the numbers of `export_state`: the state of a parameter may contain containers."""
+    """Return whether `export_state` may have returned these numbers; they may include containers of a parameter."""
     return isinstance(value, dict) and all(
         is_number(item) or (isinstance(item, (list, dict)) and not is_changed_number(name))
         for name, item in value.items()

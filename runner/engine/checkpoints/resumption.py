@@ -125,7 +125,7 @@ def _classify(key: str) -> str:
 
 
 def _belongs_to_custom_parallelism(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether the key selects or configures a custom parallelism, whose sums of gradients may be inexact."""
+    """Return whether the key selects or configures a custom parallelism, which may sum gradients inexactly."""
     names = {str(values.get("parallelism", "auto")) for values in (before, now)}
     if all((shipped_path("conf") / "parallelism" / f"{name}.yaml").is_file() for name in names):
         return False
@@ -198,7 +198,7 @@ def _collect_needs(plan: Plan, name: str) -> set[str]:
 
 
 def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
-    """Return whether finished phases run again: if `phases` is set and the checkpoint belongs to another run."""
+    """Return whether finished phases run again, as if `phases` is set and the checkpoint belongs to another run."""
     return plan.settings.phases is not None and start.path.parent != directory.checkpoints
 
 
@@ -250,7 +250,7 @@ def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], No
 def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
     """Return the allowed differences from the checkpoint. Raises IncompatibleResume for others.
 
-    Settings of other phases than the resumed one are ignored, because those phases are finished or have not started.
+    Settings of phases other than the resumed one are ignored, because those phases are finished or have not started.
     """
     current = start.state["phase"]
     resumed = current if current in [phase.name for phase in plan.selected] else None
@@ -264,7 +264,7 @@ def _differences(plan: Plan, start: LoadedCheckpoint) -> list[Difference]:
 def find_resume_point(
     plan: Plan, directory: RunDirectory, screen: Screen, metrics: AppendLog
 ) -> LoadedCheckpoint | None:
-    """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to the rows before it."""
+    """Return the checkpoint to resume from, or None; truncate metrics.jsonl to the rows before it."""
     requested = plan.settings.resume
     if requested == "fresh":
         phases_to_run(plan, None, directory)  # raises before anything is renamed
@@ -311,7 +311,7 @@ def find_resume_point(
     repeated = count_repeated(directory.metrics, start.state["phase"], int(start.state["phase_update"]))
     metrics.cut(expected_bytes)
     note = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
-    screen.info(f"resumes at update {start.state['phase_update']} from {start.path.name}{note}")
+    screen.info(f"resumes after update {start.state['phase_update']} from {start.path.name}{note}")
     return start
 
 
@@ -328,7 +328,7 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
 
 
 def count_repeated(metrics: Path, phase: str, update: int) -> int:
-    """Return how many updates of the phase after `update` metrics.jsonl contains; each phase counts from 1."""
+    """Return how many updates of the phase metrics.jsonl contains after `update`, which each phase counts from 1."""
     updates = (row.get("update") for row in read_rows(metrics) if row.get("phase") == phase)
     return max((each - update for each in updates if isinstance(each, int)), default=0)
 

@@ -1,1 +1,1 @@
-"""Checks before the first update: a loss and metrics must be sums over samples."""
+"""Checks before the first update that the loss and the metrics are sums over samples."""

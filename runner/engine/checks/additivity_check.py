@@ -46,7 +46,7 @@ _Autocast = Callable[[], AbstractContextManager[Any]]
 # Maximum growth of a mean when the number of compared samples doubles; a cross-entropy grows by log(8) / log(4) = 1.5.
 _MEAN_GROWTH = 1.6
 _MIN_COUPLED_SAMPLES = 8
-_MAX_COUPLED_SAMPLES = 32  # before they are repeated four times; many losses need memory quadratic in the samples
+_MAX_COUPLED_SAMPLES = 32  # before they are repeated four times; many losses need memory quadratic in their number
 _NUM_ATTEMPTS = 4  # with different random numbers, until the loss is finite and not 0
 
 
@@ -174,8 +174,9 @@ def check_loss_is_sum(
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
     Call it on every rank: the model may run collectives.
-        An exception of the loss is ignored here, because the first update reports it. It is raised if it occurs on only
-    some of the ranks that together hold one copy of the model, because the other ranks would wait for them.
+
+    An exception of the loss is ignored here, because the first update reports it. It is raised only if it occurs on
+    some, but not all, of the ranks that together hold one copy of the model, because the others would wait for them.
 
     read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """
@@ -208,10 +209,10 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
 
     If a loss compares samples with each other, the loss of a batch is not the sum of the losses of its halves. A sum
     still roughly doubles from a half to the batch, and from rows repeated twice to rows repeated four times, whereas
-    the mean of a cross-entropy grows by log(2). The loss is refused only if both growths are small, because the terms
-    of some sums become smaller in larger batches. Single rows are not compared with rows repeated twice, because the
-    first repetition gives each row a partner of its class. A count that does not grow with the batch,
-    such as a number of classes, is not refused either.
+    the mean of a cross-entropy grows by log(2). The loss is rejected only if both increases are small, because the
+    terms of some sums become smaller in larger batches. Single rows are not compared with rows repeated twice, because
+    the first repetition gives each row a partner of its class. A loss is not rejected either if its count does not
+    grow with the batch, as a number of classes does not.
     """
     task = parts.task
 

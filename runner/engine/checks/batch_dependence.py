@@ -14,10 +14,10 @@ from runner.workload.division import Batch
 
 
 def describe_dependence(model: nn.Module, batch: Batch, *, is_sync_norm: bool) -> str:
-    """Return a note for the start report that names these modules; empty if the batch is not divided or there are none.
+    """Return a note that names these modules for the start report; empty if the batch is not divided or there are none.
 
-    Dropout draws a mask for each micro-batch, and batch norm normalizes over each of them. Functions such as F.dropout
-    are known only after the first forward pass: see `describe_calls`.
+    Dropout draws a mask for each micro-batch, and batch norm normalizes over each micro-batch. Functions such as
+    F.dropout are known only after the first forward pass: see `describe_calls`.
 
     is_sync_norm  batch norms normalize over the simultaneous micro-batches of all ranks
     """

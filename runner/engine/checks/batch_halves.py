@@ -23,7 +23,7 @@ def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
     """Split a batch into two parts; return None if it cannot be split between samples safely.
 
     Every tensor except scalars must have one row per sample. Lists with one element per sample are split too if they
-    contain no tensors; scalars, numbers and text are copied to both parts.
+    contain no tensors; scalars, numbers and strings are copied to both parts.
     """
     samples = batch.samples
     size = 0 if samples is None else len(samples.indices)

@@ -21,7 +21,7 @@ class MetricNames(NamedTuple):
     """Names of metrics.
 
     known     returned for a batch, or declared by `Task.metrics`
-    prefixes  a declared metric may have several values, whose names start with one of these
+    prefixes  prefixes of the names of declared metrics that may have several values
     """
 
     known: Sequence[str]
@@ -35,7 +35,8 @@ class MetricNames(NamedTuple):
 def find_metric_names(parts: Parts, loader: Loader, indices: Sequence[int]) -> MetricNames | None:
     """Evaluate a batch of held-out samples; return the names of the metrics, None if they are not known yet.
 
-    An error is reported by the first evaluation. Every rank must call it, with the same samples.
+    Errors are ignored, because the first evaluation reports them. Every rank must call this function, with the same
+    samples.
     """
     names: MetricNames | None = None
     parallel = parts.parallel

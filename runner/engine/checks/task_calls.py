@@ -43,7 +43,7 @@ def repeatable_pass(parts: Parts, samples: BatchSamples | None, seed: int) -> It
 
 @contextmanager
 def _restore_attributes(objects: Sequence[object]) -> Iterator[None]:
-    """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
+    """Restore numbers, flags and strings in the attributes of objects, because a loss may count its calls."""
     saved = [(vars(obj), dict(vars(obj))) for obj in objects]
     try:
         yield

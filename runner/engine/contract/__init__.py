@@ -1,1 +1,1 @@
-"""The task contract at run time: load a task, check its members and results, and tell its errors from internal ones."""
+"""The task contract at run time: load a task, check its members and results, identify its errors."""

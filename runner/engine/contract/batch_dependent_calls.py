@@ -20,8 +20,8 @@ from runner.base.paths import PACKAGE
 class BatchDependentCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the lines that draw from a global generator of torch, or that normalize over the batch, while active.
 
-    Excluded are batch norms and dropouts of torch.nn, which `describe_dependence` names, draws of accel-run itself,
-    which depend on samples, and draws from a generator that the caller passes.
+    Three kinds of calls are excluded: batch norms and dropouts of torch.nn, which `describe_dependence` names; draws of
+    accel-run itself, which depend only on the samples; and draws from a generator that the caller passes.
 
     found  file:line -> "batch norm" or "random numbers"
     """

@@ -47,7 +47,7 @@ def validate_loss(
 
     `loss` may return metrics as a third value, which `validate_metrics` checks.
 
-    name         of the task method, for messages
+    name         name of the task method, for messages
     objective    name of the objective, for messages
     sync         also check the value of the count if it is a tensor, which synchronizes with the device
     allows_zero  a count of 0 is valid, as for one of several micro-batches
@@ -169,7 +169,7 @@ def expand_metrics(metrics: Mapping[str, tuple[Number, Number]]) -> dict[str, tu
 
 
 class ElementCheck:
-    """Refuses metrics with one value per sample: the length of a vector of sums does not depend on the batch.
+    """Rejects metrics with one value per sample: the length of a vector of sums must not depend on the batch size.
 
     method  returns the metrics
     source  file of the task
@@ -196,8 +196,9 @@ class ElementCheck:
 def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
     """Call `begin_update`; if it changes the model, call it again to check that a second call changes nothing more.
 
-    A run repeats the call for an update at which it resumes, evaluates or retries; a moving average would move twice.
-    Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of weights.
+    A run repeats the call for an update at which it resumes, evaluates or retries, so a moving average would be updated
+    twice. Changes in place through `.data` are not detected, and rounding is allowed, as in repeated normalization of
+    weights.
     Raises TaskFault with the names of the tensors that the second call changes.
     """
     named = chain(model.named_parameters(), model.named_buffers())
@@ -231,7 +232,7 @@ def _equals_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     if (other.shape, other.dtype) != (one.shape, dtype) or not (dtype.is_floating_point or dtype.is_complex):
         return False
     eps, other = torch.finfo(dtype).eps, other.detach().to(one.device)
-    if one.element_size() < 4:  # formats that lack arithmetic
+    if one.element_size() < 4:  # dtypes without arithmetic
         one, other = one.float(), other.float()
     # Rounding errors of a scaled tensor are relative to each element, those of a centered one to the largest element.
     largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -130,7 +130,7 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
 
 
 def _disk_error(error: Exception, what: str) -> AccelRunError | None:
-    """Return the error for a failed file operation whose fix is known; call it if the task did not cause the error."""
+    """Return the error for a failed file operation whose fix is known; for errors that the task did not cause."""
     if not isinstance(error, OSError) or error.errno not in _DISK_FIXES:
         return None
     where = f"{what}: {error.filename}" if error.filename else what

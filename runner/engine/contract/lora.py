@@ -68,12 +68,12 @@ def lora(
 ) -> Adapter:
     """Low-rank adaptation: train small matrices added to layers, whose own weights stay frozen; needs peft.
 
-    target      names of linear, convolution or embedding layers, or ends of names, such as [q_proj,v_proj];
+    target      names of linear, convolution or embedding layers, or suffixes of names, such as [q_proj,v_proj];
                 []: all linear layers without a shared weight
     rank        rank of the added weight, the product of two small matrices
     alpha       the added weight is multiplied by alpha / rank
     dropout     dropout probability of the inputs of the small matrices
-    train       further modules or parameters that are trained in full, such as [head]
+    train       additional modules or parameters that are trained in full, such as [head]
     checkpoint  adapter: checkpoints leave out the frozen weights, which are restored from `weights` or the seed; all:
                 they contain the entire model
     Raises ConfigError for names that the model lacks, MissingPackage without peft.
@@ -97,7 +97,7 @@ class LoraAdapter(Adapter):
 
     target   names of layers or their last parts; (): all linear layers
     train    modules or parameters that are trained in full
-    options  of peft.LoraConfig
+    options  arguments of peft.LoraConfig
     """
 
     target: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class LoraAdapter(Adapter):
             Problem(
                 f"no layer is called {target}; {available}",
                 "adapter.target",
-                did_you_mean(target, layers if "." in target else ends),  # the full name is only one of the layers
+                did_you_mean(target, layers if "." in target else ends),  # a full name selects only one of the layers
             )
             for target in self.target
             if not any(_has_suffix(name, target) for name in layers)

@@ -134,7 +134,7 @@ class CheckedLoss:
     """Calls the task's loss or embedding, checks what it returns, and records operations of the first call.
 
     records_operations  whether to record the attention kernels and the calls that depend on the batch
-    check               (answer, method, source, sync=) -> checked answer
+    check               (returned value, method, source, sync=) -> checked value
     objective           name of the objective, for messages
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
     batch_dependent     file:line -> what depends on the batch there, see `BatchDependentCalls`; empty if not recorded

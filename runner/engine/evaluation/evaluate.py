@@ -83,7 +83,7 @@ def evaluate(
     on_last_batch: Callable[[], object] = lambda: None,
     split: str = "val",
 ) -> EvaluationResult | None:
-    """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
+    """Return the metrics over `samples`, counting each sample once; None if `should_stop` returned True on any rank.
 
     loader         reads the samples; it is closed after the last batch, and before a retry
     on_batch       called before each batch
@@ -209,7 +209,7 @@ def _copy_number(number: Number) -> Number:
 
 
 def _refuse_samples(name: str, pair: Any, sizes: Collection[tuple[int, int]], task: Task, source: Path) -> None:
-    """Raise TaskFault if a metric has one element per sample in batches of several sizes, so that a sum is missing."""
+    """Raise TaskFault if a metric has one element per sample in batches of several sizes: it was not summed."""
     if len(sizes) > 1 and all(elements == samples for elements, samples in sizes):
         detail = ", with as many elements as a batch has samples: sum over them"
         raise not_a_sum_fault(name, pair, task.evaluate, source, detail=detail)
@@ -250,7 +250,7 @@ def _to_floats(numbers: Sequence[Number], world: World) -> list[list[float]]:
 
 
 def split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
-    """Yield the batches, those of more than `size` samples in parts."""
+    """Yield the batches; split those of more than `size` samples."""
     for key in keys:
         for first in range(0, len(key.indices), size):
             yield key._replace(

@@ -183,7 +183,7 @@ class Meter:
         self.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return the updates not yet in a row, so that a resumed run writes the same row as without the stop."""
+        """Return the updates not yet in a row, so that a resumed run writes the same row as an uninterrupted one."""
         self.flush()
         losses = [float(loss) for loss in self._losses]
         last = self._last

@@ -28,7 +28,7 @@ from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.hooks.timekeeping import Timekeeping
 
 HOOKS: Sequence[type[Hook]] = [
-    DataChanges,  # refuses changed data before anything is computed with it
+    DataChanges,  # rejects changed data before anything is computed with it
     StreamPosition,  # checks a stream before anything is computed with it, and notes what an update has read
     NanSearch,  # explains an update that is not finite before other hooks interpret its error
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
@@ -38,7 +38,7 @@ HOOKS: Sequence[type[Hook]] = [
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before progress is displayed or an evaluation runs
     ShowProgress,  # displays the loss of an update before its evaluation is printed
-    # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
+    # The hooks of the task file and of packages run here (custom.py): what they change counts as part of the update.
     ForwardState,  # records what an update has changed before evaluations and checkpoints rely on it
     AttributeCheck,  # its forward passes restore buffers, and the parameters that ForwardState treats as buffers
     Averaging,  # averages the weights before an evaluation uses the average

@@ -48,7 +48,7 @@ class AttributeCheck(Hook):
     Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
     as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
     new values: an attribute is state only if the loss depends on it. Such state is lost when a run resumes, and makes
-    training depend on when it is evaluated. Containers are compared by the identity of their elements. Data sets that
+    training depend on when it is evaluated. Containers are compared by the identity of their elements. Datasets that
     the task keeps, such as large arrays and memory maps, are not read: only their replacement is detected.
 
     Parameters of modules outside of the model are compared in the second update, too, because a teacher that starts as
@@ -196,7 +196,7 @@ class AttributeCheck(Hook):
                         yield name, weight
 
     def _record_weights(self) -> dict[str, _Weight]:
-        """Record the parameters outside of the model; norms show writes through `.data`, which versions do not."""
+        """Record the parameters outside of the model; norms reveal writes through `.data`, versions do not."""
         weights = {
             name: weight
             for name, weight in self._outside_parameters()
@@ -263,11 +263,11 @@ def _is_changed(before: _Value | None, now: _Value | None) -> bool:
         return old.keys() != new.keys() or any(old[key] is not new[key] for key in new)
     if isinstance(new, list | tuple | collections.deque):
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
-    return bool(old != new)  # sets, numbers and text
+    return bool(old != new)  # sets, numbers and strings
 
 
 def _copy(value: Any) -> Any:
-    """Return a shallow copy of a value; large values and memory maps may be data sets and are not copied."""
+    """Return a shallow copy of a value; large values and memory maps may be datasets, and are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone() if is_dense(value) and value.nbytes <= _MAX_COPIED_BYTES else value
     if isinstance(value, np.ndarray):

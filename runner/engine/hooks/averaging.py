@@ -66,7 +66,7 @@ class Averaging(Hook):
         if self._rule is None or state is None or not state["num_averaged"]:
             return
         if self.phase.start is not None and self.phase.start.state["values"].get(self.name) != self._choice.name:
-            return  # an EMA cannot be continued as an equally weighted mean, or the reverse
+            return  # an EMA cannot be continued as an equally weighted mean, or vice versa
         self._num_averaged = state["num_averaged"]
         self._averages = {name: weight.clone() for name, weight in self._weights().items()}
         for name, average in self._averages.items():

@@ -205,7 +205,7 @@ class Checkpointing(Hook):
             self.save(value)
 
     def _can_hold(self) -> bool:
-        """Return whether rank 0 can hold a checkpoint in memory: if it has all of the state and updates follow."""
+        """Return whether rank 0 can hold a checkpoint in memory: it has the whole state, and more updates follow."""
         return self.phase.parts.parallel.num_parts == 1 and self._has_next_update()
 
     def save(self, value: float | None = None) -> str | None:
@@ -245,7 +245,7 @@ class Checkpointing(Hook):
         return self.phase.progress_mark.doing(CHECKPOINT, self.phase.position.update)
 
     def _write_held_best(self) -> None:
-        """Write the best checkpoint that is held in memory, unless the time left suffices for the last save only."""
+        """Write the best checkpoint that is held in memory, unless there is only enough time left for the last save."""
         held = self.saver.held
         if held is None:
             return
@@ -296,7 +296,7 @@ class Checkpointing(Hook):
     def _report_newest(self, reason: str) -> None:
         newest_number, warn = self.newest_number, self.phase.run.observers.screen.warn
         if newest_number is None:
-            warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
+            warn(f"{reason}; there is no checkpoint yet, so running the same command again starts from update 0")
             return
         name = checkpoints.checkpoint_path(self.phase.run.directory.checkpoints, newest_number).name
         num_repeated = self.phase.number - newest_number
@@ -307,7 +307,7 @@ class Checkpointing(Hook):
     def snapshot(self) -> Snapshot:
         """Return the state of this update in host memory. A collective, which every rank must call.
 
-        Rank 0 gets all of the state; if checkpoints have parts, each rank gets its own part.
+        Rank 0 gets all of the state; if checkpoints are sharded, each rank gets its own part.
         """
         phase, run, parts = self.phase, self.phase.run, self.phase.parts
         to_host = self.saver.buffer.copy
@@ -381,7 +381,7 @@ class Checkpointing(Hook):
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError if learned values are not finite: a finite loss may not depend on all of them.
+        """Raise NumericError if learned values are not finite: a finite loss need not depend on all of them.
 
         Raises TaskFault if the shape of a buffer has changed, because a newly built model could not load it.
         """

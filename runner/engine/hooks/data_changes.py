@@ -19,7 +19,7 @@ from runner.engine.sources.training_identity import (
 class DataChanges(Hook):
     """Compares datasets by length and by hashes of samples.
 
-    A dataset of a different length is refused on all ranks. Other changes of code and samples may be intended, such as
+    A dataset of a different length is rejected on all ranks. Other changes to code and samples may be intended, such as
     a bug fix: rank 0 warns about them and records them.
     """
 

@@ -68,7 +68,8 @@ class Evaluation(Hook):
     def _check_settings(self) -> None:
         """Warn before the first update if a setting names a metric that the evaluation of a batch does not have.
 
-        It is no error, because `evaluate` may return a metric for some batches only. `_warn_unknown` knows all.
+        This is not an error, because `evaluate` may return a metric for some batches only. After an evaluation,
+        `_warn_unknown` knows all metrics.
         """
         phase, task = self.phase, self.phase.parts.task
         if phase.position.update or phase.is_over or not phase.work.has_interim_evaluation:
@@ -178,7 +179,7 @@ class Evaluation(Hook):
 
 
 def _metric_settings(phase: PhaseView) -> dict[str, str]:
-    """Return the settings in use that name a metric, except the default of checkpoint.best: a task may not have it."""
+    """Return the settings in use that name a metric, except the default of checkpoint.best, which a task may lack."""
     best, stopping = phase.planned.best, phase.planned.early_stopping
     early = {"early_stopping.metric": stopping.metric} if stopping.patience is not None else {}
     return {

@@ -82,11 +82,11 @@ class FirstUpdate(Hook):
         if reason:
             self._skipped_note = (
                 f"{phase.name}: the check that loss() returns a sum was skipped: {reason}. loss() must return the"
-                ' sum over the items of a batch, such as with reduction="sum", and their number'
+                ' sum over the items of a batch, such as with reduction="sum", and the number of items'
             )
 
     def _check_metrics(self) -> None:
-        """Raise TaskFault if `evaluate` returns means. The default one returns the loss, which is checked already."""
+        """Raise TaskFault if `evaluate` returns means. The default method returns the loss, already checked."""
         phase, parts = self.phase, self.phase.parts
         evaluation = phase.hook(Evaluation)
         indices = evaluation.first_samples
@@ -123,7 +123,7 @@ class FirstUpdate(Hook):
         added = {name for name, _ in _list_saved_buffers(parts.bare) - self._saved_buffers}
         if not any(parts.world.gather(bool(added))):
             return
-        # state_dict is called on all ranks, because its hooks may run collectives; only if needed, as it may be slow.
+        # Call state_dict on all ranks, because its hooks may run collectives, but only if needed: it may be slow.
         saved = sorted(added & select_saved_state(parts).keys())
         names = sorted({*chain(*parts.world.gather(saved))})
         if names:
@@ -156,7 +156,7 @@ class FirstUpdate(Hook):
             )
 
     def _warn_untrained_gradients(self) -> None:
-        """Warn once, also after a later update: a task may enable gradients during the phase."""
+        """Warn once, not only after the first update: a task may enable gradients during the phase."""
         untrained = self.phase.work.untrained_with_gradient
         if untrained:
             self._has_named_untrained = True

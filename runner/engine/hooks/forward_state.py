@@ -85,7 +85,7 @@ class ForwardState(Hook):
         self._names.buffers.update(uncounted)
         self._buffer_copies = {}
         if self._convert_changed():
-            with self.phase.parts.parallel.buffer_update():  # synchronizes them, as each rank has changed its copy
+            with self.phase.parts.parallel.buffer_update():  # synchronizes them: each rank has changed its copy
                 pass
         self._record_changes()
         if self.phase.run.plan.hooks and not self.phase.has_one_rank and self.phase.parts.parallel.splits_batch:
@@ -98,8 +98,8 @@ class ForwardState(Hook):
         if different:
             self.phase.run.observers.screen.warn(
                 f"parameters differ between ranks after the first update: {abbreviate(different)}. A hook that changes"
-                " parameters or gradients must do the same on every rank; the global random generators differ: draw"
-                " from a torch.Generator with a fixed seed"
+                " parameters or gradients must change them identically on every rank. The global random generators"
+                " differ between ranks, so draw from a torch.Generator with a fixed seed"
             )
 
     @contextmanager

@@ -47,7 +47,7 @@ class Wants(NamedTuple):
 
 
 class PhaseView:
-    """The view of a phase for hooks, which read its attributes and change it only through its methods.
+    """What hooks see of a phase: they read its attributes, and change the phase only through its methods.
 
     Attributes:
         run: the run with its plan, parts and observers.
@@ -141,7 +141,7 @@ class PhaseView:
         gradients, in the precision of the run. The random generators have the seed of the run. On exit, weights, modes,
         buffers and generators are restored. A nested call has no effect.
         """
-        if self._is_in_evaluation_mode:  # hooks swap weights in place, so a second swap would restore those of training
+        if self._is_in_evaluation_mode:  # hooks swap weights in place: a second swap would restore the training weights
             yield
             return
         parts = self.parts
@@ -227,8 +227,8 @@ class Hook:
     """Code that runs between updates. Every method has a default that does nothing.
 
     A hook is constructed with its phase and loads its state if the run resumes. Then `begin`, `before_step`,
-    `after_update` and `after_evaluation` are called, `end` once no update follows, and `close` in any case. All ranks
-    have the same hooks in the same order, so collectives inside them match.
+    `after_update` and `after_evaluation` are called. `end` is called once no update follows, and `close` in any case.
+    All ranks have the same hooks in the same order, so collectives inside them match.
 
     Attributes:
         name: key of the hook's state in a checkpoint; empty for a hook without state.
@@ -251,7 +251,7 @@ class Hook:
         clipped. The logged norm is the one before clipping. Gradients must be changed in the same way on every rank.
         Reading a tensor waits for the device.
 
-        Called for every attempt of an update that reaches the step: once, or more often after an out-of-memory error.
+        Called once per update, and again if the update is repeated after an out-of-memory error.
 
         Args:
             parameters: trained parameters of the objective by their names in the model; `grad` may be None. With fsdp
@@ -261,7 +261,7 @@ class Hook:
         """
 
     def after_update(self, step: StepInfo) -> None:
-        """Called after each update. Tensors of `step` are on the device: reading one waits for it."""
+        """Called after each update. Tensors of `step` are on the device: reading one waits for the device."""
 
     def wants(self) -> Wants:
         """Return the requests of this process; called once after each update."""
@@ -296,7 +296,7 @@ class Hook:
         """Called once no update follows: the phase is over or stopped."""
 
     def close(self, error: BaseException | None) -> None:
-        """Release resources, also after an error, which takes precedence over errors raised here."""
+        """Release resources. Called even after an error, which takes precedence over errors raised here."""
 
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:

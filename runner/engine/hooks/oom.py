@@ -178,8 +178,8 @@ class OutOfMemory(Hook):
     def on_error(self, error: BaseException) -> AccelRunError | None:
         """Return the error that ends the phase; record smaller micro-batches if they may help.
 
-        The run then resumes from its last checkpoint: automatically if accel-run started the ranks, otherwise when
-        the command is repeated.
+        The run then resumes from its last checkpoint: automatically if accel-run started the ranks, otherwise when the
+        command is run again.
         """
         translated = self.phase.explain_error(error)
         return None if translated is None else self._add_advice(error, translated)

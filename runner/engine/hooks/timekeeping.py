@@ -51,7 +51,7 @@ class Timekeeping(Hook):
         self._note_peaks(host=gib)
 
     def _note_peaks(self, **peaks_gib: float) -> None:
-        """Record peaks of this process; the record of the phase may have higher ones of earlier processes."""
+        """Record peaks of this process; the record of the phase may have higher ones from earlier processes."""
         known = self.phase.run.tally.peaks_gib
         known |= {name: max(gib, known.get(name, 0.0)) for name, gib in peaks_gib.items()}
 

@@ -88,7 +88,7 @@ def load_model(
     mismatches = [f"{name} is missing" for name in current if name not in saved]
     mismatches += [f"{name} is not in the model" for name in saved if name not in current]
     mismatches += [
-        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, must be {tuple(tensor.shape)} {tensor.dtype}"
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype} instead of {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in current.items()
         if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
     ]

@@ -119,7 +119,7 @@ class ObjectivesPhase(GradientPhase):
         }
         if sizes:
             lines.append(
-                f"no objective trains {abbreviate([*sizes])}: {sum(sizes.values()):,} parameters stay as they are"
+                f"no objective trains {abbreviate([*sizes])}: {sum(sizes.values()):,} parameters remain unchanged"
             )
         return lines
 

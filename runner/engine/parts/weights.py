@@ -121,7 +121,7 @@ def match_weights(
         if loaded is None:
             result.missing.append(name)
         elif loaded.shape != tensor.shape or loaded.is_floating_point() != tensor.is_floating_point():
-            result.different.append(f"{name} is {_describe_tensor(loaded)}, must be {_describe_tensor(tensor)}")
+            result.different.append(f"{name} is {_describe_tensor(loaded)} instead of {_describe_tensor(tensor)}")
         else:
             result.matched[name] = loaded
             result.num_cast += loaded.dtype != tensor.dtype
@@ -151,7 +151,7 @@ def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
     tensors = _read_files(source.files, where, is_joined=source.is_joined)
     missing = [name for name in source.index or () if name not in tensors]
     if missing:
-        what = f"{len(missing)} tensors of the index are missing in the shards: {abbreviate(missing, _MAX_NAMES)}"
+        what = f"{len(missing)} tensors in the index are missing from the shards: {abbreviate(missing, _MAX_NAMES)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
     return tensors | average
 

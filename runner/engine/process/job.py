@@ -18,7 +18,7 @@ from runner.plan.run_plan import Plan
 class Job:
     """Inputs of every rank of a run.
 
-    runs_inference  the same command runs inference afterwards
+    runs_inference  the command runs inference after training
     """
 
     request: Request

@@ -25,7 +25,8 @@ class Screen:
     """Shows progress during a phase and messages before and after it; copies the messages to the run directory.
 
     speaks   False: this rank prints nothing
-    machine  name of a machine without rank 0, on its first rank, such as `rank8`; that rank reports only monitor alerts
+    machine  on the first rank of a machine without rank 0: the name of the machine, such as `rank8`. This rank reports
+             only monitor alerts
     """
 
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:

@@ -184,7 +184,7 @@ def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[Progr
         thread.start()
     except RuntimeError as error:
         raise SystemLimit(
-            f"the thread that watches for hangs cannot be started: {error}",
+            f"the watchdog thread cannot be started: {error}",
             fix="raise the limit on processes (ulimit -u), or use watchdog=off",
         ) from error
     try:
@@ -457,7 +457,7 @@ def default(
     data_s: Positive | Auto = "auto",
     checkpoint_s: Positive = 600.0,
 ) -> WatchdogLimits | None:
-    """End the run after a timeout, with the stacks of all threads and ranks.
+    """End the run after a timeout, and report the stacks of all threads and ranks.
 
     update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: ten times the
                     recent maximum, at least 50
@@ -476,7 +476,7 @@ def default(
 
 
 def off() -> WatchdogLimits | None:
-    """No timeouts."""
+    """Disable all timeouts."""
     return None
 
 
@@ -492,7 +492,7 @@ _DESCRIPTIONS: Mapping[str, tuple[str, str]] = {
     SUMMARY: ("the summary of the evaluation after update {update}", "update_s"),
     CHECKPOINT: ("the checkpoint of update {update}", "checkpoint_s"),
     FINISH: ("the end", "update_s"),
-    SEARCH: ("the search for what is not finite in update {update}", "update_s"),
+    SEARCH: ("the search for non-finite values in update {update}", "update_s"),
     PREDICTION: ("prediction {update}", "update_s"),
     END: ("the end", "checkpoint_s"),
 }

@@ -1,1 +1,1 @@
-"""Sources of samples: splits, streams and custom loaders; and the identity of the data and code of a run."""
+"""Sources of samples: splits, streams and custom loaders; and fingerprints of the data and code of a run."""

@@ -60,11 +60,11 @@ class RequestReader:
         return len(self._fetcher)
 
     def __call__(self, request: MicroBatchKey) -> LoadedBatch:
-        """Return the batch of a request, as a shipped loader would read it."""
+        """Return the batch of a request, as a built-in loader would read it."""
         is_main = threading.current_thread() is threading.main_thread()
         if (os.getpid(), threading.get_ident()) != self._owner and (os.getpid() == self._owner[0] or not is_main):
             raise TaskFault(
-                "read(request) was called in another thread, where it would change the random numbers of the training",
+                "read(request) was called in another thread, where it would change the random numbers of training",
                 fix="call it in the thread of your function or in the main thread of another process, or read samples"
                 " with read.dataset, read.indices and read.fill",
             )

@@ -72,7 +72,7 @@ class ShardReader:
         return self._last
 
     def _can_continue(self, epoch: int, item: int) -> bool:
-        """Return whether reading on with the open iterator is the fastest way to the sample."""
+        """Return whether continuing with the open iterator is the fastest way to reach the sample."""
         if self._open is None or self._next > item or (self._length is not None and epoch != self._epoch):
             return False
         start = self._start
@@ -97,7 +97,7 @@ class ShardReader:
             sample = self._advance()
         if hash_content(sample) != mark.hash:
             raise DataError(
-                f"sample {mark.item - 1} of {self._name()} differs from the one before the run was stopped",
+                f"sample {mark.item - 1} of {self._name()} differs from the one read before the run was stopped",
                 where="stream",
                 fix="return the same samples in the same order for the same epoch; or start a new run with run=NAME",
             )

@@ -1,4 +1,4 @@
-"""Open the shards of `Task.stream`, or of an iterable dataset that divides itself as among DataLoader workers."""
+"""Open the shards of `Task.stream`, or of an iterable dataset that divides itself among DataLoader workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StreamSource:
 
     dataset  an iterable dataset; None: `make` returns the samples of a shard
     make     (split, shard, num_shards) -> iterable
-    limit    number of samples of each epoch that are used, from its beginning; None: all
+    limit    number of samples to use from the beginning of each epoch; None: all
     """
 
     split: str
@@ -102,7 +102,7 @@ class StreamSource:
 
     def _full_lengths(self) -> tuple[int, ...] | None:
         shards = range(self.num_shards)
-        if self.make is None:  # the length of a dataset is that of all shards
+        if self.make is None:  # the length of a dataset covers all shards
             total = _length(self.dataset)
             return None if total is None else tuple(_even_part(total, shard, self.num_shards) for shard in shards)
         lengths = [_length(self._make_shard(shard)) for shard in shards]
@@ -113,8 +113,8 @@ class StreamSource:
         """Let `torch.utils.data.get_worker_info` return the shard, by which datasets divide themselves.
 
         Without shards it returns None, even in workers of a loader, because datasets must not divide themselves among
-        these. Nor must they among ranks, so RANK and WORLD_SIZE show a single rank: webdataset would otherwise divide
-        its files by them, or raise an error.
+        workers. They must not divide themselves among ranks either, so RANK and WORLD_SIZE show a single rank:
+        webdataset would otherwise divide its files by them, or raise an error.
         """
         info = None
         if self.make is None and self.num_shards > 1:
@@ -143,7 +143,7 @@ class OpenShard:
         return self._stateful is not None
 
     def state(self) -> Any:
-        """Return the JSON-serializable state, or None without one. Raises TypeError if it cannot be stored."""
+        """Return the JSON-serializable state, or None if there is none. Raises TypeError if it cannot be stored."""
         if self._stateful is None:
             return None
         with self._source.reading(self._shard):
@@ -182,7 +182,7 @@ def _even_part(total: int, shard: int, num_shards: int) -> int:
 
 
 def _limit_lengths(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return the number of samples to use of each shard, `limit` in total.
+    """Return the number of samples to use from each shard, `limit` in total.
 
     The numbers differ by at most 1, except that all samples of a shorter shard are used.
     """

@@ -1,7 +1,7 @@
 """Record and compare the datasets and code of a run, which its settings do not identify.
 
-Settings that differ on resume are found by `engine/checkpoints/resumption.py`. They do not show that the file behind
-`data.path` has other samples, or that the task's file was edited.
+`engine/checkpoints/resumption.py` finds the settings that differ on resume. But settings do not show that the file
+behind `data.path` has other samples, or that the task's file was edited.
 """
 
 from __future__ import annotations

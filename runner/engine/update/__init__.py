@@ -1,1 +1,1 @@
-"""One update: losses and gradients of its micro-batches, the step, and its repetition after an out-of-memory error."""
+"""One update: losses and gradients of its micro-batches, the step, and the retry after an out-of-memory error."""

@@ -84,7 +84,7 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
 def validate_embedding(
     result: Any, embed: Callable[..., Any], source: Path, *, sync: bool = False, name: str = "embed()"
 ) -> Embedding:
-    """Return the value that `embed`, or the method that `name` states, returned as an Embedding.
+    """Return, as an Embedding, the value that `embed` or the method `name` returned.
 
     Raises TaskFault for anything but dense tensors with a batch dimension, or if gradients are enabled and no tensor
     requires grad.

@@ -49,7 +49,7 @@ def correct_and_clip(
         scale = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0) * factor
     elif norm.device.type == "cpu":  # reading the norm does not wait
         scale = min(1.0, max_norm / (norm.item() + 1e-6)) * factor
-    else:  # factor * min(1, max_norm / (norm + 1e-6)), with one operation less
+    else:  # factor * min(1, max_norm / (norm + 1e-6)), with one operation fewer
         scale = (norm + 1e-6).reciprocal_().mul_(max_norm * factor).clamp_(max=factor)
     torch._foreach_mul_(gradients, scale)
     return norm

@@ -1,4 +1,4 @@
-"""Run the training loop, which writes nothing and waits for the previous update at most; hooks do the rest."""
+"""Run the training loop. It writes nothing and may only wait for the previous update; hooks do the rest."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ class Training:
     """Inputs of the training loop.
 
     loss            (model, batch) -> (loss summed over items, number of items)
-    per_item        constant factor of loss sums before the backward pass, about 1 / (items of an update), which keeps
-                    gradients in range; they are divided by the true count at the end, so results do not depend on it
+    per_item        constant factor, about 1 / (items of an update), applied to loss sums before the backward pass to
+                    keep float16 gradients in range; it does not affect results, because the gradients are finally
+                    divided by the true count
     gradients       how the gradients of an update are computed
     extra           additional metrics that the loss returns
     update_wrapper  wraps each update, as the retry after an out-of-memory error does

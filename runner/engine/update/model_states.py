@@ -12,7 +12,7 @@ from runner.base.errors import TaskFault
 from runner.tensors.bitwise import bitwise_equal, is_dense
 from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable
 
-# Larger frozen parameters belong to a pretrained model, of which the host may not have room for a copy.
+# Larger frozen parameters belong to a pretrained model, and a copy of it may not fit in host memory.
 MAX_FROZEN_BYTES = 1 << 30
 
 
@@ -30,7 +30,7 @@ class _TensorState(NamedTuple):
     copy: Tensor | None
 
     def is_written(self, now: Tensor | None) -> bool:
-        """Return whether the tensor is another one, or a write to it was recorded; its value may be the same."""
+        """Return whether the tensor was replaced, or a write to it was recorded; its value may be the same."""
         return self.seen.is_changed(now) or self.address != _address(now)
 
     def differs(self, now: Tensor | None, *, in_bits: bool) -> bool:

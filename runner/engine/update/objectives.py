@@ -125,7 +125,7 @@ def _choose(
     """Return the option of a group that the objective names, by default the phase's, with the keys of the objective.
 
     default   option of the phase
-    file      of the task, which may define options
+    file      task file, which may define options
     problems  receives invalid names and keys
     """
     name = content.get(group, default.name)
@@ -145,7 +145,7 @@ def _choose(
 
 
 def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return a declared objective with the keys of the command line; the keys of a replaced option are dropped."""
+    """Return a declared objective with the keys given on the command line; those of a replaced option are dropped."""
     if not isinstance(content, Mapping) or not overrides:
         return content
     replaced = {group for group in PHASE_GROUPS if overrides.get(group, content.get(group)) != content.get(group)}

@@ -133,7 +133,7 @@ def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> l
         if choices["optimizer"].uses("adamw", "adam"):
             lines.append("optimizer=adamw8bit (a quarter of the optimizer state)")
         if not choices["parallelism"].uses("fsdp"):
-            lines.append("parallelism=fsdp (with several GPUs: each keeps a part of weights, gradients and state)")
+            lines.append("parallelism=fsdp (with several GPUs: weights, gradients and optimizer state are sharded)")
     else:
         if found is not None and found.shortage.place == "reading":
             lines.append("dataloader.bad_samples=skip (if a single sample is too large)")

@@ -156,7 +156,7 @@ class UpdateSnapshot:
         self._rng_states: dict[str, Any] = {}  # states at the start of the last update that saved them
         self._places: list[Place] = []  # buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # the buffers at these places when the update begins
-        self._sources: list[Tensor] = []  # the same, but with its copy instead of a buffer that is None
+        self._sources: list[Tensor] = []  # `_buffers`, with the copy in place of a buffer that is None
         self._copies: list[Tensor] = []  # copies of the values
         self._constant_places: list[Place] = []  # buffers that the first update did not change
         self._constant_tensors: list[Tensor | None] = []  # buffers at these places when the update begins
