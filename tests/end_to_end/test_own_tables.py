@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import Exit
+from runner.cli import main
 from runner.commands.complete import candidates
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -175,9 +176,10 @@ def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, t
 
 
 def test_a_compressed_sum_is_near_the_exact_one(server: ForkServer, tmp_path: Path) -> None:
-    options = f"{TWO} dataloader.num_workers=0 optimizer=sgd optimizer.lr=0.1"
-    one, other = (trained(server, tmp_path / name, f"parallelism={name} {options}") for name in ("compressed", "ddp"))
-    start = trained(server, tmp_path / "start", f"parallelism=ddp {options} updates=1 optimizer.lr=1e-30")
+    options = "dataloader.num_workers=0 optimizer=sgd optimizer.lr=0.1"
+    one = trained(server, tmp_path / "compressed", f"parallelism=compressed {TWO} {options}")
+    other = trained(server, tmp_path / "exact", options)
+    start = trained(server, tmp_path / "start", f"{options} updates=1 optimizer.lr=1e-30")
     assert not are_equal(one, other)
     for name in one:
         change = (other[name] - start[name]).abs().max()
@@ -248,23 +250,30 @@ def test_a_sum_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path
     assert TASK.name in result.err
 
 
-def test_plan_explain_and_completion_know_the_options(server: ForkServer, tmp_path: Path) -> None:
+def test_plan_explain_and_completion_know_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def ran(args: str) -> tuple[int, str, str]:
+        return main(args.split()), *capsys.readouterr()
+
     chosen = f"dataloader=threads precision=rounded parallelism=compressed {TWO}"
-    planned = server.run(f"plan --task {TASK} device=cpu {chosen} dataloader.ahead=5", tmp_path, {})
-    assert planned.code == 0, planned.err
+    code, out, err = ran(f"plan --task {TASK} device=cpu {chosen} dataloader.ahead=5")
+    assert code == 0, err
     for line in ("dataloader=threads", "precision=rounded", "parallelism=compressed"):
-        assert f"{line} is from {TASK}" in planned.out + planned.err
-    assert "training data only" in planned.out + planned.err
-    explained = server.run(f"explain precision.bits --task {TASK} device=cpu {chosen}", tmp_path, {})
-    assert f"({TASK})" in explained.out
-    typo = server.run(f"plan --task {TASK} device=cpu dataloader=thrads", tmp_path, {})
-    assert typo.code == Exit.CONFIG
-    assert "threads" in typo.err
+        assert f"{line} is from {TASK}" in out + err
+    assert "training data only" in out + err
+    _, out, _ = ran(f"explain precision.bits --task {TASK} device=cpu {chosen}")
+    assert f"({TASK})" in out
+    code, _, err = ran(f"plan --task {TASK} device=cpu dataloader=thrads")
+    assert code == Exit.CONFIG
+    assert "threads" in err
     before = ["train", "--task", str(TASK)]
     assert "parallelism=compressed" in candidates([*before, "parallelism=c"])
     assert "precision.bits=" in candidates([*before, "precision=rounded", "precision.b"])
     assert "small" in candidates(["benchmark", "--task", str(TASK), "s"])
-    shown = server.run(f"train --help --task {TASK}", tmp_path, {}).out
+    _, shown, _ = ran(f"train --help --task {TASK}")
     assert [line for line in shown.splitlines() if "benchmark small" in line and "micro_batch_size=4" in line]
 
 

@@ -156,17 +156,17 @@ def test_both_predicts_with_a_finished_run(server: ForkServer, tmp_path: Path) -
 
 
 def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_path: Path) -> None:
-    assert server.run([*BASE, "updates=40"], tmp_path).code == 0
-    refused = server.run([*BASE, "updates=40", "seed=1", "global_batch_size=24"], tmp_path)
+    assert server.run([*BASE, "updates=4"], tmp_path).code == 0
+    refused = server.run([*BASE, "updates=4", "seed=1", "global_batch_size=24"], tmp_path)
     assert refused.code == 88
     assert "seed" in refused.err
     assert "global_batch_size" in refused.err
-    by_name = server.run([*BASE, "updates=60"], tmp_path)
+    by_name = server.run([*BASE, "updates=6"], tmp_path)
     assert by_name.code == 88
     assert "resume_allow=[updates]" in by_name.err
-    longer = server.run([*BASE, "updates=60", "resume_allow=[updates]"], tmp_path)
+    longer = server.run([*BASE, "updates=6", "resume_allow=[updates]"], tmp_path)
     assert longer.code == 0, longer.err
-    assert rows(tmp_path)[-1]["update"] == 60
+    assert rows(tmp_path)[-1]["update"] == 6
 
 
 @pytest.mark.slow
@@ -183,13 +183,13 @@ def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, 
 
 
 def test_fresh_starts_from_scratch_and_keeps_the_old_files(server: ForkServer, tmp_path: Path) -> None:
-    assert server.run([*BASE, "updates=40"], tmp_path).code == 0
+    assert server.run([*BASE, "updates=4"], tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
     with RunDirectory.create_or_open(run.parent, "mine") as directory:
         oom_history.write_reductions(directory, [oom_history.ReducedMicroBatch("train", 2, None, 4, 8, 1)])
-    again = server.run([*BASE, "updates=40", "seed=3", "resume=fresh"], tmp_path)
+    again = server.run([*BASE, "updates=4", "seed=3", "resume=fresh"], tmp_path)
     assert again.code == 0, again.err
     assert oom_history.read_reductions(run) == []
     assert list((run / "checkpoints").glob("earlier-*"))
     assert (run / "metrics-earlier-1.jsonl").is_file()
-    assert rows(tmp_path)[-1]["update"] == 40
+    assert rows(tmp_path)[-1]["update"] == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +84,23 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a finished run, by how its dataset draws random numbers."""
-    actual = {}
-    for name, draws in {"never": FILES["draws.py"], **DRAWS}.items():
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from how the dataset draws random numbers to the folder of a finished run."""
+
+    @cache
+    def of_draws(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write(folder, {**FILES, "draws.py": draws})
+        write(folder, {**FILES, "draws.py": {"never": FILES["draws.py"], **DRAWS}[name]})
         result = server.run(WORDS, folder)
         assert result.code == 0, result.err
-        actual[name] = folder
-    return actual
+        return folder
+
+    return of_draws
 
 
 @pytest.fixture
-def copied(trained: dict[str, Path], tmp_path: Path) -> Path:
-    return of(trained["never"], tmp_path)
+def copied(trained: Callable[[str], Path], tmp_path: Path) -> Path:
+    return of(trained("never"), tmp_path)
 
 
 def of(trained: Path, folder: Path) -> Path:
@@ -115,9 +118,9 @@ def changes(folder: Path) -> list[tuple[int, list[str], list[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", ["never", *DRAWS])
 def test_equal_code_and_data_are_not_reported(
-    server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
+    server: ForkServer, trained: Callable[[str], Path], tmp_path: Path, draws: str
 ) -> None:
-    folder = of(trained[draws], tmp_path)
+    folder = of(trained(draws), tmp_path)
     write(folder, {"helpers/unused.py": "edited = 1"})
     result = resumed(server, folder)
     assert result.code == 0, result.err
@@ -158,9 +161,9 @@ def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, co
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("draws", ["never", "global"])
 def test_changed_samples_are_named_and_recorded(
-    server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
+    server: ForkServer, trained: Callable[[str], Path], tmp_path: Path, draws: str
 ) -> None:
-    folder = of(trained[draws], tmp_path)
+    folder = of(trained(draws), tmp_path)
     lines = FILES["data.txt"].splitlines()
     lines[50] = "7.5"
     write(folder, {"data.txt": "\n".join(lines)})

@@ -140,12 +140,12 @@ def ballast(place: Path, left: int) -> None:
         file.write(b"\0" * max(0, there.f_bavail * there.f_frsize - left))
 
 
-BIG = "task.hidden=20000"  # checkpoints of 3.3 MB
+BIG = "task.hidden=5000"  # checkpoints of 0.8 MB
 
 
 @dataclass(frozen=True)
 class FullDisk:
-    """When the disk of 8 MB fills up, and the expected outcome.
+    """When the disk fills up, and the expected outcome.
 
     left   free bytes at the start; None: all
     act    what the task does to the disk, and at which update
@@ -158,12 +158,13 @@ class FullDisk:
     left: int | None = None
     act: tuple[str, int] = ("", -1)
     cause: str = "the disk is full (ENOSPC)"
+    mib: int = 8
 
 
 DISKS = {
     "before anything": FullDisk("", 73, 0, left=0),
     "at the first save": FullDisk("", 74, 0, left=34_500, cause="3 saves in a row failed"),
-    "at the third save": FullDisk(BIG, 74, 20, cause="3 saves in a row failed"),
+    "at the third save": FullDisk(BIG, 74, 20, cause="3 saves in a row failed", mib=2),
     "while metrics are appended": FullDisk("log_every=1", 74, 20, act=("fill", 23), cause="3 saves in a row failed"),
     "at the end": FullDisk("log_every=60 checkpoint.every=50", 74, 50, act=("fill", 59)),
     "for good, read-only": FullDisk("", 74, 20, act=("read-only", 22), cause="the file system is read-only (EROFS)"),
@@ -177,7 +178,7 @@ def test_a_full_disk_loses_no_saved_update(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     case = DISKS[name]
-    with disk(tmp_path) as place:
+    with disk(tmp_path, case.mib) as place:
         args = [*BASE, f"output_root={place}/runs", *case.words.split()]
         run = place / "runs" / "mine"
         if case.left is not None:
@@ -432,7 +433,7 @@ def test_a_dead_data_worker_is_reported(
     act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     code, cause = WORKERS[act]
-    args = [*BASE, "dataloader.num_workers=2"]
+    args = [*BASE, "dataloader.num_workers=1"]
     result = server.run(args, tmp_path, {"ACT": act})
     assert_error(result, code, cause)
     must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))

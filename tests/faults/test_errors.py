@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,16 +93,22 @@ WITHOUT_ADVICE = {
 }  # fmt: skip
 
 
-def messages() -> list[tuple[Path, ast.Call]]:
-    """Return each call in the runner that creates a problem or an error with a message."""
-    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AccelRunError)}
-    kinds = kinds - {"ConfigError"} | {"Problem"}  # a ConfigError consists of problems
+@cache
+def calls() -> list[tuple[Path, ast.Call]]:
+    """Return each call in the runner."""
     return [
         (file, node)
         for file in sorted((ROOT / "runner").rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds
+        if isinstance(node, ast.Call)
     ]
+
+
+def messages() -> list[tuple[Path, ast.Call]]:
+    """Return each call in the runner that creates a problem or an error with a message."""
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AccelRunError)}
+    kinds = kinds - {"ConfigError"} | {"Problem"}  # a ConfigError consists of problems
+    return [(file, node) for file, node in calls() if isinstance(node.func, ast.Name) and node.func.id in kinds]
 
 
 def test_messages_have_a_fix() -> None:
@@ -166,12 +173,7 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_every_class_of_error_is_raised_somewhere() -> None:
-    named = {
-        node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        for file in (ROOT / "runner").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call)
-    }
+    named = {node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "") for _, node in calls()}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AccelRunError)]
     assert [kind.__name__ for kind in kinds if kind.__name__ not in named] == []
     assert {kind.exit_code for kind in kinds} <= set(Exit)

@@ -32,11 +32,66 @@ def import_mib() -> int:
 
 
 def run_within(mib: int, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", LIMITED.format(value=mib), *args]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    return run_program(LIMITED.format(value=mib), folder, *args)
 
 
-@pytest.mark.slow_beyond(1)
+def run_program(program: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+MODULE = "import mmap\nreserved = mmap.mmap(-1, 256 << 20, prot=0)\n"
+IMPORTS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({value} << 20,) * 2)
+from runner.base.errors import SystemLimit
+from runner.host.address_space import prepare_for_limit
+prepare_for_limit()
+try:
+    import torch
+except SystemLimit as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("mib", "code"), [(200, Exit.SYSTEM), (1000, Exit.DONE)])
+def test_a_module_is_imported_if_another_process_can_import_it(mib: int, code: Exit, tmp_path: Path) -> None:
+    """With a module of 256 MiB in place of PyTorch, which takes seconds."""
+    (tmp_path / "torch.py").write_text(MODULE)
+    result = run_program(IMPORTS.format(value=mib), tmp_path)
+    assert result.returncode == code, result.stderr
+    assert (f"{mib} MiB" in result.stdout) == (code != Exit.DONE)
+
+
+THREADS = """
+import pathlib, resource, threading
+from runner.host.address_space import prepare_for_limit
+resource.setrlimit(resource.RLIMIT_AS, (4096 << 20,) * 2)
+prepare_for_limit()
+size = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() >> 20
+threading.stack_size(256 << 10)
+together, before = threading.Barrier(5), size()
+def allocate():
+    held = bytes(10_000)
+    together.wait()
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(4)]
+for thread in threads: thread.start()
+together.wait()
+print(size() - before)
+together.wait()
+"""
+
+
+def test_threads_share_an_arena(tmp_path: Path) -> None:
+    """Otherwise, malloc reserves at least 64 MiB for each."""
+    result = run_program(THREADS, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 64
+
+
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.2, 0.66, 0.7, 0.8, 0.87, 0.92, 0.97, 1.0])
 def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
@@ -50,13 +105,12 @@ def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("more_mib", [170, 240])
-def test_a_run_fits_into_a_little_more_than_the_import_needs(more_mib: int, import_mib: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_fits_into_a_little_more_than_the_import_needs(import_mib: int, tmp_path: Path) -> None:
     # With an arena of malloc per thread, threads of the worker would take 64 MiB each, and others could not start.
     if torch.version.cuda:
         pytest.skip("a CUDA build loads further libraries in the first update")
-    result = run_within(import_mib + more_mib, tmp_path, *LINE, "dataloader.num_workers=1")
+    result = run_within(import_mib + 170, tmp_path, *LINE, "dataloader.num_workers=1")
     assert result.returncode == 0, result.stderr
 
 
