@@ -1,6 +1,6 @@
 """One file per command of the command line, and the table of them."""
 
-# command -> (module in runner.commands, summary); a command without summary is not in the overview
+# command -> (module in runner.commands, summary); a command without a summary is not in the overview
 COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
     "resume": ("resume", "resume a stopped run, from any folder"),
@@ -14,20 +14,21 @@ COMMANDS = {
     "runs": ("runs", "list the runs: task, state, updates, last metric, age, size"),
     "status": ("status", "show a run: progress, checkpoints, last error"),
     "report": ("report", "write an HTML report of a run, or compare several"),
-    "monitor": ("monitor", "monitor GPUs, CPU, RAM and their processes, live or for a past run"),
+    "monitor": ("monitor", "monitor GPUs, CPU, RAM and processes, live or for a past run"),
     "profile": ("profile", "profile an update: operators, modules, memory, synchronizations"),
     "advise": ("advise", "find settings that make a run faster, verified by measurement"),
     "benchmark": ("benchmark", "measure the speedup of techniques on this machine, interleaved with the baseline"),
     "tune": ("tune", "find the fastest settings for this machine and save them as a hardware profile"),
     "doctor": ("doctor", "check this machine for everything training needs, and suggest fixes"),
-    "export": ("export", "export the model of a run as safetensors, torch.export program and ONNX, each verified"),
+    "export": ("export", "export the model of a run as safetensors, a torch.export program and ONNX, each verified"),
     "import": ("import_", "convert an untrusted .pt file to safetensors without executing it"),
     "new": ("new", "write a one-file task template"),
     "completion": ("completion", "print the shell completion script for bash, zsh or fish"),
     "complete": ("complete", ""),
 }
 
-# Commands that compute. A terminal or pipe that is not read does not block them: output that does not fit is dropped.
+# Commands that compute. They never block on output: if a pipe or terminal is not read and its buffer is full,
+# output is dropped.
 # All other commands wait for the reader, as `accel-run runs | less` expects.
 TRAINING = frozenset(
     {"train", "resume", "search", "inference", "infer", "evaluate", "both", "profile", "advise", "benchmark", "tune"}

@@ -72,7 +72,7 @@ def _load_run_request(request: Request) -> tuple[Request, AdviceInputs, tuple[st
     if overrides:  # the run was measured with other settings
         return merged, AdviceInputs(), (f"run {directory.name} with {' '.join(overrides)}: measured again",)
     if evidence is None:
-        return merged, AdviceInputs(), (f"run {directory.name} has no measurements: measured now",)
+        return merged, AdviceInputs(), (f"run {directory.name} has no measurements, so it is measured now",)
     train_phases = [phase for phase in evidence.phases if phase.kind == "train"]
     longest = max(train_phases, key=lambda phase: phase.seconds or 0.0, default=None)
     notes = (f"run {directory.name} failed: its measurements up to that point are used",) if evidence.unfinished else ()

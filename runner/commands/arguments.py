@@ -88,7 +88,7 @@ def parse_arguments(
 def _is_setting(arg: str, command_keys: Iterable[str]) -> bool:
     """Return whether `arg` has the form key=value; if a file or folder has this name, the key must also exist."""
     key, has_value, _ = arg.partition("=")
-    with suppress(OSError, RuntimeError):  # the name is too long; `~NAME` where no user has this name
+    with suppress(OSError, RuntimeError):  # the name is too long, or `~NAME` names an unknown user
         if has_value and Path(arg).expanduser().exists():
             return key.lstrip("+") in (*GROUPS, *all_keys(), *command_keys)
     return bool(has_value)
@@ -134,7 +134,7 @@ def parse_command_keys(
     """Return the values of a command's own keys, the other arguments, and whether the flag was given.
 
     defaults  key -> default value
-    flag      the flag of the command, such as --json; empty: it has none
+    flag      the flag of the command, such as --json; empty if it has none
     Raises ConfigError for a key without a value.
     """
     values, rest, problems = dict(defaults), [], []
@@ -162,7 +162,7 @@ class ParsedOptions:
 def parse_options(
     argv: Iterable[str], options_type: type, flags: Collection[str], guess: Callable[[str], str] = lambda arg: ""
 ) -> tuple[ParsedOptions, list[Problem]]:
-    """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
+    """Parse the arguments of a command that takes no training settings; return them and all problems.
 
     options_type  dataclass of the keys
     guess         returns what an argument that is neither a key nor a flag probably means; "" if unknown

@@ -38,7 +38,7 @@ options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/tec
   plots               draw the results
   techniques=all      or [bf16,compile]: techniques to measure, in the order in which they are stacked
   modes=all           isolated: each alone; cumulative: each on top of the previous ones
-  steps=50            updates of each variant in the table; rounds=60: maximum number of blocks per variant
+  steps=50            updates per variant that the table lists; rounds=60: maximum number of blocks per variant
   batch=N             global_batch_size, the samples per update
 
 settings of the run, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...

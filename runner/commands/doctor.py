@@ -31,14 +31,14 @@ To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares predictions for a GPU (formats, kernels, memory, times, waits) with measurements, in at most five
 minutes. Use it on a kind of GPU that accel-run has not been tested on. It writes first_contact.json and
-first_contact.md to output_root; please send both to the maintainers. Settings of train select another model.
+first_contact.md to output_root; please send both to the maintainers. To use another model, add settings as for train.
 
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
   checks=[NAME,..]  run only these checks and those they depend on; list them with accel-run doctor checks=help
   output_root=DIR   the folder for runs (outputs)
 
-Exit codes: 0 if no check fails (warnings included), 69 if any check FAILs.
+Exit codes: 0 if no check fails, even with warnings; 69 if any check FAILs.
 
 examples
   accel-run doctor

@@ -9,11 +9,12 @@ HELP = f"""usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [checkpoi
 Exports the model of a run to export/ in the run's folder. Each file is verified to give the model's outputs, for a full
 batch and for one sample.
 
-  safetensors   only the weights; those of a checkpoint in parts are copied and compared without loading the model
+  safetensors   only the weights; those of a sharded checkpoint are copied and compared without loading the model
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
 
-program and onnx need example() of the task. Without it, only the weights are compared, bit for bit.
+program and onnx need the task's example(). Without it, only safetensors is
+written, and its weights are compared with the checkpoint bit for bit.
 
 {CHECKPOINT_HELP}
 

@@ -1,4 +1,4 @@
-"""`accel-run profile`: profile the updates of a task in a short separate training."""
+"""`accel-run profile`: profile the updates of a task in a short, separate training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and other ru
 
 options of the profiler
   skip=5                       warm-up updates that are not recorded
-  updates=10                   updates that are only timed; as many are then recorded by operator, and by module
+  updates=10                   updates to time; the same number is then recorded by operator, and again by module
   depth=3                      modules nested deeper than this count toward their parent
   sort_by=self|total|calls     sort order of the operator table
   with_stack=true              show the line of the task for each operator; record_shapes=true: separate rows per shape
@@ -35,7 +35,7 @@ examples
 
 
 def run(argv: list[str]) -> int:
-    """Profile a short training. Return 0, or 130 if interrupted; the results so far are then written."""
+    """Profile a short training run. Return 0, or 130 if interrupted; the results so far are then written."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
     parsed = parse_arguments(argv, command_keys=COMMAND_KEYS).request
     request = profiled_request(parsed)

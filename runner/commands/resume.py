@@ -30,7 +30,8 @@ original command with the same run=NAME. A finished run is not changed. To predi
                                of update N; later checkpoints are kept as checkpoints/earlier-*
   key=value                    settings that may change: micro_batch_size, dataloader, parallelism, device, checkpoint
   updates=N resume_allow=[updates]
-                               settings that may change if listed: updates, optimizer.*, scheduler, precision, ...
+                               settings that may change if resume_allow lists them: updates, optimizer.*, scheduler,
+                               precision, ...
   --task FILE                  the task file, if the run folder was copied from elsewhere: a run folder alone never
                                decides which code runs
 
@@ -64,7 +65,7 @@ def run(argv: list[str]) -> int:
     folder = origin.folder
     if folder is not None and not folder.is_dir():
         print_progress(
-            f"{folder}, where this run was started, no longer exists: relative paths now refer to this folder"
+            f"{folder}, where this run was started, no longer exists: relative paths now refer to the current folder"
         )
         folder = None
     with working_folder(folder) if folder is not None else nullcontext():

@@ -204,7 +204,7 @@ def _folder_size(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            with suppress(OSError):  # removed meanwhile
+            with suppress(OSError):  # removed in the meantime
                 total += os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118 - faster than Path
     return total
 

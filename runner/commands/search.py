@@ -37,11 +37,11 @@ COMMAND_KEYS = {"trials": "20", "budget_s": "", **TRIAL_KEYS}
 
 
 def run(argv: list[str]) -> int:
-    """Search; return 0 if a trial has a value, or 75 if it was saved and stopped."""
+    """Search; return 0 if a trial has a value, or 75 if the search was saved and stopped."""
     keys, rest, _ = parse_command_keys(argv, COMMAND_KEYS)
     options, trials, budget_s = parse_sweep_options(keys), keys["trials"], keys["budget_s"]
     if not trials.isdecimal() or not int(trials):
-        what = "must be an integer of at least 1, the number of trials"
+        what = "the number of trials must be an integer of at least 1"
         raise ConfigError(Problem(what, f"trials={trials}", f"use trials={COMMAND_KEYS['trials']}"))
     from runner.sweeps.study import search
 

@@ -68,7 +68,7 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
     idle = [rank for rank in overdue if not watched[rank].heartbeat.is_waiting]
     if not idle and (len(watched) < len(states) or not all(state.heartbeat.is_waiting for state in states.values())):
         return None
-    # On a GPU, a rank that waits for others may not report it, because its host blocks wherever it synchronizes with
+    # On a GPU, a rank that waits for others may not report this, because its host blocks wherever it synchronizes with
     # the GPU. While another rank is busy within its limit, all may be waiting for that rank.
     if any(not state.heartbeat.is_waiting and not state.heartbeat.is_overdue for state in watched.values()):
         return None

@@ -324,7 +324,7 @@ class _Supervisor:
             (report.time_s or time.monotonic()) - self.started,
             exited_early=signal_name is not None or not report.what,
         )
-        # NCCL's watchdog aborts, and gloo raises an error in, a rank that has waited too long for a stopped one.
+        # If a rank has waited too long for a stopped one, NCCL's watchdog aborts it, or gloo raises an error in it.
         if (failure.is_victim or signal_name == "SIGABRT") and not any(not other.is_victim for other in self.failures):
             stopped = self.hangs.report_stopped([other.number for other in self.ranks if other.status is None])
             if stopped is not None:
@@ -446,8 +446,8 @@ def _signal_name(number: int) -> str:
 def _fork(main: Main, member: RankInfo, folder: Path, requests: _SignalRequests, ranks: list[_Rank]) -> None:
     """Add the rank that runs `main` to `ranks`. Raises SystemLimit if the system cannot start it.
 
-    Signals are blocked meanwhile: an exception in a handler, such as the timeout of a test, would leave a rank that
-    is not in the list and would never be killed.
+    Signals are blocked during the fork: an exception in a handler, such as the timeout of a test, would leave a rank
+    that is not in the list and would never be killed.
     """
     supervisor = os.getpid()
     for stream in (sys.stdout, sys.stderr):

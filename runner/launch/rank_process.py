@@ -59,7 +59,7 @@ def run_rank_process(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code, report = _call_main(main, member)
         (folder / f"report-{member.rank}").write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
-    except OSError as error:  # without its report, the rank did not succeed
+    except OSError as error:  # without its report, the rank counts as failed
         code = code or int(Exit.INPUT_OUTPUT if find_system_limit(error) is None else Exit.SYSTEM)
     finally:
         with suppress(Exception):

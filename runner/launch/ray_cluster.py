@@ -239,7 +239,9 @@ def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
 _LOST_FIX = "run the command again to resume from the last checkpoint"
 # By default, Ray tries an address without a cluster 20 times, about 40 s each; here twice, 15 s each (Ray 2.60).
 _CONNECT_LIMITS = {"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_py_gcs_connect_timeout_s": "5"}
-DEFAULT_RESTARTS = 3  # for parallelism=single and auto, which have no key `restarts`; as for the other strategies
+DEFAULT_RESTARTS = (
+    3  # for parallelism=single and auto, which have no key `restarts`; the default of the other strategies
+)
 POLL_S = 0.5
 GRACE_S = 30.0
 _NO_FAILURE = (Exit.DONE, Exit.PREEMPTED, Exit.RANK_LOST)  # RANK_LOST: a consequence of what happened to another rank

@@ -165,7 +165,7 @@ class Slurm:
 def check_submittable(jobs: Sequence[tuple[Slurm, Configuration]], *programs: str) -> None:
     """Raise ConfigError if jobs with these resources could not work, or cannot be submitted by this process.
 
-    programs  commands of SLURM needed besides sbatch and srun
+    programs  SLURM commands needed besides sbatch and srun
     Raises MissingPackage without submitit.
     """
     problems = [problem for slurm, configuration in jobs for problem in slurm.find_problems(configuration)]

@@ -30,7 +30,7 @@ def start_inference(request: Request, checkpoint: str | None = None, *, is_alone
 
     With `parallelism=ddp`, each rank computes one shard of the predictions if the task's `predict` has the parameters
     `shard` and `num_shards`. Otherwise, one process computes all predictions: rank 0, if torchrun or srun started
-    several. If the settings name a shard, each process computes it.
+    several. If the settings name a shard, each process computes that shard.
 
     checkpoint  best, last or the number of an update; None: best if there is one, otherwise last
     is_alone    this process computes all predictions, because other ranks do not call this function

@@ -254,7 +254,7 @@ class ModuleTimes:
             self._lap(owner)
 
     def _queue_end_of_pass(self) -> None:
-        """Queue the end of the pass behind the callbacks that wait for other ranks, which the pass itself queued."""
+        """Queue the end of the pass after the callbacks, queued by the pass itself, that wait for other ranks."""
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._lap, OUTSIDE))
 
     def _own_seconds(self, update: _Update) -> dict[TimeOwner, float]:

@@ -60,5 +60,5 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
     return notes
 
 
-MIN_RESERVED_GIB = 0.5  # fragments of less memory do not justify a setting
+MIN_RESERVED_GIB = 0.5  # with less reserved memory, fragmentation is not worth a setting
 MIN_FRAGMENTATION = 0.2  # below this, fragmentation is not worth a setting

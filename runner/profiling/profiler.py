@@ -240,7 +240,7 @@ def trace(
     record_shapes: bool = False,
     only: bool = False,
 ) -> Profiler:
-    """Profile operators, modules and waits in a few updates of each phase; writes to profile/ of the run.
+    """Profile operators, modules and waits in a few updates of each phase; write the results to profile/ of the run.
 
     skip           warm-up updates that are not recorded
     updates        number of updates timed without a profiler, then with operators recorded, then with modules recorded

@@ -39,7 +39,7 @@ class TimeEvidence:
     step_time_ms   median of the rows of the last phase; low and high are the 10th and the 90th percentile
     items_per_s    throughput of the last phase: items of its updates over their time, evaluations and checkpoints
                    between them included, and the first update of the process excluded
-    data_wait      share of the time of updates that was spent waiting for data; `transfer` for copies to the device
+    data_wait      share of update time spent waiting for data; `transfer`: spent on copies to the device
     """
 
     updates: int | None = None
@@ -84,7 +84,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
 
     attempt           `started` of the last process that the measurements cover
     num_batch_shapes  number of different shapes that the first tensor of a batch had
-    odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
+    odd_sizes         a line for each weight matrix whose sizes prevent the use of tensor cores
     has_begin_update  whether the task defines a hook before each update
     monitor           name of the monitor summary file in the run directory
     unfinished        True if the process failed: measurements up to the failure
@@ -103,7 +103,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
 
     @property
     def host_label(self) -> str:
-        """Label of `host_peak_gib` that states which rank it is of, such as "host, highest of 2 ranks".
+        """Label of `host_peak_gib` that states which rank it belongs to, such as "host, highest of 2 ranks".
 
         Earlier versions, which did not record the attempt, measured rank 0 only. After a failure, the peaks of some
         phases are of rank 0, and the peaks of other phases are of the rank with the highest one.

@@ -50,7 +50,7 @@ class PlanRecord:
 
     choices  group -> choice
     reasons  key -> why it has its value
-    problem  why the file could not be read completely, else empty
+    problem  why the file could not be read completely; empty if it could
     wrong    dotted names of values with the wrong type
     """
 

@@ -115,7 +115,7 @@ def place_trials(
 ) -> Packing | JobPlacement:
     """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned later, where they run.
 
-    configurations  of all trials of a sweep; of a search, whose trials are not known yet, those of both ends
+    configurations  of all trials of a sweep, or of both ends of a search space, whose trials are not known yet
     """
     if uses_jobs(configurations):
         return JobPlacement(together)
@@ -136,7 +136,7 @@ def open_sweep(
 
     fixed          settings that all trials have in common
     configuration  configuration of one trial
-    varied         overrides that differ between trials, as far as `axes` does not contain them
+    varied         overrides that differ between trials, except those in `axes`
     Raises IncompatibleResume if the folder has a sweep with other settings, DataError if its file is damaged.
     """
     settings, task = configuration.settings, configuration.choices["task"].name
@@ -300,7 +300,7 @@ class _Grid:
 
 def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     """Create a trial for each new choice; existing trials are kept."""
-    # Earlier versions passed 0.001 to a text setting for 1e-3: such a trial keeps its text.
+    # Earlier versions passed 1e-3 to a string setting as 0.001; such a trial keeps that string.
     recorded = {word for trial in sweep.trials for word in trial.words}
     choices = [tuple(_as_recorded(override, recorded) for override in overrides) for overrides in choices]
     earlier = {frozenset((*(sweep.earlier.fixed or ()), *trial.words)): trial for trial in sweep.trials}
@@ -430,7 +430,7 @@ class Packing:
     why: str = ""
 
     def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> LocalPool:
-        """Return a pool of these slots, whose trials print warnings and errors only, unless another level is set."""
+        """Return a pool of these slots, whose trials print only warnings and errors, unless another level is set."""
         return LocalPool(self.slots, {LEVEL_VARIABLE: os.environ.get(OLD_LEVEL_VARIABLE) or "warning"})
 
 

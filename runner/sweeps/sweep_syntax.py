@@ -30,7 +30,7 @@ class SearchSpace:
     """The search space of a key: one of `values`, as typed, or a number from low to high.
 
     step        numbers are low, low + step, ...; 0: continuous
-    is_log      log-uniform: as many below the geometric mean as above
+    is_log      log-uniform: values below and above the geometric mean are equally likely
     is_integer  integers only
     """
 
@@ -54,7 +54,7 @@ class SearchSpace:
         return len(self.values) or (1 + round((self.high - self.low) / step) if step else math.inf)
 
     def as_recorded(self, text: str) -> SearchSpace:
-        """Return the space with numbers in Python's notation if `text` describes it so, as earlier versions did."""
+        """Return the space with numbers in Python's notation if `text`, from an earlier version, describes it so."""
         pairs = [value.partition("=") for value in self.values]
         plain = replace(self, values=tuple(f"{key}={plain_number(number)}" for key, _, number in pairs))
         return plain if str(plain) == text else self
@@ -180,7 +180,7 @@ def _expand(override: Override, request: Request, problems: list[Problem]) -> li
 
 
 def plain_number(text: str) -> str:
-    """Return a number in Python's notation, 0.001 for 1e-3; other texts are returned unchanged."""
+    """Return a number in Python's notation, 0.001 for 1e-3; other strings are returned unchanged."""
     for number_type in (int, float):
         with suppress(ValueError):
             return str(number_type(text))
@@ -189,7 +189,7 @@ def plain_number(text: str) -> str:
 
 @cache_config_files()
 def _keep_texts(parsed: Sequence[Override], choices: Sequence[list[str]], fixed: Request) -> list[list[str]]:
-    """Return the choices, with numbers as typed where the setting is a text, as in a run without a sweep.
+    """Return the choices, with numbers as typed where the setting is a string, as in a run without a sweep.
 
     choices  the values of each override; numbers are in Python's notation
     fixed    the other settings

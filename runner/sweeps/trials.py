@@ -271,7 +271,7 @@ def combine_repetitions(results: Sequence[Result], goal: Goal) -> list[Combinati
 def find_best(results: Sequence[Result], goal: Goal) -> Combination | None:
     """Return the combination with the best mean, the first one if several are equal; None if none has a value.
 
-    Means over fewer trials than others, because some have failed or are not finished, are not compared.
+    A mean over fewer trials than others, because some failed or have not finished, is not compared.
     """
     combinations = combine_repetitions(results, goal)
     most = max((len(combination.values) for combination in combinations), default=0)

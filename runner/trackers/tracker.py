@@ -35,15 +35,17 @@ BATCH_ROWS = 200
 OPEN_S = 60.0  # timeout to import and start a tracker; imports are slow on network file systems
 ONLINE_INIT_S = 25.0  # timeout to reach the server; wandb's own is 90 s
 LOG_S = 60.0  # timeout to accept one batch of rows
-FINISH_S = 2.0  # wait at the end of a run; after it, the tracker process sends the remaining rows alone
-OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
+FINISH_S = 2.0  # wait at the end of a run; after it, the tracker process sends the remaining rows by itself
+OFFLINE_S = (
+    4.0  # part of the time to finish that is reserved for falling back to an offline folder if going online hangs
+)
 HAND_OVER_EXTRA_S = 1.0  # the same if rows are handed over to the process; also the extra time on a busy machine
 HAND_OVER_S = 0.1  # timeout to send the last rows when they are handed over to the process
 # Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
 LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
-KILL_S = 0.3  # of the time to finish, reserved for killing the process and joining the thread
+KILL_S = 0.3  # part of the time to finish that is reserved for killing the process and joining the thread
 
 
 class Tracker:
@@ -159,7 +161,8 @@ class BackgroundTracker(Tracker):
         if self._thread.is_alive():
             self._thread.join(max(0.0, timeout_s - KILL_S))
         if hand_over:
-            # The process ends by itself; killed here, it would lose rows that the thread is about to hand over.
+            # The process ends by itself; if it were killed here, it would lose rows that the thread is about to hand
+            # over.
             if self._thread.is_alive():
                 self._thread.join(KILL_S + HAND_OVER_EXTRA_S)
         elif self._process is not None:

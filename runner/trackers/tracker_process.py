@@ -1,8 +1,8 @@
 """Run wandb or TensorBoard in a separate process, so that training neither waits for it nor fails with it.
 
 runner.trackers.tracker starts this file as a script with the file descriptor of a socket. Requests and responses are
-lines of JSON: the first request opens a sink, further ones log rows, and the last one finishes. Nothing of the runner
-is imported here.
+lines of JSON: the first request opens a sink, further ones log rows, and the last one finishes. This file imports
+nothing from the runner.
 """
 
 from __future__ import annotations

@@ -9,18 +9,20 @@ from runner.tools.doctor.findings import DoctorCheck, late_check
 
 CHECKS: Mapping[str, DoctorCheck] = {
     "python": DoctorCheck(software.python, "accel-run needs features of newer versions"),
-    "cpu": DoctorCheck(host_checks.cpu, "data loaders and all work outside the GPU run on its cores"),
-    "memory": DoctorCheck(host_checks.memory, "a run that exceeds them is killed"),
+    "cpu": DoctorCheck(host_checks.cpu, "data loaders and all work outside the GPU run on CPU cores"),
+    "memory": DoctorCheck(host_checks.memory, "a run that exceeds these limits is killed"),
     "limits": DoctorCheck(host_checks.limits, "a run that reaches a system limit ends with exit 71"),
-    "shm": DoctorCheck(storage.shared_memory, "workers pass batches through it; they are killed when it is full"),
+    "shm": DoctorCheck(
+        storage.shared_memory, "workers pass batches through shared memory; they are killed when it is full"
+    ),
     "disk": DoctorCheck(
         storage.disk, "checkpoints and metrics are written there and must survive a power failure", limit_s=30.0
     ),
     "environment": DoctorCheck(host_checks.environment, "such variables are often set temporarily and forgotten"),
     "driver": DoctorCheck(gpu_checks.driver, "required to use and monitor GPUs"),
-    "processes": DoctorCheck(gpu_checks.processes, "they use its memory and time"),
+    "processes": DoctorCheck(gpu_checks.processes, "they use the GPU's memory and time"),
     "packages": DoctorCheck(software.packages, "accel-run cannot start without them", limit_s=30.0),
-    "torch": DoctorCheck(software.torch, "all computation uses it", limit_s=60.0),
+    "torch": DoctorCheck(software.torch, "all computation uses torch", limit_s=60.0),
     "gpus": DoctorCheck(gpu_checks.gpus, "GPUs that torch cannot use are idle", limit_s=60.0, needs="torch"),
     "versions": DoctorCheck(
         gpu_checks.versions,

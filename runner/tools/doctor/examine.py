@@ -30,7 +30,7 @@ class Examination:
 
     device, clock  as in CheckContext
     root           folder of the runs
-    inventory      devices that the check of GPUs found; None before a check has needed them
+    inventory      devices found by the check `gpus`; None until a check needs them
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Examination:
 
 
 def _add_dependencies(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str]:
-    """Return the names with their dependencies, in the order of the table."""
+    """Return the names with their dependencies, in the order of `checks`."""
     while missing := {checks[name].needs for name in names if checks[name].needs} - names:
         names = names | missing
     return [name for name in checks if name in names]

@@ -32,7 +32,7 @@ def driver(context: CheckContext) -> Iterator[CheckResult]:
         if not nvml.gpus and not nvml.notes:
             yield _judge_missing_gpu(nvml.why_not)
             return
-        serves = f", serves CUDA up to {nvml.cuda_version}" if nvml.cuda_version else ""
+        serves = f", supports CUDA up to {nvml.cuda_version}" if nvml.cuda_version else ""
         seen = f"{nvml.driver_version}{serves}, {len(nvml.gpus)} GPU(s)"
         yield ok("", seen)
         for note in nvml.notes:
@@ -132,9 +132,7 @@ def compiler(context: CheckContext) -> Iterator[CheckResult]:
 def _judge_missing_gpu(why_not: str) -> CheckResult:
     """Return skip for a machine without a GPU, FAIL for a GPU that does not respond."""
     if any(phrase in why_not for phrase in ("not loaded", "no permission", "different versions")):
-        return failed(
-            "", why_not, "nvidia-smi; sudo modprobe nvidia; restart the machine after an update of the driver"
-        )
+        return failed("", why_not, "nvidia-smi; sudo modprobe nvidia; restart the machine after a driver update")
     if "nvidia-ml-py" in why_not:
         return failed("", why_not, "pip install nvidia-ml-py")
     return skip("", why_not)
@@ -249,7 +247,7 @@ def _check_cudnn(number: int, here: Inventory) -> CheckResult:
     version = Version(f"{number // major}.{number % major // minor}.{number % minor}")
     if version < MINIMA["cuDNN"]:
         return warn("cuDNN", f"{version}, but {MINIMA['cuDNN']} or newer is recommended", "install a newer torch")
-    return ok("cuDNN", f"{version} (of torch {here.torch_version})")
+    return ok("cuDNN", f"{version} (used by torch {here.torch_version})")
 
 
 def _suggest_order_fix() -> str:

@@ -20,7 +20,7 @@ DESCRIPTORS_BESIDES = 256  # modules, logs, sockets, shards of data, checkpoints
 def cpu(context: CheckContext) -> Iterator[CheckResult]:
     """Vector instructions, cores, affinity, quota, load."""
     found, notes = read_cpu()
-    vectors = ", ".join(found.flags) or "no flags known"
+    vectors = ", ".join(found.flags) or "vector instructions unknown"
     yield ok("", f"{found.name}, cores: {found.physical_cores}, threads: {found.logical_cores}; {vectors}")
     for note in notes:
         if "memory" not in note:
@@ -70,7 +70,7 @@ def environment(context: CheckContext) -> Iterator[CheckResult]:
             is_clean = False
             yield warn(name, f"{name}={value}: {effect}", f"unset {name}")
     if is_clean:
-        yield ok("", "no variable is set that slows torch down or changes its numbers")
+        yield ok("", "no variable that slows torch down or changes its results is set")
 
 
 def _measure_core_share() -> float:
@@ -92,7 +92,7 @@ def _open_files(needed: int) -> CheckResult:
         return ok("open files", f"ulimit -n is {soft:,}", open_files=soft)
     seen = f"ulimit -n is {soft:,}; a worker per thread of this machine may need {needed:,}"
     can_raise = hard == resource.RLIM_INFINITY or hard >= needed
-    allow = "the hard limit too: /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    allow = "raise the hard limit, too: in /etc/security/limits.conf, or with docker run --ulimit nofile=65536"
     fix = f"ulimit -n {max(needed, min(65536, hard) if hard > 0 else 65536)}" if can_raise else allow
     return (failed if soft < DESCRIPTORS_BESIDES else warn)("open files", seen, fix, _WHY_FILES, {"open_files": soft})
 

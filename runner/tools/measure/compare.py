@@ -266,8 +266,9 @@ class Comparison:
     def _start_waiting(self, result: ComparisonResult, since: float, log: LogFunction) -> bool:
         """Start the waiting variants as time allows, compiled ones last; return whether any was started.
 
-        Time for the minimum number of rounds is reserved; with more than two variants, at least half of the time from
-        `since` to the deadline. When the reserved time begins, an unfinished start is ended, and no other one begins.
+        Time for the minimum number of rounds is reserved; with more than two variants, this is at least half of the
+        time from `since` to the deadline. When the reserved time begins, an unfinished start is ended, and no
+        other one begins.
         """
         half_s = (self.deadline - since) / 2 if len(result.variants) > 2 else 0.0
         active = [trial for trial in result.variants if trial.is_active]

@@ -109,7 +109,7 @@ class VariantResult:
     updates    number of updates per block; a block takes about the same time for every variant
     untimed    number of updates before each block that are not timed: their data may have become ready while the
                process was stopped
-    opened     description of the run, sent by its process; `values` has the settings that it really uses
+    opened     description of the run, sent by its process; `values` has the settings that it actually uses
     report     memory, losses and kernels from its process at the end
     why_not    reason why nothing, or nothing more, was measured; empty if the variant did not fail
     is_out     left out of further rounds, because its ratio is known well enough
@@ -439,7 +439,7 @@ def is_compiled(trial: VariantResult) -> bool:
 
 
 def expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
-    """Return the expected seconds of a start: the median of the variants that also compile, or that also do not.
+    """Return the expected seconds of a start: the median over variants that compile, or do not, as it does.
 
     Without such a variant, it is the median of all variants that started in time.
     """
@@ -461,7 +461,7 @@ def describe_disturbances(result: ComparisonResult) -> Iterator[str]:
     blocks_ms = [block.ms for block in result.baseline.blocks.values()]
     low, middle, high = statistics.quantiles(blocks_ms, n=4) if len(blocks_ms) >= 4 else (1.0, 1.0, 1.0)
     if (high - low) / middle > NOISY_SPREAD:
-        what = f"the middle half of the baseline's block times varies by {(high - low) / middle:.0%}"
+        what = f"the interquartile range of the baseline's block times is {(high - low) / middle:.0%} of their median"
         yield f"measurements are noisy: {what}; other processes are running, or the machine throttles"
     busy = statistics.fmean(result.busy_cores) if result.busy_cores else 0.0
     if busy > BUSY_CORES:
@@ -469,7 +469,7 @@ def describe_disturbances(result: ComparisonResult) -> Iterator[str]:
     blocks = [block for trial in result.variants for block in trial.blocks.values()]
     seconds, wait_s = sum(trial.total_s for trial in result.variants), sum(block.run_queue_wait_s for block in blocks)
     if wait_s > MAX_WAIT_SHARE * seconds:
-        yield f"{wait_s / seconds:.0%} of the time, blocks waited for cores used by other processes (not counted)"
+        yield f"blocks spent {wait_s / seconds:.0%} of the time waiting for cores used by other processes (not counted)"
     if result.mode == "interleaved" and result.measured_spread.freedom and result.spread.sigma > NOTABLE_SIGMA:
         yield f"identical processes differ by {result.spread.sigma:.1%}: the intervals include this variation"
     for reason, times in sum((trial.throttled for trial in result.variants), Counter[str]()).most_common():
@@ -519,7 +519,7 @@ TOLERANCES: Mapping[str, float] = {
 }  # fmt: skip
 # Tolerances for the distance of the weights after the first updates, relative to the distance they moved. Adam's first
 # updates are little more than the signs of the gradients, so different rounding flips the sign of gradients that should
-# be 0, such as those of the bias of keys; this alone causes a distance of up to 0.1 in small models. Measured with the
+# be 0, such as those of the key bias; this alone causes a distance of up to 0.1 in small models. Measured with the
 # tasks in size tiny: other kernels 1e-4, bf16 0.02 to 0.08, fp16 up to 0.04, 8 bits 0.1; a seventh of the learning rate
 # 0.85, SGD instead of Adam 0.99, no movement 1, opposite direction 2.
 WEIGHT_TOLERANCE = 0.3

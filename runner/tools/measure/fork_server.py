@@ -151,7 +151,7 @@ class VariantProcess:
             raise
         if reply is None:
             code = self._wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
             killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
             last = _last_line(self._errors)

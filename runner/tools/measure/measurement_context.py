@@ -99,8 +99,8 @@ def reduce_to_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tu
     loader = plan.choices["dataloader"].options
     fixed += [f"dataloader.{key}={loader[key]}" for key in ("num_workers", "workers_above_ms") if key in loader]
     note = (
-        f"measured on one of {plan.world_size} ranks, with its {share} samples of an update on {cores} of {all_cores}"
-        " cores; communication is not measured"
+        f"measured on one of {plan.world_size} ranks, with its share of {share} samples per update on {cores}"
+        f" of {all_cores} cores; communication is not measured"
     )
     return dataclasses.replace(request, overrides=merge_overrides(request.overrides, fixed)), cores, [note]
 

@@ -179,7 +179,7 @@ def evaluates_too_often(facts: Facts) -> RuleFinding | None:
         return None
     period = max(1, round(updates / num))
     return _make_finding(
-        f"{describe_share('evaluation', share)}: {num} of them, one every {period} updates",
+        f"{describe_share('evaluation', share)}: {num} evaluations, one every {period} updates",
         by_hand=f"use evaluate.every={5 * period}; it affects which checkpoint is the best one",
         at_most=_speedup_without(share * 0.8),
     )
@@ -192,7 +192,7 @@ def slow_hooks(facts: Facts) -> RuleFinding | None:
         return None
     profile = "find out what runs between updates with accel-run profile"
     return _make_finding(
-        f"{describe_share('hooks', share)}, besides metrics, evaluations and checkpoints",
+        f"{describe_share('hooks', share)}, not counting metrics, evaluations and checkpoints",
         by_hand="check what begin_update of the task does" if has_begin_update else profile,
         at_most=_speedup_without(share),
     )
@@ -212,7 +212,8 @@ def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
     usage = "" if peak is None or memory is None else f"; at most {peak / memory:.0%} of the GPU's memory was in use"
     if peak and memory:
-        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part of it depends on the size
+        # only part of the peak depends on the size
+        sizes = [size for size in sizes if peak * size / micro < 2 * memory]
     fitting = sorted({size for size in sizes if share_of_rank % size == 0}, reverse=True)
     evidence = f"an update of {total} samples has {steps} micro-batches of {micro}{usage}"
     return _make_finding(evidence, *(f"micro_batch_size={size}" for size in fitting[:3]))
@@ -318,10 +319,8 @@ def throttling(facts: Facts) -> RuleFinding | None:
     slowed = {reason: share for reason, share in facts.throttled.items() if share >= MIN_THROTTLED_SHARE}
     if not slowed:
         return None
-    shares = ", ".join(f"{reason} in {share:.0%}" for reason, share in slowed.items())
-    return _make_finding(
-        f"the GPU was slowed down: {shares} of the time", by_hand="check its cooling or its power limit"
-    )
+    shares = ", ".join(f"{share:.0%} of the time by {reason}" for reason, share in slowed.items())
+    return _make_finding(f"the GPU was slowed down: {shares}", by_hand="check its cooling or its power limit")
 
 
 def suggest_worker_counts(cores: int, *, is_io_bound: bool) -> list[int]:

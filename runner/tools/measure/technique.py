@@ -126,7 +126,7 @@ def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
 
 
 def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], group: str = "optimizer") -> list[str]:
-    """Return overrides that copy the settings of one optimizer to another: keys of both that `overrides` does not set.
+    """Return overrides that copy the settings of one optimizer to another: keys of both, except those in `overrides`.
 
     group  `optimizer`, or `phase.NAME.optimizer` for a phase, whose optimizer is then replaced too
     """

@@ -261,7 +261,9 @@ class _Search:
 def make_profile(report: TuneReport) -> Profile:
     """Make a hardware profile of the result; without settings if nothing is clearly faster."""
     result = report.result
-    lines = [f"Task {report.task} on {report.device_name}: an update took {report.update_ms:.4g} ms without it."]
+    lines = [
+        f"Task {report.task} on {report.device_name}: an update took {report.update_ms:.4g} ms without this profile."
+    ]
     if result.proof is None:
         lines.append("No settings: nothing that was tried is clearly faster.")
     elif result.overrides:

@@ -130,7 +130,7 @@ def gradient_norm(run: RunData) -> Drawing | str:
         if limit < _MAX_LIMIT_RATIO * high:
             axes.axhline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.1)
             axes.set_ylim(low, max(high, 1.08 * limit))
-            note = f"dashed: max_grad_norm={limit:g}, to which {share:.0%} of the rows were clipped"
+            note = f"dashed: max_grad_norm={limit:g}, the gradients of {share:.0%} of the rows were clipped to it"
         else:
             note = f"no gradient norm is close to max_grad_norm={limit:g}: nothing was clipped"
         return Drawing(drawing.figure, f"{drawing.description}; {note}", note)

@@ -36,7 +36,7 @@ from runner.records.run_record import ErrorRecord, RunRecord
 class Curve:
     """A metric from metrics.jsonl over all updates of the run: x (N,) updates, y (N,) values.
 
-    A null of a loss, a gradient norm or a metric, which is not finite or has no items, is NaN. Other nulls, such as the
+    A null loss, gradient norm or metric (not finite, or without items) is read as NaN. Other nulls, such as the
     throughput of a first update, were not measured, and are left out.
     """
 

@@ -167,7 +167,7 @@ def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built:
     assert cuda["state"] == state
     assert args in cuda["seen"] + cuda["fix"] + cuda["why"]
     assert "http" not in cuda["fix"]
-    assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (of torch 2.13.0)")
+    assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (used by torch 2.13.0)")
 
 
 def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None:

@@ -131,7 +131,7 @@ def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(compar
 
 
 @pytest.mark.parametrize(
-    ("name", "args"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
+    ("name", "args"), [("unknown", "nonsense=1: unknown key"), ("dies", "exit code 9"), ("raises", "as planned")]
 )
 def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, args: str) -> None:
     assert args in trials.of(name).why_not
@@ -183,7 +183,7 @@ def test_disturbances_are_reported() -> None:
     assert list(describe_disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.0, 0.1]))) == []
     assert "use 1.0 of" in next(describe_disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.9, 1.1])))
     behind = dataclasses.replace(calm, updates=1000, blocks={at: Block(1.0, 1.0) for at in range(8)})
-    assert next(describe_disturbances(ComparisonResult([behind], "interleaved"))).startswith("50% ")
+    assert " 50% " in next(describe_disturbances(ComparisonResult([behind], "interleaved")))
     assert "heat, in 3 of 16" in next(describe_disturbances(ComparisonResult([calm, throttled], "interleaved")))
     assert "noisy" in next(describe_disturbances(ComparisonResult([uneven], "interleaved")))
 

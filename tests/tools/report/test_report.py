@@ -140,8 +140,8 @@ def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
 @pytest.mark.parametrize(
     ("limit", "note"),
     [
-        (0.8, "dashed: max_grad_norm=0.8, to which 50% of the rows were clipped"),
-        (1.2, "dashed: max_grad_norm=1.2, to which 0% of the rows were clipped"),
+        (0.8, "dashed: max_grad_norm=0.8, the gradients of 50% of the rows were clipped to it"),
+        (1.2, "dashed: max_grad_norm=1.2, the gradients of 0% of the rows were clipped to it"),
         (50.0, "no gradient norm is close to max_grad_norm=50: nothing was clipped"),
     ],
 )

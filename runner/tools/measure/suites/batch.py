@@ -68,7 +68,7 @@ def _make_variants(suite_request: SuiteRequest, context: MeasurementContext) -> 
         ):
             name = f"micro {size}" if total == update_samples else f"micro {size}, global {total}"
             if size > total:
-                skipped[name] = f"a micro-batch of {size} samples is more than the {total} of an update"
+                skipped[name] = f"a micro-batch of {size} samples exceeds the {total} samples of an update"
             elif total % size:
                 skipped[name] = f"{size} does not divide the {total} samples of an update"
             elif (size, total) != (used, update_samples):

@@ -65,7 +65,7 @@ class Points:
 def run(suite_request: SuiteRequest) -> SuiteReport:
     """Compare two devices, or numbers of threads, by batch size; for a task with image cubes, also by the cubes' size.
 
-    A task with a phase of statistics is measured in that phase, too.
+    If the task has a statistics phase, that phase is measured, too.
     Raises ConfigError for an unknown device and invalid numbers.
     """
     batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))
@@ -141,7 +141,7 @@ def parse_devices(text: str, inventory: Inventory) -> Devices:
     gpus, cores = [gpu.torch_name for gpu in inventory.usable], inventory.cpu.logical_cores
     if text == "auto":
         if not gpus and cores < 2:
-            what = "there is one device with one core: nothing to compare"
+            what = "there is only one device, with one core, so there is nothing to compare"
             raise ConfigError(Problem(what, "devices=auto", "use devices=cpu:1,cpu:2"))
         names = ["cpu", gpus[0]] if gpus else ["cpu:1", f"cpu:{cores}"]
     else:

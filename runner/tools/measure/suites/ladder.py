@@ -50,7 +50,7 @@ class LadderRequest:
         return Variant(name, stack_overrides(members, self.base, self.configuration))
 
     def effective(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Return the techniques of a stack whose settings no later technique overrides."""
+        """Return the techniques of a stack, except those whose settings a later one overrides."""
         overrides = set(stack_overrides(members, self.base, self.configuration))
         return tuple(technique for technique in members if overrides.issuperset(technique.overrides))
 

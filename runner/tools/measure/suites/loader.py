@@ -160,7 +160,11 @@ def _make_report(
     headline = f"{selection.describe_no_gain('the current loader')}{waited}"
     if best is not None:
         after = data_wait_percent(best)
-        waits = "" if after is None or now is None else f"; waits for data: {after:.0f} % of it instead of {now:.0f} %"
+        waits = (
+            ""
+            if after is None or now is None
+            else f"; waits for data: {after:.0f} % of an update instead of {now:.0f} %"
+        )
         headline = f"{' '.join(best.variant.overrides)} makes an update faster: {selection.outcome.ratio}{waits}"
     data = {"recommended": list(best.variant.overrides) if best else [], "is_clear": best is not None}
     table = make_table("loaders, the fastest first", _columns(result, loaders), rows)

@@ -57,7 +57,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 
 @dataclass(frozen=True)
 class DataSheetPeaks:
-    """Peaks from data sheets, which hardware profiles contain.
+    """Data-sheet peaks from hardware profiles.
 
     profiles  name -> facts
     """

@@ -39,7 +39,7 @@ def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     assert "micro_batch_size=8" in result.headline
     assert "micro 16" in result.skipped
     assert "does not divide" in result.skipped["micro 3"]
-    assert "more than the 16" in result.skipped["micro 32"]
+    assert "exceeds the 16" in result.skipped["micro 32"]
     assert set(rows(result)) == {(16, 2), (16, 4), (16, 8)}
     eight = rows(result)[16, 8]
     assert eight["micro-batches"] == 2
