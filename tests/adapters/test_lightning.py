@@ -1,4 +1,4 @@
-"""What a LightningModule has and the adapter does not call is refused by name, before training."""
+"""Members of a LightningModule that the adapter does not use are reported by name, before training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PREDICTION = {
     "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_batch_start",
     "on_predict_batch_end", "on_predict_model_eval", "on_predict_epoch_start", "on_predict_epoch_end",
 }  # fmt: skip
-# Methods that a module calls and does not define.
+# Methods that a module calls but does not define.
 TOOLS = {
     "optimizers", "lr_schedulers", "print", "all_gather", "toggle_optimizer", "untoggle_optimizer",
     "toggled_optimizer", "freeze", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt",
@@ -65,7 +65,7 @@ def with_methods(**methods: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", LIGHTNING_UNSUPPORTED)
-def test_a_method_that_is_never_called_is_refused_by_name(name: str) -> None:
+def test_the_error_names_a_method_that_is_never_called(name: str) -> None:
     with pytest.raises(TaskFault) as caught:
         LightningTask(with_methods(**{name: lambda self, *args: None}))
     (problem,) = caught.value.problems
@@ -73,7 +73,7 @@ def test_a_method_that_is_never_called_is_refused_by_name(name: str) -> None:
     assert problem.fix == LIGHTNING_UNSUPPORTED[name]
 
 
-def test_every_method_of_lightning_is_called_or_refused() -> None:
+def test_every_lightning_method_is_called_or_rejected() -> None:
     hooks = pytest.importorskip("lightning.pytorch.core.hooks", reason="the package lightning is not installed")
     lightning = pytest.importorskip("lightning")
     kinds = (hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks, lightning.LightningModule)
@@ -83,8 +83,8 @@ def test_every_method_of_lightning_is_called_or_refused() -> None:
     assert names - CALLED - PREDICTION - TOOLS == {name for name in LIGHTNING_UNSUPPORTED if name in names}
 
 
-def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
-    """Those before training; `on_train_epoch_start` at the first update of each epoch."""
+def test_lightning_hooks_are_called_as_often_as_by_the_lightning_trainer() -> None:
+    """Hooks before training are called once, `on_train_epoch_start` at the first update of each epoch."""
     from runner.base.task import Progress
 
     calls: list[str] = []
@@ -97,7 +97,7 @@ def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
     assert calls == [*names, "on_train_epoch_start"]
 
 
-def test_an_epoch_begins_also_in_a_process_that_resumes_within_it() -> None:
+def test_on_train_epoch_start_is_called_once_after_resuming_within_an_epoch() -> None:
     from runner.base.task import Progress
 
     calls: list[int] = []
@@ -109,7 +109,7 @@ def test_an_epoch_begins_also_in_a_process_that_resumes_within_it() -> None:
     assert calls == [1]
 
 
-def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
+def test_an_unused_optimizer_of_the_module_is_reported_once() -> None:
     from runner.base.task import Progress
 
     task = LightningTask(Module())
@@ -120,7 +120,7 @@ def test_an_optimizer_of_the_module_that_is_not_used_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("uses_schedule", [True, False])
-def test_a_schedule_of_the_module_that_is_not_used_is_reported(uses_schedule: bool) -> None:
+def test_an_unused_schedule_of_the_module_is_reported(uses_schedule: bool) -> None:
     from runner.base.task import Progress
 
     def configure_optimizers(self: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_schedule_of_the_module_that_is_not_used_is_reported(uses_schedule: bo
         ({}, ""),
     ],
 )
-def test_a_sampler_of_the_module_that_is_not_used_is_reported(options: dict[str, Any], named: str) -> None:
+def test_an_unused_sampler_of_the_module_is_reported(options: dict[str, Any], named: str) -> None:
     from runner.base.task import Progress
 
     data = list(torch.ones(8, 2))
@@ -162,7 +162,7 @@ def test_a_sampler_of_the_module_that_is_not_used_is_reported(options: dict[str,
             task.begin_update(Progress("train", update, 2, update / 2))
 
 
-def test_weights_of_a_sampler_of_the_module_are_used() -> None:
+def test_weights_of_the_sampler_of_the_module_are_used() -> None:
     from runner.base.task import Progress
 
     def train_dataloader(self: Any) -> Any:
@@ -185,7 +185,7 @@ def test_weights_of_a_sampler_of_the_module_are_used() -> None:
         (["a", "b", "c"], 5, None, [torch.ones(3), torch.ones(3)]),
     ],
 )
-def test_the_samples_of_a_batch_are_those_of_its_first_tensor(batch: Any) -> None:
+def test_the_number_of_samples_is_that_of_the_first_tensor_of_the_batch(batch: Any) -> None:
     assert count_samples(batch) == 3
 
 
@@ -195,8 +195,8 @@ def test_a_batch_without_a_tensor_needs_its_number_of_items(batch: Any) -> None:
         count_samples(batch)
 
 
-def test_a_module_knows_the_device_and_the_dtype_of_its_weights() -> None:
-    """In Lightning, the module's own `to` sets them, but the runner moves the module around it."""
+def test_device_and_dtype_of_a_module_are_those_of_its_weights() -> None:
+    """In Lightning, `to` of the module sets them, but the runner moves the module that contains it."""
     lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
     task = LightningTask(type("Lit", (Module, lightning.LightningModule), {})())
     task.model.to(torch.float64)
@@ -204,13 +204,13 @@ def test_a_module_knows_the_device_and_the_dtype_of_its_weights() -> None:
     assert (task.module.device, task.module.dtype) == (torch.device("cpu"), torch.float64)
 
 
-def test_an_attribute_that_the_trainer_lacks_is_named_with_those_that_it_has() -> None:
+def test_the_error_for_a_missing_trainer_attribute_lists_the_available_ones() -> None:
     task = LightningTask(Module())
     with pytest.raises(AttributeError, match=r"callback_metrics.*is_global_zero.*max_epochs"):
         task.trainer.callback_metrics  # noqa: B018
 
 
-def test_the_trainer_knows_the_ranks() -> None:
+def test_the_trainer_reports_rank_and_world_size() -> None:
     def describe(world: World) -> list[Any]:
         trainer = LightningTask(Module()).trainer
         return [trainer.global_rank, trainer.world_size, trainer.is_global_zero]
@@ -219,7 +219,7 @@ def test_the_trainer_knows_the_ranks() -> None:
     assert run_ranks(describe, 2) == [[0, 2, True], [1, 2, False]]
 
 
-def test_a_schedule_of_the_module_needs_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_of_the_module_requires_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_configured", {})  # lint-tests: private: earlier tests have configured an optimizer
     with pytest.raises(TaskFault):
         configured_schedule(2)
@@ -258,13 +258,13 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     ],
     ids=["two", "two with schedules", "none", "no optimizer"],
 )
-def test_other_than_one_optimizer_is_refused(answer: Any) -> None:
+def test_configure_optimizers_must_return_exactly_one_optimizer(answer: Any) -> None:
     with pytest.raises(TaskFault):
         configure(with_methods(configure_optimizers=answer))
 
 
 @pytest.mark.parametrize("is_manual", [True, False])
-def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual: bool) -> None:
+def test_the_error_for_several_optimizers_suggests_objectives(is_manual: bool) -> None:
     def configure_optimizers(self: Any) -> Any:
         adam = torch.optim.Adam(self.net.parameters(), lr=0.5, betas=(0.5, 0.9), weight_decay=0.25)
         sgd = torch.optim.SGD(self.other.parameters(), lr=0.25)
@@ -289,7 +289,7 @@ def test_several_optimizers_are_refused_with_the_objectives_of_a_task(is_manual:
     }
 
 
-def test_suggested_objectives_have_the_parts_of_a_module_that_two_optimizers_train() -> None:
+def test_suggested_objectives_name_the_submodules_that_each_optimizer_trains() -> None:
     def configure_optimizers(self: Any) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.net[0], self.net[1], self.other)]
 
@@ -303,7 +303,7 @@ def test_suggested_objectives_have_the_parts_of_a_module_that_two_optimizers_tra
     }  # fmt: skip
 
 
-def test_suggested_objectives_name_what_their_options_cannot_express() -> None:
+def test_suggested_objectives_list_settings_that_options_cannot_express() -> None:
     def configure_optimizers(self: Any) -> Any:
         groups = [{"params": self.net.weight}, {"params": self.net.bias, "lr": 0.125}]
         adam = torch.optim.Adam(groups, lr=0.5, amsgrad=True, foreach=False)
@@ -345,7 +345,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4, **options)
 
 
-def test_a_schedule_of_as_many_steps_as_the_run_has_updates_is_followed() -> None:
+def test_a_schedule_with_as_many_steps_as_the_run_has_updates_is_used() -> None:
     def configure_optimizers(self: Any) -> Any:
         optimizer = sgd(self)
         return [optimizer], [{"scheduler": one_cycle(optimizer, cycle_momentum=False), "interval": "step"}]
@@ -367,7 +367,7 @@ def test_a_schedule_of_as_many_steps_as_the_run_has_updates_is_followed() -> Non
     [(torch.optim.lr_scheduler.ReduceLROnPlateau, 2.0), (by_epoch, None), (different, 2.0), (one_cycle, 4.0)],
     ids=["plateau", "epochs unknown", "factors of groups", "momentum"],
 )
-def test_a_schedule_that_cannot_be_followed_is_refused(schedule: Any, epochs: float | None) -> None:
+def test_a_schedule_that_cannot_be_used_is_rejected(schedule: Any, epochs: float | None) -> None:
     def configure_optimizers(self: Any) -> Any:
         groups = [{"params": [weight]} for weight in self.net.parameters()]
         optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -380,7 +380,7 @@ def test_a_schedule_that_cannot_be_followed_is_refused(schedule: Any, epochs: fl
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), "text", None], ids=["module", "text", "none"])
-def test_logging_other_than_a_number_is_refused(value: Any) -> None:
+def test_only_numbers_can_be_logged(value: Any) -> None:
     def training_step(self: Any, batch: Any, batch_index: int) -> Any:
         self.log("score", value)
         return self.net(batch).mean()
@@ -500,8 +500,8 @@ def test_a_metric_that_the_task_does_not_return_from_metrics_is_refused() -> Non
                 task.evaluate(task.model, torch.ones(4, 2))
 
 
-def test_a_step_leaves_no_states_in_the_metrics_of_the_module() -> None:
-    """Otherwise lists of predictions would grow, and `compute` in a step would include earlier batches."""
+def test_a_step_leaves_no_state_in_the_metrics_of_the_module() -> None:
+    """Otherwise, lists of predictions would grow, and `compute` in a step would include earlier batches."""
     module = logging("validation_step")
     task = LightningTask(module)
     task.metrics("val")
@@ -510,7 +510,7 @@ def test_a_step_leaves_no_states_in_the_metrics_of_the_module() -> None:
     assert float(module.score.compute()) == 3.0  # type: ignore[operator, union-attr]
 
 
-def test_a_metric_accumulates_over_training_steps_also_across_evaluations() -> None:
+def test_an_evaluation_does_not_reset_a_metric_of_training_steps() -> None:
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def training_step(self: Any, batch: Any, batch_index: int) -> Any:
@@ -532,8 +532,8 @@ def test_a_metric_accumulates_over_training_steps_also_across_evaluations() -> N
         task.evaluate(task.model, torch.ones(4, 2))
 
 
-def test_a_metric_of_which_only_values_are_logged_need_not_be_merged() -> None:
-    """Its calls are not repeated, so that it may have states that ranks cannot merge."""
+def test_a_metric_need_not_be_mergeable_if_only_its_values_are_logged() -> None:
+    """Calls of such a metric are not repeated, so its states need not be mergeable across ranks."""
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def validation_step(self: Any, batch: Any, batch_index: int) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of Trainer that the adapter does not have are refused with what to use instead."""
+"""Trainer arguments that the adapter does not support raise an error that gives the replacement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rounding import allowed, distance
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "unknown"])
-def test_an_argument_of_the_trainer_is_refused_by_name(name: str) -> None:
+def test_the_error_names_the_unsupported_trainer_argument(name: str) -> None:
     with pytest.raises(TaskFault, match=name) as caught:
         TransformersTask(nn.Linear(1, 1), {}, **{name: None})
     (problem,) = caught.value.problems
@@ -47,8 +47,8 @@ def stack(samples: Sequence[Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("problem_type", [None, "multi_label_classification"])
-def test_labels_of_floats_are_independent_classes(problem_type: str | None) -> None:
-    """As in transformers, whose models choose the loss by the labels if the configuration names none."""
+def test_float_labels_are_independent_classes(problem_type: str | None) -> None:
+    """As in transformers, the dtype of the labels selects the loss if the configuration does not."""
     torch.manual_seed(0)
     task = TransformersTask(Classifier(problem_type), {"train": []}, collator=stack)
     batch = {"features": torch.rand(4, 2), "labels": torch.eye(4, 3)}
@@ -58,7 +58,7 @@ def test_labels_of_floats_are_independent_classes(problem_type: str | None) -> N
     torch.testing.assert_close(total / count, expected)
 
 
-def test_labels_of_integers_are_one_class() -> None:
+def test_integer_labels_are_mutually_exclusive_classes() -> None:
     torch.manual_seed(0)
     task = TransformersTask(Classifier(), {"train": []}, collator=stack)
     batch = {"features": torch.rand(4, 2), "labels": torch.tensor([0, 2, 1, 2])}
@@ -68,7 +68,9 @@ def test_labels_of_integers_are_one_class() -> None:
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(None, ["features", "labels"]), ("custom", ["features", "labels", "name"])])
-def test_columns_that_the_model_does_not_accept_are_kept_for_a_transform(kind: str | None, kept: list[str]) -> None:
+def test_columns_that_the_model_does_not_accept_are_kept_for_a_custom_transform(
+    kind: str | None, kept: list[str]
+) -> None:
     class Columns(list[Any]):
         """Stands for a dataset of the library `datasets`."""
 
@@ -89,7 +91,7 @@ def test_columns_that_the_model_does_not_accept_are_kept_for_a_transform(kind: s
     [(None, torch.tensor([0, 2])), (None, torch.eye(2, 3)), ("single_label_classification", None),
      ("multi_label_classification", None), ("regression", None)],
 )  # fmt: skip
-def test_predictions_are_the_logits_and_the_classes(problem_type: str | None, labels: Tensor | None) -> None:
+def test_predictions_contain_logits_and_classes(problem_type: str | None, labels: Tensor | None) -> None:
     torch.manual_seed(0)
     task = TransformersTask(Classifier(problem_type), {"train": []}, collator=stack)
     assert task.predicts == "predict_batch"
@@ -106,7 +108,7 @@ def test_predictions_are_the_logits_and_the_classes(problem_type: str | None, la
     assert columns["label"].tolist() == ((logits > 0).long() if has_many else logits.argmax(-1)).tolist()
 
 
-def test_a_single_value_of_a_regression_is_one_column() -> None:
+def test_a_regression_with_one_output_predicts_a_vector() -> None:
     model = Classifier("regression")
     model.linear = nn.Linear(2, 1)
     task = TransformersTask(model, {"train": []}, collator=stack)
@@ -114,7 +116,7 @@ def test_a_single_value_of_a_regression_is_one_column() -> None:
     assert torch.equal(task.predict_batch(model, batch)["prediction"], model(batch["features"]).logits[:, 0])
 
 
-def test_other_heads_have_predictions_only_if_the_task_defines_them() -> None:
+def test_models_with_other_heads_predict_only_if_the_task_defines_predict_batch() -> None:
     class Translator(Classifier):
         loss_type = "ForConditionalGeneration"
 
@@ -179,7 +181,7 @@ def test_inference_writes_the_predictions_of_the_model(server: ForkServer, tmp_p
     assert distance(logits.numpy(), written.numpy()) <= allowed(torch.float32, terms=64)
 
 
-def test_every_argument_of_the_trainer_is_supported_or_refused() -> None:
+def test_every_trainer_argument_is_supported_or_rejected() -> None:
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     arguments = set(inspect.signature(transformers.Trainer).parameters)
     assert arguments - set(inspect.signature(TransformersTask).parameters) <= set(UNSUPPORTED)

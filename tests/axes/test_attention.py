@@ -46,18 +46,18 @@ def attend(**options: Any) -> Tensor:
     return scaled_dot_product_attention(query(), query(), query(), **options)
 
 
-@pytest.mark.filterwarnings("ignore:attention=")  # kernels that this device lacks
+@pytest.mark.filterwarnings("ignore:attention=")  # warnings about kernels that this device lacks
 @pytest.mark.parametrize("option", ATTENTIONS)
 def test_the_kernel_does_not_change_the_result(option: str) -> None:
     with ATTENTIONS[option](CPU).context():
         result = attend(is_causal=True)
     with math(CPU).context():
-        assert_close(result, attend(is_causal=True))  # float32 sums in another order
+        assert_close(result, attend(is_causal=True))  # float32 sums in a different order
 
 
 @pytest.mark.filterwarnings("ignore:attention=")
 @pytest.mark.parametrize("option", ATTENTIONS)
-def test_no_choice_makes_a_call_fail(option: str) -> None:
+def test_every_option_runs_all_kinds_of_calls(option: str) -> None:
     choice = ATTENTIONS[option](CPU)
     mask = torch.ones(8, 8, dtype=torch.bool)
     for options in ({"dropout_p": 0.5}, {"attn_mask": mask}, {}):
@@ -65,7 +65,7 @@ def test_no_choice_makes_a_call_fail(option: str) -> None:
             attend(**options)
 
 
-def test_a_context_can_be_reentered_and_restores_torchs_choice() -> None:
+def test_the_context_is_reentrant_and_restores_the_kernel_selection_of_torch() -> None:
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     for choice in (math(CPU), flash(CPU), auto(CPU)):
         for _ in range(2):
@@ -74,7 +74,7 @@ def test_a_context_can_be_reentered_and_restores_torchs_choice() -> None:
     assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
 
 
-def test_auto_costs_nothing() -> None:
+def test_auto_enters_no_context() -> None:
     assert auto(CPU).context() is auto(CPU).context()
 
 
@@ -104,7 +104,7 @@ def test_attention_inside_torchs_own_modules_is_counted() -> None:
     assert count_kernels(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
 
 
-def test_kinds_of_calls_are_distinguished() -> None:
+def test_calls_are_counted_by_dtype_and_shape() -> None:
     short = query(torch.bfloat16)[:, :, :1]
 
     def decode() -> None:
@@ -134,7 +134,7 @@ def test_each_call_reports_its_arguments_and_the_used_kernel() -> None:
     assert (chosen.kernel, chosen.dtype) == ("math", torch.bfloat16)
 
 
-def test_inputs_of_a_call_may_be_positional_or_named() -> None:
+def test_arguments_of_a_call_may_be_positional_or_named() -> None:
     key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
 
     def call() -> None:
@@ -194,7 +194,7 @@ def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
         ("math", torch.float64, (3, 0), ""),
     ],
 )
-def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
+def test_unsupported_dtypes_and_gpus_have_a_refusal_reason(
     backend: str, dtype: torch.dtype, capability: tuple[int, int], args: str
 ) -> None:
     result = refusal_reason(backend, dtype, CUDA, capability=capability)
@@ -202,7 +202,7 @@ def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
     assert bool(args) == bool(result)
 
 
-def test_flash_refuses_masks_and_large_heads() -> None:
+def test_flash_does_not_support_masks_and_large_heads() -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA, "capability": (8, 0)}
     assert "mask" in refusal_reason("flash", masked=True, **options)
     assert "512" in refusal_reason("flash", head_size=512, **options)
@@ -210,7 +210,7 @@ def test_flash_refuses_masks_and_large_heads() -> None:
     assert not refusal_reason("efficient", masked=True, **options)
 
 
-def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:
+def test_cudnn_attention_is_rejected_in_deterministic_runs() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert "deterministic" in refusal_reason("cudnn", torch.bfloat16, CUDA, capability=(9, 0))
@@ -218,11 +218,11 @@ def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_other_devices_have_reasons_too() -> None:
+def test_kernels_of_other_devices_have_a_refusal_reason() -> None:
     assert refusal_reason("flash", torch.float32, CPU) == ""
     assert "mps" in refusal_reason("flash", torch.float16, torch.device("mps"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_gpu_is_a_reason() -> None:
+def test_a_missing_gpu_is_a_refusal_reason() -> None:
     assert "no CUDA device" in refusal_reason("flash", torch.float16, CUDA)

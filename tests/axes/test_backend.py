@@ -1,4 +1,4 @@
-"""Global torch switches are set inside the context and restored after it, also after an error."""
+"""Global torch switches are set inside the context and restored after it, even after an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def switches() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("option", BACKENDS)
-def test_every_switch_is_restored_also_after_an_error(option: str) -> None:
+def test_every_switch_is_restored_even_after_an_error(option: str) -> None:
     before = switches()
     with pytest.raises(ZeroDivisionError), BACKENDS[option](1, threads=1):
         assert torch.get_num_threads() == 1
@@ -38,7 +38,7 @@ def test_every_switch_is_restored_also_after_an_error(option: str) -> None:
     assert switches() == before
 
 
-def test_switches_set_before_are_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_contexts_restore_the_switches_of_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with deterministic(1, warn_only=True):
         before = switches()
@@ -51,7 +51,7 @@ def test_switches_set_before_are_restored_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("option", BACKENDS)
-def test_no_option_starts_cuda(option: str) -> None:
+def test_no_option_initializes_cuda(option: str) -> None:
     with BACKENDS[option](1):
         assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
@@ -111,7 +111,7 @@ def tf32() -> tuple[str, bool, bool]:
 
 @pytest.mark.parametrize("level", ["highest", "high", "medium"])
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_tf32_switches_agree_and_are_restored(level: Any, cudnn: bool) -> None:
+def test_tf32_switches_are_set_and_restored(level: Any, cudnn: bool) -> None:
     before = tf32()
     with pytest.raises(ZeroDivisionError), float32_matmul(level, cudnn):
         assert tf32() == (level, cudnn, level != "highest")
@@ -119,7 +119,7 @@ def test_tf32_switches_agree_and_are_restored(level: Any, cudnn: bool) -> None:
     assert tf32() == before
 
 
-def test_tf32_levels_nest() -> None:
+def test_tf32_contexts_can_be_nested() -> None:
     with float32_matmul("medium", cudnn=False):
         inner: AbstractContextManager[None] = float32_matmul("highest", cudnn=True)
         with inner:

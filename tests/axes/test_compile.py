@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, An
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["default", "regional"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
-def test_compiling_changes_no_name_and_no_number(option: str) -> None:
+def test_compiling_changes_neither_names_nor_results(option: str) -> None:
     plain, model = stack(), stack()
     COMPILES[option](model, list(model), CPU, backend="aot_eager")
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -68,7 +68,7 @@ def backward_passes(loss: Tensor) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
-def test_a_split_graph_gives_the_gradients_of_its_parts_one_after_the_other_with_the_same_bits() -> None:
+def test_a_split_graph_returns_bitwise_equal_gradients_part_by_part() -> None:
     """Each layer has 80 bytes of parameters. A graph returns all gradients at the end of its backward pass."""
     plain, one, parts = stack(), stack(), stack()
     default(one, [], CPU, backend="aot_eager", split_mib=0)
@@ -93,7 +93,7 @@ class Own(nn.Module):
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("option", ["default", "regional"])
 @pytest.mark.parametrize("make", [Own, stack, lambda: nn.Linear(4, 4)], ids=["own", "sequential", "linear"])
-def test_the_called_model_is_the_compiled_one(option: str, make: Callable[[], nn.Module]) -> None:
+def test_calling_the_model_runs_compiled_code(option: str, make: Callable[[], nn.Module]) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -126,7 +126,7 @@ class Mine(Task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
-def test_a_task_that_does_not_call_its_model_is_warned_that_nothing_was_compiled(
+def test_a_warning_reports_that_nothing_was_compiled_if_the_task_does_not_call_its_model(
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
@@ -138,7 +138,7 @@ def test_a_task_that_does_not_call_its_model_is_warned_that_nothing_was_compiled
     assert len(warned) == num_warnings
 
 
-def test_off_does_nothing(calls: list[Any]) -> None:
+def test_off_compiles_nothing(calls: list[Any]) -> None:
     COMPILES["off"](stack(), [nn.Linear(2, 2)], CPU)
     assert calls == []
 
@@ -157,7 +157,7 @@ def test_regional_without_blocks_compiles_the_model_and_reports_it(calls: list[A
     assert [module for module, _ in calls] == [model]
 
 
-def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_set_the_mode_of_torch_compile(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     model, cuda = stack(), torch.device("cuda")
@@ -178,7 +178,7 @@ def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[A
     assert len(calls) == 1
 
 
-class InOneMemory(torch.autograd.Function):
+class FixedGradientBuffer(torch.autograd.Function):
     """A matrix product that always writes its gradient to the same memory."""
 
     @staticmethod
@@ -195,7 +195,7 @@ class InOneMemory(torch.autograd.Function):
 
 
 class Replayed(nn.Module):
-    """A layer that overwrites its gradients at each call, like the replay of a CUDA graph."""
+    """A layer that overwrites its gradients at each call, like a CUDA graph replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,11 +204,13 @@ class Replayed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.memory.fill_(torch.nan)
-        return InOneMemory.apply(inputs, self.weight, self.memory)  # type: ignore[no-any-return]
+        return FixedGradientBuffer.apply(inputs, self.weight, self.memory)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("option", ["reduce-overhead", "max-autotune"])
-def test_gradients_that_a_replay_overwrites_are_accumulated(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_accumulate_although_a_cuda_graph_replay_overwrites_them(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compilers, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -221,7 +223,7 @@ def test_gradients_that_a_replay_overwrites_are_accumulated(option: str, monkeyp
         expected = batches.sum((0, 1)).unsqueeze(1).expand(4, 2)
         assert model.weight.grad is not None
         assert torch.equal(model.weight.grad, expected)
-        assert model.unused.grad is None, "the optimizer does not change it"
+        assert model.unused.grad is None, "the gradient that the optimizer reads is not overwritten"
         model.weight.grad = None
 
 
@@ -251,7 +253,7 @@ def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
 def test_missing_triton_and_old_gpus_are_reported_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
-    """On each rank, because the plan is made on the machine of rank 0."""
+    """Each rank checks, because the plan is made on the machine of rank 0."""
     cuda = torch.device("cuda")
     for capability, triton, named in (((6, 1), object(), "6.1"), ((7, 5), None, "Triton")):
         monkeypatch.setattr(compilers, "find_spec", lambda name, found=triton: found)
@@ -266,7 +268,7 @@ def test_missing_triton_and_old_gpus_are_reported_before_the_first_update(
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.long  # Inductor takes 15 s of CPU time for any first compilation (vector instructions, g++)
-def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_gives_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, plain = nn.Tanh(), nn.Tanh()
     default(model, [], CPU)

@@ -1,4 +1,4 @@
-"""Data workers ignore stop signals, and end when their loader is closed or their parent dies."""
+"""Data workers ignore stop signals, and exit when their loader is closed or their parent dies."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from runner.base.order import MicroBatchKey
 from tests.axes.worker_data import Numbers
 
 method, hangs_at = sys.argv[1], int(sys.argv[2])
-heard = []
+received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: heard.append(number))
+    signal.signal(number, lambda number, _: received.append(number))
 fetcher = Fetcher(Numbers(hangs_at), torch.tensor, bad_samples="stop")
 loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False, start_method=method)
 batches = loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100))
 print("started", *(worker.pid for worker in loader._open[0]._workers), flush=True)
 for index, batch in enumerate(batches):
     assert batch.batch.tolist() == [index], batch
-    print("batch", index, len(heard), flush=True)
+    print("batch", index, len(received), flush=True)
     if index == hangs_at - 10:
         break
     sys.stdin.readline()
@@ -78,17 +78,17 @@ def started(method: str, hangs_at: int = 110) -> tuple[subprocess.Popen[str], li
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    return process, [int(word) for word in heard(process, "started")]
+    return process, [int(word) for word in read_reply(process, "started")]
 
 
-def heard(process: subprocess.Popen[str], word: str) -> list[str]:
+def read_reply(process: subprocess.Popen[str], word: str) -> list[str]:
     assert process.stdout is not None
     line = process.stdout.readline().split()
     assert line[:1] == [word], (line, process.communicate(timeout=60))
     return line[1:]
 
 
-def say(process: subprocess.Popen[str]) -> None:
+def send_line(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -122,15 +122,15 @@ def assert_gone(numbers: list[int]) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -> None:
     process, workers = started(method)
-    for number in SIGNALS:  # immediately: spawned workers have not yet imported Python's signal module
+    for number in SIGNALS:  # signals are sent immediately, before spawned workers have imported Python's signal module
         os.killpg(process.pid, number)
-    assert heard(process, "batch")[0] == "0"
+    assert read_reply(process, "batch")[0] == "0"
     for index in range(1, 10):
         os.killpg(process.pid, SIGNALS[index % len(SIGNALS)])
         for member in group_of(process.pid):
             os.kill(member, SIGNALS[index % len(SIGNALS)])
-        say(process)
-        assert heard(process, "batch")[0] == str(index)
+        send_line(process)
+        assert read_reply(process, "batch")[0] == str(index)
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
     assert_gone([*workers, *group_of(process.pid)])
@@ -145,12 +145,12 @@ def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -
 def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
     process, workers = started(method, hangs_at=12)  # two batches per worker are prefetched
     for index in range(3):
-        assert heard(process, "batch")[0] == str(index)
+        assert read_reply(process, "batch")[0] == str(index)
         if index < 2:
-            say(process)
-    heard(process, "closed")
+            send_line(process)
+    read_reply(process, "closed")
     assert_gone(workers)
-    say(process)
+    send_line(process)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err, err
@@ -188,7 +188,7 @@ def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.M
         assert worker.exitcode == -signal.SIGKILL
 
 
-def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> None:
+def test_workers_exit_normally_when_their_loader_is_closed(tmp_path: Path) -> None:
     """A dataset may have files to finalize; a killed worker cannot do that."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
@@ -216,7 +216,7 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -> None:
-    """Spawning a worker takes seconds: with new ones for each evaluation, they would take most of the time."""
+    """Spawning takes seconds, so spawning new workers for each evaluation would take most of the time."""
     held_out, options = Fetcher(Readers(), torch.tensor, bad_samples="stop", split="val"), {"start_method": "spawn"}
     training = default(held_out, torch.device("cpu"), num_workers=2, pin_memory=False, **options)
 
@@ -228,11 +228,13 @@ def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -
 
     first = evaluate(1)
     more = evaluate(5)
-    assert len(set(more)) == 2, "more workers are started when they have work"
-    assert set(evaluate(30, num_read=2)) == set(more), "also if it stops early"
-    assert evaluate(4) == [more[0], more[1]] * 2, "the rest of an evaluation that stopped is discarded"
+    assert len(set(more)) == 2, "more workers are started when there is work for them"
+    assert set(evaluate(30, num_read=2)) == set(more), "no more workers are started if the evaluation stops early"
+    assert evaluate(4) == [more[0], more[1]] * 2, "the remaining batches of a stopped evaluation are discarded"
     held_out.dataset.offset = 10**9
-    assert evaluate(4) == [pid + 10**9 for pid in [more[0], more[1]] * 2], "they see the current state of the dataset"
+    assert evaluate(4) == [pid + 10**9 for pid in [more[0], more[1]] * 2], (
+        "workers see the current state of the dataset"
+    )
     held_out.dataset.offset = 0
     training.close()
     assert not {child.pid for child in multiprocessing.active_children()} & {*first, *more}
@@ -243,18 +245,18 @@ def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -
 @pytest.mark.parametrize(
     "wrap", [list, partial(Subset, indices=[3, 1]), lambda inner: Subset(Subset(inner, [0, 2]), [1])]
 )
-def test_what_reads_a_tensor_dataset_can_be_sent_to_spawned_workers(wrap: Callable[[Any], Any]) -> None:
+def test_wrappers_of_a_tensor_dataset_can_be_sent_to_spawned_workers(wrap: Callable[[Any], Any]) -> None:
     dataset = wrap(TensorDataset(torch.arange(8), torch.arange(8) ** 2))
     fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
     key = MicroBatchKey(0, [0], last=True)
     sent = ForkingPickler.loads(ForkingPickler.dumps(WorkerFetcher(fetcher)))
-    resource_sharer.stop()  # the thread that sends the memory of tensors
+    resource_sharer.stop()  # stop the thread that shares the memory of tensors
     for received, expected in zip(sent[key].batch, fetcher[key].batch, strict=True):
         assert torch.equal(received, expected)
 
 
-def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_is_a_fault_of_the_task() -> None:
-    class Local(Squares):  # a class inside of a function cannot be pickled
+def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_raises_a_task_fault() -> None:
+    class Local(Squares):  # a class inside a function cannot be pickled
         pass
 
     fetcher = Fetcher(Local(size=2), torch.tensor, bad_samples="stop", split="val")
@@ -263,7 +265,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_is_a_fault_of_the_tas
 
 
 class Squares:
-    """More samples than one part of the cache holds; those in `bad` cannot be read."""
+    """More samples than fit into one part of the cache; those in `bad` cannot be read."""
 
     def __init__(self, bad: tuple[int, ...] = (), size: int = 1030) -> None:
         self.bad, self.size = bad, size
@@ -278,7 +280,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("bad", [(3,), (1029,)])
-def test_bad_samples_anywhere_in_the_data_cannot_be_kept(bad: tuple[int, ...]) -> None:
+def test_bad_samples_anywhere_in_the_data_prevent_caching(bad: tuple[int, ...]) -> None:
     fetcher = Fetcher(Squares(bad), default_collate, bad_samples="skip")
     with pytest.raises(DataError, match=str(bad[0])):
         cache_samples(fetcher, "memory", torch.device("cpu"))
@@ -291,13 +293,13 @@ class Doubled(Squares):
         return torch.tensor([*indices, *indices])
 
 
-def test_batches_without_a_row_per_sample_cannot_be_kept() -> None:
+def test_batches_without_a_row_per_sample_cannot_be_cached() -> None:
     fetcher = Fetcher(Doubled(size=8), default_collate, bad_samples="stop")
     with pytest.raises(DataError, match="one row per sample"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
-def test_batches_without_tensors_cannot_be_kept() -> None:
+def test_batches_without_tensors_cannot_be_cached() -> None:
     fetcher = Fetcher(Squares(size=8), lambda samples: {}, bad_samples="stop")
     with pytest.raises(DataError, match="contains none"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
@@ -317,7 +319,7 @@ def test_the_tensor_without_a_row_per_sample_is_reported() -> None:
 
 
 class Augmented(Squares):
-    """Adds noise to squares; the fixed part of a sample is its square, `draws` whether that is random."""
+    """Adds noise to squares. The fixed part of a sample is its square, which is random if `draws` is set."""
 
     def __init__(self, size: int = 40, *, draws: bool = False) -> None:
         super().__init__(size=size)
@@ -340,8 +342,8 @@ class Augmented(Squares):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [partial(default, num_workers=0), partial(default, num_workers=2), thread])
-def test_only_the_fixed_part_of_samples_is_kept(make: Any) -> None:
-    """Draws and the epoch are as without a cache, in every loader."""
+def test_only_the_fixed_part_of_samples_is_cached(make: Any) -> None:
+    """In every loader, draws and the epoch are the same as without a cache."""
     found = []
     for cache in ("memory", "none"):
         fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
@@ -358,13 +360,13 @@ def test_a_random_fixed_part_is_refused() -> None:
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
-def test_batches_composed_on_the_host_are_not_kept_on_a_device() -> None:
+def test_batches_composed_on_the_host_cannot_be_cached_on_a_device() -> None:
     fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
     with pytest.raises(ConfigError, match="memory"):
         cache_samples(fetcher, "device", torch.device("cpu"))
 
 
-def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     class OftenFull(queue.Queue[Any]):
         num_full = 0
 
@@ -377,7 +379,7 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
 
     monkeypatch.setattr(queue, "Queue", OftenFull)
     fetcher = Fetcher(Squares(size=40), default_collate, bad_samples="stop")
-    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # otherwise a process reads
+    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # otherwise a process would read
     batches = list(itertools.islice(reader.batches(Order(40, 4, 4, seed=0).from_update(0)), 10))
     reader.close()
     assert OftenFull.num_full >= 20
@@ -394,7 +396,7 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
         "dataloader=thread dataloader.cache=memory",
     ],
 )
-def test_a_plan_counts_the_workers_that_its_loader_starts(args: str) -> None:
+def test_the_plan_and_the_loader_agree_on_the_number_of_workers(args: str) -> None:
     plan = make_plan(compose(Request(tuple(args.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
     choice, fetcher = plan.choices["dataloader"], Fetcher([torch.zeros(())], default_collate, bad_samples="stop")  # type: ignore[arg-type]
     loader = call_option(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
@@ -437,7 +439,7 @@ def sparse(samples: list[torch.Tensor]) -> list[torch.Tensor]:
     return [dense.to_sparse(), dense]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's, when it unpickles a sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch warns when it unpickles a sparse tensor
 def test_a_worker_returns_sparse_batches() -> None:
     data = torch.eye(4)
     fetcher = Fetcher(OneByOne(data), sparse, bad_samples="stop")
@@ -458,7 +460,7 @@ def make_tensors() -> TensorDataset:
 
 
 class OneByOne(torch.utils.data.Dataset[Any]):
-    """The same samples in a class that is not torch's."""
+    """The same samples in a dataset class that torch does not define."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -495,18 +497,18 @@ def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: 
     assert result._replace(batch=None) == wanted._replace(batch=None)
 
 
-def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
+def test_a_batch_of_tensors_takes_one_operation_per_tensor() -> None:
     read = fetcher(make_tensors())
     with Operations() as operations:
         read[KEY]
     assert operations.names.count("index_select") == 3
-    assert len(operations.names) <= 2 * 3  # and those that create the index tensor
+    assert len(operations.names) <= 2 * 3  # including the operations that create the index tensor
 
 
-def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
+def test_the_error_names_a_sample_that_is_missing_in_a_subset() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read") as raised:
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
-    assert raised.value.problems[0].where == "", "no line of the runner, if the dataset has none"
+    assert raised.value.problems[0].where == "", "no line of the runner is reported"
 
 
 class Waiting:
@@ -559,7 +561,7 @@ def auto(dataset: Any, limit_ms: float) -> Loader:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
-def test_workers_are_started_if_one_takes_longer_than_the_limit(
+def test_workers_are_started_if_reading_a_batch_takes_longer_than_the_limit(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)  # a busy machine may need longer than usual
@@ -571,13 +573,15 @@ def test_workers_are_started_if_one_takes_longer_than_the_limit(
         assert loader.num_workers == num_workers
         assert loader.max_prefetched == 2 * num_workers
         assert str(num_workers or "no") in loader.decision
-        assert (dataset.file is None) == bool(num_workers)  # no file of this process is shared with workers
+        assert (dataset.file is None) == bool(
+            num_workers
+        )  # this process has not opened a file that workers would share
     if dataset.file is not None:
         os.close(dataset.file)
 
 
-def test_a_loader_like_one_that_has_not_measured_yet_reads_other_data(numbers: Path) -> None:
-    """In a worker: nothing may open the files of the dataset in this process."""
+def test_a_new_loader_like_an_unused_one_reads_its_own_data_in_workers(numbers: Path) -> None:
+    """Only workers may open the files of the dataset, not this process."""
     first, other = Waiting(numbers), Waiting(numbers)
     fetcher = Fetcher(other, default_collate, bad_samples="stop")
     with closing(auto(first, 1e-6)) as loader, closing(loader.new_like(fetcher)) as like:
@@ -587,11 +591,11 @@ def test_a_loader_like_one_that_has_not_measured_yet_reads_other_data(numbers: P
 
 
 @pytest.mark.parametrize(("second_s", "num_workers"), [(0.25, 0), (0.5, 2)])
-def test_the_second_of_two_batches_decides(
+def test_the_reading_time_of_the_second_batch_decides_whether_workers_start(
     numbers: Path, second_s: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one may open files; the samples of the second are not adjacent to those of the first."""
-    clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # in the worker, which is forked
+    """Reading the first batch may open files. The samples of the two batches are not adjacent."""
+    clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # read in the forked worker
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     monkeypatch.setattr(auto_loader, "time", SimpleNamespace(perf_counter=clock.__next__))
     log = numbers.with_name("read.txt")
@@ -609,14 +613,16 @@ def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Pat
     with closing(auto(dataset, 600_000.0)) as loader:
         found = loader.batches(iter(KEYS))  # returns, although no sample can be read yet
         assert (loader.num_workers, loader.decision) == (2, "")
-        assert len(multiprocessing.active_children()) == 3  # the slow one may be writing a file of the dataset
+        assert (
+            len(multiprocessing.active_children()) == 3
+        )  # the worker of the slow measurement may be writing a file of the dataset
         dataset.awaited.touch()  # type: ignore[union-attr]
         assert [item.batch.tolist() for item in found] == [key.indices for key in KEYS]
     assert multiprocessing.active_children() == []
 
 
-def test_a_key_is_taken_only_when_its_batch_is_needed(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of ranks may change until an update is read."""
+def test_a_key_is_consumed_only_when_its_batch_is_needed(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shares of ranks may change until the samples of an update are read."""
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     keys = iter(KEYS)
     with closing(auto(Waiting(numbers), 600_000.0)) as loader:
@@ -625,22 +631,22 @@ def test_a_key_is_taken_only_when_its_batch_is_needed(numbers: Path, monkeypatch
         assert next(keys) is KEYS[1]
 
 
-def test_without_a_sample_in_the_first_update_workers_read(numbers: Path) -> None:
-    """A rank may have no sample in an update, which says nothing about the time of reading one."""
+def test_workers_are_started_if_the_first_update_has_no_sample(numbers: Path) -> None:
+    """A rank without samples in an update cannot measure how long reading takes."""
     with closing(auto(Waiting(numbers), 600_000.0)) as loader:
         keys = [MicroBatchKey(0, [], last=True), *KEYS]
         assert [item.batch is not None for item in loader.batches(iter(keys))] == [False] + [True] * len(KEYS)
         assert loader.num_workers == 2
 
 
-def test_an_error_of_the_data_set_is_raised_by_the_loader_that_trains(numbers: Path) -> None:
+def test_an_error_of_the_dataset_is_raised_by_the_training_loader(numbers: Path) -> None:
     with closing(auto(Waiting(numbers, fails=True), 600_000.0)) as loader:
         with pytest.raises(DataError, match="planted"):
             list(loader.batches(iter(KEYS)))
         assert loader.num_workers == 2
 
 
-def test_streams_are_read_by_workers_without_a_measurement() -> None:
+def test_streams_are_read_by_workers_without_measuring_first() -> None:
     kept = fetcher(make_tensors())
     kept.is_sequential = True
     workers = default(kept, CPU, num_workers=2, workers_above_ms=600_000.0, pin_memory=False)
@@ -651,13 +657,13 @@ def test_streams_are_read_by_workers_without_a_measurement() -> None:
     ("words", "limit_ms"),
     [((), 1.0), (("dataloader.num_workers=3",), 0.0), (("dataloader.start_method=spawn",), 0.0)],
 )
-def test_reading_is_measured_unless_the_number_of_workers_is_set(words: tuple[str, ...], limit_ms: float) -> None:
+def test_reading_is_measured_unless_a_worker_setting_is_given(words: tuple[str, ...], limit_ms: float) -> None:
     gpu = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
     plan = make_plan(compose(Request(words)), Inventory((gpu,), Cpu("a processor", 8, 16, 64 * GIB)))
     assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms
 
 
-def test_a_lost_request_to_end_is_not_reported_as_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_shutdown_message_is_not_reported_as_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = worker_context("fork").Queue()
     lost: list[int] = []
     monkeypatch.setattr(queue, "_send", lambda number, _: lost.append(number))  # lint-tests: private: the pipe
@@ -668,7 +674,7 @@ def test_a_lost_request_to_end_is_not_reported_as_a_lost_batch(monkeypatch: pyte
 
 
 class Epochs:
-    """Samples that depend on the epoch; a task may use one object for training and validation."""
+    """Samples that depend on the epoch. A task may use one dataset object for training and validation."""
 
     epoch = -1
 
@@ -682,7 +688,7 @@ class Epochs:
         return torch.tensor(self.epoch)
 
 
-def test_reading_for_an_evaluation_does_not_change_the_epoch_of_the_training() -> None:
+def test_reading_for_an_evaluation_does_not_change_the_training_epoch() -> None:
     dataset = Epochs()
     training, validation = (
         Fetcher(dataset, default_collate, bad_samples="stop", split=split) for split in ("train", "val")
@@ -708,9 +714,9 @@ def test_a_dataset_whose_length_changes_with_the_epoch_is_refused() -> None:
         fetcher[MicroBatchKey(1, [1], last=True)]
 
 
-def test_views_of_one_dataset_share_its_epoch() -> None:
+def test_views_share_the_epoch_of_their_dataset() -> None:
     class View(Epochs):
-        """Samples of a part of a dataset, whose epoch it sets."""
+        """Samples of a part of a dataset; `set_epoch` sets the epoch of the dataset."""
 
         def __init__(self, whole: Epochs) -> None:
             self.whole = whole
@@ -733,7 +739,7 @@ def test_views_of_one_dataset_share_its_epoch() -> None:
 
 
 @pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
-def test_an_evaluation_is_read_as_the_training_without_another_measurement(
+def test_an_evaluation_uses_workers_if_training_does_without_measuring_again(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)

@@ -91,7 +91,7 @@ CHECKPOINTS: dict[str, Callable[[Stack], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_checkpointing_changes_no_gradient_and_no_name(how: str) -> None:
+def test_checkpointing_changes_neither_gradients_nor_names(how: str) -> None:
     plain, model = stack(), stack()
     report = CHECKPOINTS[how](model)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -123,7 +123,7 @@ def test_checkpointing_works_under_autocast(how: str) -> None:
 
 
 class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collect the results of conversions to bfloat16, without keeping them."""
+    """Collect the results of conversions to bfloat16, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def sizes(self) -> list[int]:
-        """Return the bytes of those that still exist."""
+        """Return the sizes in bytes of results that are still alive."""
         return [storage.nbytes() for known in self.storages if (storage := known()) is not None]
 
 
@@ -213,7 +213,7 @@ def test_a_copy_of_a_checkpointed_model_uses_its_own_weights() -> None:
     assert model.passes() == [0, 0, 0]
 
 
-def test_an_already_replaced_forward_is_kept() -> None:
+def test_checkpointing_keeps_a_forward_method_that_was_replaced_before() -> None:
     model = stack()
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *inputs, **named: inner(*inputs, **named) * 2.0
@@ -222,7 +222,7 @@ def test_an_already_replaced_forward_is_kept() -> None:
     assert equal(gradients(model), wanted)
 
 
-def test_temporary_recomputation_restores_the_blocks() -> None:
+def test_temporary_recomputation_ends_with_its_context() -> None:
     model = stack()
     with recompute_blocks(model, list(model.blocks), range(2)):
         gradients(model)
@@ -231,7 +231,7 @@ def test_temporary_recomputation_restores_the_blocks() -> None:
     assert model.passes() == [3, 3, 2]
 
 
-def test_an_unknown_block_number_is_refused() -> None:
+def test_an_invalid_block_number_is_rejected() -> None:
     model = stack()
     with pytest.raises(ConfigError, match="block 3: the task has 3 blocks"):
         budget(model, list(model.blocks), CPU, recompute=[0, 3])
@@ -269,7 +269,7 @@ def operations_of_backward(model: nn.Module) -> Counter[str]:
     ("how", "products", "attentions"),
     [("checkpoint", 6, 3), ("selective matmul", 0, 0), ("selective attention", 6, 0)],
 )
-def test_saved_activations_are_not_recomputed(how: str, products: int, attentions: int) -> None:
+def test_activations_that_are_saved_are_not_recomputed(how: str, products: int, attentions: int) -> None:
     model = stack()
     CHECKPOINTS[how](model)
     names = operations_of_backward(model)
@@ -277,7 +277,7 @@ def test_saved_activations_are_not_recomputed(how: str, products: int, attention
     assert names["_scaled_dot_product_flash_attention_for_cpu"] == attentions
 
 
-def test_the_description_names_what_is_kept() -> None:
+def test_the_report_names_the_saved_operations() -> None:
     both, one = stack(), stack()
     (of_both, *_), (of_one, *_) = (
         selective(both, [*both.blocks], CPU),
@@ -323,7 +323,7 @@ def image_model() -> nn.Module:
     return model
 
 
-def test_channels_last_changes_the_layout_of_convolutions_and_no_value() -> None:
+def test_channels_last_changes_the_layout_of_convolutions_but_no_values() -> None:
     plain, model = image_model(), image_model()
     report = none(model, [], CPU)
     assert any("2 tensors" in line for line in report)
@@ -333,7 +333,7 @@ def test_channels_last_changes_the_layout_of_convolutions_and_no_value() -> None
         assert parameter.is_contiguous(memory_format=torch.channels_last) == is_weight or parameter.dim() != 4, name
     image = torch.randn(1, 3, 8, 8)
     torch.testing.assert_close(model(image), plain(image))
-    assert none(model, [], CPU) == (), "the second call has no effect"
+    assert none(model, [], CPU) == (), "a second call has no effect"
 
 
 def test_channels_last_can_be_disabled_and_auto_ignores_other_models() -> None:
@@ -361,13 +361,13 @@ def test_a_fraction_of_0_is_an_invalid_setting(option: str) -> None:
         compose(Request((f"memory={option}", "memory.fraction=0")))
 
 
-def test_allocator_settings_in_the_environment_are_echoed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_settings_in_the_environment_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     lines = none(nn.Linear(2, 2), [], CPU)
     assert any(line.endswith(": expandable_segments:True") for line in lines)
 
 
-def test_late_allocator_settings_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_settings_that_cannot_take_effect_anymore_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     cuda = torch.device("cuda")
     with pytest.warns(UserWarning, match="PYTORCH_ALLOC_CONF is max_split_size_mb:64"):
@@ -385,20 +385,20 @@ GOOD = {
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_allocator_settings_become_one_environment_variable(text: str) -> None:
+def test_allocator_settings_are_combined_into_one_environment_variable(text: str) -> None:
     assert allocator_environment(text) == {"PYTORCH_ALLOC_CONF": GOOD[text]}
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="this torch cannot be asked")
 @pytest.mark.parametrize("text", GOOD.values())
-def test_torch_accepts_the_settings_we_accept(text: str) -> None:
+def test_torch_accepts_all_allocator_settings_that_the_check_accepts(text: str) -> None:
     try:
         torch._C._accelerator_setAllocatorSettings(text)
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_without_settings_nothing_changes() -> None:
+def test_no_environment_variable_is_set_without_allocator_settings() -> None:
     assert allocator_environment(None) == allocator_environment("") == {}
 
 

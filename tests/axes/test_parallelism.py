@@ -1,4 +1,4 @@
-"""Each strategy is an object with the settings that its option was given, and one rank needs none."""
+"""Each strategy is an object with the settings of its option; one rank needs no strategy."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def strategy(name: str, world_size: int = 2, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "pipeline"])
-def test_one_rank_is_the_same_with_any_strategy(name: str) -> None:
+def test_one_rank_needs_no_strategy(name: str) -> None:
     assert type(strategy(name, 1)) is Parallel
 
 
-def test_several_ranks_get_the_strategy_of_the_option() -> None:
+def test_several_ranks_use_the_selected_strategy() -> None:
     kinds = {"single": Parallel, "ddp": Replicated, "fsdp": Sharded, "pipeline": Pipelined}
     assert {name: type(strategy(name)) for name in kinds} == kinds
 
@@ -63,7 +63,7 @@ SHARDED: Mapping[str, Any] = {
     ],
     ids=str,
 )
-def test_settings_of_fsdp_reach_the_strategy(options: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_fsdp_settings_are_passed_to_the_strategy(options: dict[str, Any], changed: dict[str, Any]) -> None:
     made = strategy("fsdp", 4, **options)
     assert {name: vars(made)[name] for name in SHARDED} == {**SHARDED, **changed}
 
@@ -82,7 +82,7 @@ def test_settings_of_fsdp_reach_the_strategy(options: dict[str, Any], changed: d
     ],
     ids=str,
 )
-def test_settings_of_a_pipeline_reach_the_strategy(options: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_pipeline_settings_are_passed_to_the_strategy(options: dict[str, Any], changed: dict[str, Any]) -> None:
     made = strategy("pipeline", **options)
     actual = {
         "num_stages": made.num_stages, "schedule": made.request.schedule, "split": made.request.split,

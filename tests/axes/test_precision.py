@@ -28,9 +28,9 @@ class Net(nn.Module):
         self.seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         for name in ("body", "head"):
             part = self.get_submodule(name)
-            part.register_forward_hook(lambda _, given, out, name=name: self.see(name, given[0], out))
+            part.register_forward_hook(lambda _, given, out, name=name: self.record(name, given[0], out))
 
-    def see(self, name: str, given: Tensor, out: Tensor) -> None:
+    def record(self, name: str, given: Tensor, out: Tensor) -> None:
         self.seen[name] = (given.dtype, out.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ def dtypes(precision: Precision, model: Net) -> tuple[torch.dtype, torch.dtype]:
     ("name", "dtype"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_a_forward_pass_runs_in_the_format_of_the_name(name: str, dtype: torch.dtype) -> None:
+def test_a_forward_pass_runs_in_the_dtype_of_the_option(name: str, dtype: torch.dtype) -> None:
     model = Net()
     precision = PRECISIONS[name](CPU, model)
-    for _ in range(2):  # the context is reentrant
+    for _ in range(2):  # the context can be entered again
         assert dtypes(precision, model) == (dtype, dtype)
     assert precision.dtype == dtype
     assert model(torch.ones(3, 4)).dtype == torch.float32, "no autocast outside of the context"
@@ -69,7 +69,7 @@ def test_a_module_kept_in_float32_computes_in_float32(make: Any, half: torch.dty
         assert middle.dtype == half
     exact = torch.nn.functional.linear(middle.float(), model.head.weight, model.head.bias)
     with precision.forward():
-        assert torch.equal(model.head(middle), exact), "the same product, in float32 to the last bit"
+        assert torch.equal(model.head(middle), exact), "bitwise equal to the same product in float32"
     out = model(torch.ones(3, 4))
     precision.backward(out.sum())
     assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in model.parameters())
@@ -80,7 +80,7 @@ class Two(NamedTuple):
     second: Tensor
 
 
-def test_nested_half_tensors_are_cast_and_integers_are_kept() -> None:
+def test_nested_half_precision_tensors_are_cast_and_integers_are_not() -> None:
     seen: list[torch.dtype] = []
 
     class Part(nn.Module):
@@ -97,7 +97,7 @@ def test_nested_half_tensors_are_cast_and_integers_are_kept() -> None:
 
 
 @pytest.mark.parametrize("make", [bf16, fp16])
-def test_every_unknown_module_is_a_problem(make: Any) -> None:
+def test_every_unknown_module_is_reported(make: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         make(CPU, Net(), keep_fp32=["heat", "body", "xyzzy"])
     near, far = caught.value.problems
@@ -108,7 +108,7 @@ def test_every_unknown_module_is_a_problem(make: Any) -> None:
 # ---------------------------------------------------------------- float32
 
 
-def test_the_verbs_of_float32_are_those_of_torch() -> None:
+def test_float32_methods_are_equal_to_plain_torch_calls() -> None:
     model, by_hand = Net(), Net()
     precision = fp32(CPU, model)
     for each in (model, by_hand):
@@ -128,7 +128,7 @@ def test_the_verbs_of_float32_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("make", [fp32, fp16])
-def test_a_factor_of_the_loss_gives_the_bits_of_a_product(make: Any) -> None:
+def test_a_loss_factor_is_bitwise_equal_to_multiplying_the_loss(make: Any) -> None:
     model = Net()
     precision, wide = make(CPU, model), torch.float64
     for dtype, factor in ((wide, 1 / 3), (wide, 1 / 7), (torch.float32, 1 / 7), (torch.float32, 1 / 7)):
@@ -170,7 +170,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale() -> None:
     assert torch.equal(*gradients), "a power of two changes no bit of a float32 gradient"
 
 
-def test_an_overflow_skips_the_update_and_halves_the_scale_which_grows_again() -> None:
+def test_an_overflow_skips_the_update_and_halves_the_scale_before_it_grows_again() -> None:
     precision, model, optimizer = made(init_scale=1024.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
     scales = []
     for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
@@ -183,7 +183,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale_which_grows_again() -
     assert precision.values()["precision/skipped_updates"] == 1.0
 
 
-def test_the_scaler_resumes_from_its_state() -> None:
+def test_the_loss_scaler_resumes_from_its_state() -> None:
     factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]
     options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
     uninterrupted, stopped = made(**options), made(**options)
@@ -201,7 +201,7 @@ def test_the_scaler_resumes_from_its_state() -> None:
     assert uninterrupted[0].num_skipped() == 2
 
 
-def test_a_restored_scale_replaces_the_one_that_was_read() -> None:
+def test_loading_a_state_replaces_a_scale_that_was_already_read() -> None:
     precision, model, optimizer = made(init_scale=1024.0)
     saved = precision.state()
     update(precision, model, optimizer, float("inf"))
@@ -223,7 +223,7 @@ def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
 
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_resumed_run_counts_the_skipped_updates_of_forks_once(is_finished: bool) -> None:
-    """After a resume, the forks of a finished phase do not exist; those of an unfinished one restore their counts."""
+    """After a resume, forks of a finished phase do not exist; forks of an unfinished phase restore their counts."""
     precision, model, optimizer = made(max_skips=9)
     forked = precision.fork(model)
     for each, num_skipped in ((precision, 1), (forked, 2)):
@@ -248,7 +248,7 @@ def test_the_state_of_another_precision_does_not_change_the_scaler() -> None:
     assert precision.state() == before
 
 
-def test_a_scale_that_collapses_ends_the_run() -> None:
+def test_a_run_ends_when_the_loss_scale_collapses() -> None:
     precision, model, optimizer = made(init_scale=4.0, min_scale=1.0)
     for scale in (2.0, 1.0):
         update(precision, model, optimizer, float("inf"))
@@ -286,13 +286,13 @@ def untouched() -> Iterator[None]:
 )
 @pytest.mark.parametrize("before", [("highest", True), ("medium", False)])
 @pytest.mark.usefixtures("untouched")
-def test_switches_are_set_for_the_run_and_restored_also_after_an_error(
+def test_switches_are_set_for_the_run_and_restored_even_after_an_error(
     precision: Any, inside: tuple[str, bool], before: tuple[str, bool]
 ) -> None:
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
     made_here = precision()
-    assert switches() == before, "constructing it has no side effects"
+    assert switches() == before, "constructing a precision has no side effects"
     with made_here.flags:
         assert switches() == inside
     assert switches() == before
@@ -301,7 +301,7 @@ def test_switches_are_set_for_the_run_and_restored_also_after_an_error(
     assert switches() == before
 
 
-def test_a_task_that_sets_the_newer_switches_gets_an_explanation() -> None:
+def test_an_error_explains_that_a_task_must_not_set_the_newer_float32_switches() -> None:
     matmul: Any = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

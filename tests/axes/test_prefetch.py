@@ -1,4 +1,4 @@
-"""Prefetching: the order of wait, hold, copy and return, and unchanged batches."""
+"""Prefetching: the order of wait, hold, copy and return; batches are unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def batches(count: int) -> Iterator[MicroBatch]:
         yield MicroBatch(torch.tensor(number), last=number % 2 == 1, bad=((number, "why"),) if number == 1 else ())
 
 
-def test_the_order_is_wait_record_start_the_next_copy_return() -> None:
+def test_a_batch_is_awaited_and_recorded_before_the_next_copy_starts() -> None:
     streams = Recorded()
     for item in CopyAhead(CPU, streams)(batches(3)):
         streams.said.append(("out", int(item.batch)))
@@ -73,7 +73,7 @@ def test_prefetched_batches_equal_those_without_prefetch(count: int) -> None:
     assert next(ahead, None) is None
 
 
-def test_an_error_of_the_next_batch_is_raised_after_the_current_one() -> None:
+def test_an_error_in_the_next_batch_is_raised_after_the_current_batch_is_returned() -> None:
     def read() -> Iterator[MicroBatch]:
         yield from batches(2)
         raise OSError("cannot read batch 2")
@@ -110,7 +110,7 @@ def test_only_one_batch_is_read_ahead() -> None:
         assert read == list(range(number + 2))
 
 
-def test_the_source_of_a_copy_lives_until_the_copy_is_complete() -> None:
+def test_the_source_of_a_copy_is_kept_until_the_copy_is_complete() -> None:
     """Pinned memory freed during the copy would be overwritten by the next batch."""
     alive: dict[int, weakref.ref[Tensor]] = {}
     joined: list[list[int]] = []
@@ -130,8 +130,8 @@ def test_the_source_of_a_copy_lives_until_the_copy_is_complete() -> None:
 
     ahead = Moving(CPU, Watching())(sources())
     for number, _ in enumerate(ahead):
-        assert alive[number]() is not None, "returned, and its copy may be in progress"
-        assert number == 0 or alive[number - 1]() is None, "released after the wait"
+        assert alive[number]() is not None, "the batch is returned while its copy may be in progress"
+        assert number == 0 or alive[number - 1]() is None, "the source is released after the wait"
     assert joined == [[0], [1], [2], [3]]
 
 
@@ -152,7 +152,7 @@ def test_closing_the_prefetcher_closes_its_source() -> None:
     assert closed == [True]
 
 
-def test_an_error_of_the_source_is_raised() -> None:
+def test_an_error_in_the_source_is_raised() -> None:
     def broken() -> Iterator[MicroBatch]:
         yield from batches(1)
         raise ValueError("the disk is gone")
@@ -161,7 +161,7 @@ def test_an_error_of_the_source_is_raised() -> None:
         list(Moving(CPU, Recorded())(broken()))
 
 
-def test_on_a_cpu_nothing_is_copied() -> None:
+def test_nothing_is_copied_on_a_cpu() -> None:
     source = batches(2)
     assert none(CPU)(source) is source
     assert stream(CPU)(source) is source

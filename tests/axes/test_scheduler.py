@@ -40,7 +40,7 @@ def curve_of(schedule: Schedule, updates: int = UPDATES) -> list[float]:
     return [schedule.factor(update) for update in range(updates)]
 
 
-def torchs(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
+def torch_curve(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
     """Return the learning rates of torch's scheduler over `updates` updates, with a peak of 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = getattr(lr_scheduler, name)(optimizer, **options)
@@ -57,50 +57,50 @@ def torchs(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
     [
         (
             polynomial(UPDATES, warmup=0, power=3.0),
-            torchs("PolynomialLR", total_iters=UPDATES, power=3.0),
+            torch_curve("PolynomialLR", total_iters=UPDATES, power=3.0),
         ),
         (
             wsd(UPDATES, warmup=0, decay=1.0 / 3.0),
-            [1.0] * (UPDATES - 20) + torchs("LinearLR", 20, start_factor=1.0, end_factor=0.0, total_iters=20),
+            [1.0] * (UPDATES - 20) + torch_curve("LinearLR", 20, start_factor=1.0, end_factor=0.0, total_iters=20),
         ),
         (
             inverse_sqrt(UPDATES, warmup=10),
-            torchs("LambdaLR", lr_lambda=lambda update: min((update + 1) / 10, (10 / (update + 1)) ** 0.5)),
+            torch_curve("LambdaLR", lr_lambda=lambda update: min((update + 1) / 10, (10 / (update + 1)) ** 0.5)),
         ),
-        (constant(UPDATES), torchs("ConstantLR", factor=1.0)),
+        (constant(UPDATES), torch_curve("ConstantLR", factor=1.0)),
         (
             constant(UPDATES, warmup=7),
-            torchs("LinearLR", start_factor=1 / 7, end_factor=1.0, total_iters=6),
+            torch_curve("LinearLR", start_factor=1 / 7, end_factor=1.0, total_iters=6),
         ),
         (
             linear(UPDATES, warmup=0, final_factor=0.2),
-            torchs("LinearLR", start_factor=1.0, end_factor=0.2, total_iters=UPDATES),
+            torch_curve("LinearLR", start_factor=1.0, end_factor=0.2, total_iters=UPDATES),
         ),
         (
             cosine(UPDATES, warmup=0, final_factor=0.1),
-            torchs("CosineAnnealingLR", T_max=UPDATES, eta_min=0.1),
+            torch_curve("CosineAnnealingLR", T_max=UPDATES, eta_min=0.1),
         ),
-        (step(UPDATES, every=13, gamma=0.3), torchs("StepLR", step_size=13, gamma=0.3)),
+        (step(UPDATES, every=13, gamma=0.3), torch_curve("StepLR", step_size=13, gamma=0.3)),
         (
             multistep(UPDATES, milestones=[40, 9, 0.25], gamma=0.5),
-            torchs("MultiStepLR", milestones=[9, 15, 40], gamma=0.5),
+            torch_curve("MultiStepLR", milestones=[9, 15, 40], gamma=0.5),
         ),
         (
             warm_restarts(UPDATES, period=8, growth=2, final_factor=0.05),
-            torchs("CosineAnnealingWarmRestarts", T_0=8, T_mult=2, eta_min=0.05),
+            torch_curve("CosineAnnealingWarmRestarts", T_0=8, T_mult=2, eta_min=0.05),
         ),
         (
             warm_restarts(UPDATES, period=8, growth=1),
-            torchs("CosineAnnealingWarmRestarts", T_0=8, T_mult=1),
+            torch_curve("CosineAnnealingWarmRestarts", T_0=8, T_mult=1),
         ),
     ],
 )
-def test_a_schedule_is_torchs_own_curve(ours: Schedule, theirs: list[float]) -> None:
+def test_a_schedule_equals_the_torch_scheduler(ours: Schedule, theirs: list[float]) -> None:
     assert curve_of(ours, len(theirs)) == pytest.approx(theirs, rel=ROUNDED, abs=ROUNDED)
 
 
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
-def test_one_cycle_is_torchs_own_curve_to_the_last_update(anneal: Any) -> None:
+def test_one_cycle_equals_the_torch_scheduler_up_to_the_last_update(anneal: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = lr_scheduler.OneCycleLR(
         optimizer, max_lr=1.0, total_steps=UPDATES, pct_start=0.3, anneal_strategy=anneal, cycle_momentum=False
@@ -117,7 +117,7 @@ def test_one_cycle_is_torchs_own_curve_to_the_last_update(anneal: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("cooldown", [0, 3])
-def test_plateau_is_torchs_own_for_positive_metrics(mode: Any, cooldown: int) -> None:
+def test_plateau_equals_the_torch_scheduler_for_positive_metrics(mode: Any, cooldown: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = lr_scheduler.ReduceLROnPlateau(
         optimizer, mode=mode, factor=0.5, patience=2, threshold=0.01, cooldown=cooldown, min_lr=0.1
@@ -141,7 +141,7 @@ def test_a_slightly_worse_negative_metric_is_not_an_improvement() -> None:
     assert schedule.factor(2) == pytest.approx(0.1)
 
 
-def test_plateau_observes_nothing_while_it_warms_up() -> None:
+def test_plateau_ignores_metrics_during_warmup() -> None:
     schedule = plateau(100, warmup=5, patience=0)
     for update in range(5):
         schedule.observe(1.0 + update, update)
@@ -175,20 +175,22 @@ def test_plateau_continues_from_its_saved_state() -> None:
 @pytest.mark.parametrize(
     ("saved", "factor"),
     [
-        ({}, 0.25),  # of an earlier version, whose state does not name the metric
+        ({}, 0.25),  # saved by an earlier version, whose state does not name the metric
         ({"metric": "val/error", "mode": "min"}, 0.25),
         ({"metric": "val/loss", "mode": "min"}, 0.5),
         ({"metric": "val/error", "mode": "max"}, 0.5),
     ],
 )
-def test_plateau_keeps_its_level_and_no_value_of_another_metric(saved: dict[str, str], factor: float) -> None:
+def test_plateau_restores_its_level_but_not_the_best_value_of_another_metric(
+    saved: dict[str, str], factor: float
+) -> None:
     schedule = plateau(9, metric="val/error", patience=0, gamma=0.5)
     schedule.load({"level": 0.5, "best": 0.1, "num_bad": 0, "rest": 0, **saved})
     schedule.observe(2.0, 1)
     assert schedule.factor(1) == factor
 
 
-def test_the_state_of_another_schedule_is_refused() -> None:
+def test_the_state_of_another_schedule_is_rejected() -> None:
     with pytest.raises(IncompatibleResume, match=r"best, level, metric, mode, num_bad, rest, .* nothing"):
         plateau(10).load({})
     with pytest.raises(IncompatibleResume):
@@ -199,7 +201,7 @@ def test_the_state_of_another_schedule_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", SCHEDULERS)
 @given(updates=st.integers(1, 400), warmup=st.one_of(st.integers(0, 400), st.floats(0, 0.999)))
-def test_factors_are_above_0_and_at_most_1_from_the_first_update_on(option: str, updates: int, warmup: float) -> None:
+def test_factors_are_above_0_and_at_most_1_for_every_update(option: str, updates: int, warmup: float) -> None:
     if warmup > updates:
         with pytest.raises(ConfigError, match="at most the number of updates"):
             SCHEDULERS[option](updates, warmup=warmup)
@@ -217,7 +219,7 @@ def test_warmup_is_linear_from_its_first_factor_to_the_peak(option: str) -> None
     assert curve_of(SCHEDULERS[option](100, warmup=0.1)) == factors
 
 
-def test_a_schedule_is_a_function_of_the_update() -> None:
+def test_a_schedule_depends_only_on_the_update_number() -> None:
     for function in SCHEDULERS.values():
         schedule = function(UPDATES, warmup=0.1)
         forward = curve_of(schedule)
@@ -230,7 +232,7 @@ def test_a_run_longer_than_its_schedule_keeps_a_valid_factor(option: str) -> Non
     assert all(0.0 <= schedule.factor(update) <= 1.0 for update in range(UPDATES, 3 * UPDATES))
 
 
-def test_an_empty_interval_is_refused() -> None:
+def test_an_empty_interval_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"scheduler.every: must be above 0"):
         step(10, every=0.0)
     with pytest.raises(ConfigError, match=r"scheduler.milestones"):
@@ -267,7 +269,7 @@ CURVES = {
 
 
 @pytest.mark.parametrize(("text", "what"), CURVES.items())
-def test_an_invalid_schedule_of_a_task_is_refused_before_training(text: str, what: str, tmp_path: Path) -> None:
+def test_an_invalid_schedule_of_a_task_is_rejected_before_training(text: str, what: str, tmp_path: Path) -> None:
     lines = f"import torch\n\ndef mine(updates):\n    return {text}\n\nSCHEDULERS = {{'mine': mine}}\n"
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(lines)

@@ -40,7 +40,7 @@ def keys_of(axis: str, option: str) -> Any:
 
 
 def has_function(axis: str, option: str) -> bool:
-    """Return whether a function implements the option. If none implements `auto`, the plan replaces it."""
+    """Return whether a function implements the option. The plan replaces an `auto` that no function implements."""
     return option != "auto" or option in table_of(axis)
 
 
@@ -48,27 +48,27 @@ def without_lists(value: Any) -> Any:
     return tuple(map(without_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
-def test_every_axis_has_options_and_every_file_of_axes_is_one() -> None:
+def test_every_axis_has_options_and_every_module_in_axes_is_an_axis() -> None:
     assert {axis for axis, _ in OPTIONS} == set(AXES)
     files = {path.stem for path in (ROOT / "runner" / "axes").glob("*.py")} - {"__init__"}
     assert files <= set(AXES)
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_options_are_the_names_of_the_table(axis: str) -> None:
+def test_every_implemented_option_is_in_the_table(axis: str) -> None:
     files = {option for group, option in OPTIONS if group == axis and has_function(axis, option)}
     assert files == set(table_of(axis))
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_table_maps_a_name_to_the_function_of_that_name(axis: str) -> None:
+def test_the_table_maps_each_name_to_the_function_of_the_same_name(axis: str) -> None:
     for option, function in table_of(axis).items():
         assert function.__name__ == option.replace("-", "_")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
-def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) -> None:
+def test_yaml_keys_and_defaults_match_the_signature(axis: str, option: str) -> None:
     if not has_function(axis, option):
         assert keys_of(axis, option) == {}
         return
@@ -85,7 +85,7 @@ def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
-def test_a_file_documents_itself_and_each_key(axis: str, option: str) -> None:
+def test_a_yaml_file_documents_the_option_and_each_key(axis: str, option: str) -> None:
     first, *lines = file_of(axis, option).read_text(encoding="utf-8").splitlines()
     assert first.startswith("# ")
     assert first.endswith(".")
@@ -93,7 +93,7 @@ def test_a_file_documents_itself_and_each_key(axis: str, option: str) -> None:
 
 
 @pytest.mark.parametrize("task", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
-def test_the_file_of_a_task_has_the_keys_and_defaults_of_its_build(task: str) -> None:
+def test_the_yaml_file_of_a_task_has_the_keys_and_defaults_of_its_build_function(task: str) -> None:
     build = read_functions(ROOT / "tasks" / task / "task.py")["build"]
     given = keys_of("task", task)
     assert list(given) == list(build.keys), "in the same order"

@@ -37,7 +37,7 @@ class Readers:
 
 
 class Owner:
-    """Like a task: it has a model, its `collate` is a method, and its dataset refers to it."""
+    """Like a task, it has a model, a method `collate`, and a dataset that holds a reference to it."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2))

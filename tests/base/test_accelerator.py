@@ -28,7 +28,7 @@ CPU, GPU, APPLE, INTEL = torch.device("cpu"), torch.device("cuda", 0), torch.dev
 
 
 @pytest.fixture
-def instinct(monkeypatch: pytest.MonkeyPatch) -> None:
+def amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MI210 under the HIP build of torch."""
     properties = SimpleNamespace(name="AMD Instinct MI210", total_memory=64 << 30, major=9, minor=0,
                                  gcnArchName="gfx90a:sramecc+:xnack-", uuid="36363636")  # fmt: skip
@@ -41,7 +41,7 @@ def instinct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arc(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def intel_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An Arc B580 under the XPU build of torch."""
     properties = SimpleNamespace(
         name="Intel(R) Arc(TM) B580 Graphics",
@@ -58,13 +58,13 @@ def arc(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return properties
 
 
-def test_an_intel_gpu_is_queried_through_torch_xpu(arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intel_gpu_is_queried_through_torch_xpu(intel_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2)):
         monkeypatch.setattr(torch.xpu, name, lambda device, value=value: value)
     device = get_accelerator(INTEL)
     assert type(device) is Xpu
     assert device.current_memory() == DeviceMemory(allocated=1, reserved=2)
-    assert (device.name(), device.uuid(), device.l2_cache_bytes()) == (arc.name, "8680e20b", 18 << 20)
+    assert (device.name(), device.uuid(), device.l2_cache_bytes()) == (intel_gpu.name, "8680e20b", 18 << 20)
     assert device.capability() is None
     assert not device.page_lock(0, 4096)
     (seen,) = intel_devices()
@@ -72,23 +72,23 @@ def test_an_intel_gpu_is_queried_through_torch_xpu(arc: SimpleNamespace, monkeyp
 
 
 def test_an_integrated_intel_gpu_may_not_report_its_free_memory(
-    arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    intel_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(device: object) -> None:
         raise RuntimeError("The device does not support querying the available free memory.")
 
     monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
-    arc.has_subgroup_matrix_multiply_accumulate = False
+    intel_gpu.has_subgroup_matrix_multiply_accumulate = False
     (seen,) = intel_devices()
     assert (seen.free_bytes, seen.architecture) == (None, "")
 
 
-def test_formats_of_an_intel_gpu_follow_from_its_matrix_units() -> None:
+def test_an_intel_gpu_supports_half_precision_if_it_has_matrix_units() -> None:
     assert intel_formats("XMX") == Formats(bf16=True, fp16=True)
     assert intel_formats("") == Formats()
 
 
-def test_sums_are_float32_where_float64_may_be_missing() -> None:
+def test_sums_use_float32_on_devices_that_may_lack_float64() -> None:
     assert {widest_dtype(device) for device in (CPU, GPU)} == {torch.float64}
     assert {widest_dtype(device) for device in (APPLE, INTEL)} == {torch.float32}
 
@@ -103,7 +103,7 @@ def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest
     assert states[-1] == 7
 
 
-def test_a_cpu_has_no_streams_or_events_and_refuses_no_format() -> None:
+def test_a_cpu_has_no_streams_or_events_and_supports_every_dtype() -> None:
     cpu = get_accelerator(CPU)
     cpu.reset_peak_memory()
     cpu.empty_cache()
@@ -131,7 +131,7 @@ def test_the_build_of_torch_determines_the_vendor(monkeypatch: pytest.MonkeyPatc
     assert type(get_accelerator(APPLE)) is Metal
 
 
-def test_memory_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_figures_are_those_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
@@ -139,7 +139,7 @@ def test_memory_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert get_accelerator(GPU).peak_memory() == DeviceMemory(allocated=3, reserved=4)
 
 
-def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> None:
+def test_an_amd_gpu_has_an_architecture_and_no_capability(amd_gpu: None) -> None:
     assert get_accelerator(GPU).architecture() == "gfx90a"
     assert get_accelerator(GPU).capability() is None
     (seen,) = torch_devices()
@@ -156,12 +156,12 @@ def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> Non
         ("gfx1201", Formats(bf16=True, fp16=True)),
     ],
 )  # fmt: skip
-def test_formats_of_an_amd_gpu_depend_on_its_architecture(architecture: str, formats: Formats) -> None:
+def test_supported_dtypes_of_an_amd_gpu_depend_on_its_architecture(architecture: str, formats: Formats) -> None:
     assert amd_formats(architecture) == formats
 
 
-def test_attention_kernels_of_an_amd_gpu_are_not_judged_by_nvidias_rules(
-    instinct: None, monkeypatch: pytest.MonkeyPatch
+def test_attention_kernels_of_an_amd_gpu_are_not_subject_to_nvidia_rules(
+    amd_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not refusal_reason("flash", torch.bfloat16, GPU)
     assert not refusal_reason("efficient", torch.float32, GPU)
@@ -182,7 +182,7 @@ def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest
     assert states[-1] == 7
 
 
-def test_asking_whether_cuda_is_initialized_loads_no_torch() -> None:
+def test_checking_whether_cuda_is_initialized_does_not_import_torch() -> None:
     code = (
         "import sys, runner.base.loaded_torch as t; assert not t.cuda_is_initialized() and 'torch' not in sys.modules"
     )

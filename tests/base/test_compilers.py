@@ -1,4 +1,4 @@
-"""What is missing to compile on this machine is found without importing torch."""
+"""Requirements of compiling that this machine lacks are found without importing torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_cpu_needs_a_cpp_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_cpu_needs_a_cpp_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("g++", "other"):
         missing = find_missing_compiler("cpu")
         assert missing is not None
@@ -42,7 +42,7 @@ def test_a_cpu_needs_a_cpp_compiler(path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("CXX", "other")
 
 
-def test_a_cpu_needs_a_path_of_torch_without_a_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_cpu_needs_a_path_of_torch_without_spaces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(path / "g++")
     for folder, is_usable in (("/checkout/torch", True), ("/my checkout/torch", False)):
         spec = ModuleSpec("torch", None, origin=f"{folder}/__init__.py")
@@ -52,7 +52,7 @@ def test_a_cpu_needs_a_path_of_torch_without_a_space(path: Path, monkeypatch: py
         assert missing is None or folder in missing.what
 
 
-def test_a_gpu_needs_triton(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_gpu_needs_triton(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(path / "gcc")
     for is_installed in (False, True):
         install_triton(monkeypatch, is_installed)
@@ -60,7 +60,7 @@ def test_a_gpu_needs_triton(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["gcc", "clang"])
-def test_a_gpu_needs_a_c_compiler(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_gpu_needs_a_c_compiler(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_triton(monkeypatch, True)
     missing = find_missing_compiler("cuda")
     assert missing is not None
@@ -69,7 +69,7 @@ def test_a_gpu_needs_a_c_compiler(name: str, path: Path, monkeypatch: pytest.Mon
     assert find_missing_compiler("cuda") is None
 
 
-def test_the_compiler_that_cc_names_must_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_set_by_the_variable_cc_must_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton uses it even if gcc is installed."""
     install_triton(monkeypatch, True)
     program(path / "gcc")
@@ -81,7 +81,7 @@ def test_the_compiler_that_cc_names_must_exist(path: Path, monkeypatch: pytest.M
     assert find_missing_compiler("cuda") is None
 
 
-def test_a_gpu_needs_the_headers_of_python(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_gpu_needs_the_python_headers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_triton(monkeypatch, True)
     program(path / "gcc")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(path)})
@@ -92,7 +92,7 @@ def test_a_gpu_needs_the_headers_of_python(path: Path, monkeypatch: pytest.Monke
     assert find_missing_compiler("cuda") is None
 
 
-def test_only_gpus_with_a_lower_capability_are_too_old() -> None:
+def test_only_gpus_below_the_minimum_compute_capability_are_too_old() -> None:
     assert check_capability("cuda:1", None) is None
     assert check_capability("cuda:1", MIN_CAPABILITY) is None
     old = check_capability("cuda:1", (6, 1))
@@ -100,7 +100,7 @@ def test_only_gpus_with_a_lower_capability_are_too_old() -> None:
     assert {"cuda:1", "6.1"} <= set(old.what.split())
 
 
-def test_torch_is_not_imported() -> None:
+def test_checking_compilers_does_not_import_torch() -> None:
     code = """if True:
         import sys
         from runner.base.compilers import find_missing_compiler

@@ -47,34 +47,34 @@ FULL = Outer(
 )
 
 
-def test_an_object_is_read_back_as_it_was_written() -> None:
+def test_an_object_round_trips() -> None:
     result = decode(Outer, json.loads(to_json(encode(FULL))))
     assert result.value == FULL
     assert result.wrong == ()
 
 
-def test_nonfinite_numbers_become_null_wherever_they_are() -> None:
+def test_nonfinite_numbers_become_null_at_any_depth() -> None:
     row = {"a": math.nan, "b": [-math.inf, 1.5], "c": {"d": (math.inf, 3, True)}, "e": "x", "f": None}
     assert json.loads(to_json(row)) == {"a": None, "b": [None, 1.5], "c": {"d": [None, 3, True]}, "e": "x", "f": None}
 
 
-def test_inline_fields_are_keys_of_the_enclosing_object_and_others_are_not_stored() -> None:
+def test_inline_fields_are_stored_in_the_enclosing_object_and_excluded_fields_are_not_stored() -> None:
     assert encode(FULL).keys() == {"name", "is_done", "figures", "places", "count", "words", "free"}
 
 
-def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults() -> None:
+def test_unknown_keys_are_ignored_and_missing_keys_have_their_defaults() -> None:
     assert decode(Outer, {"name": "a", "later": 1}).value == Outer(name="a")
     assert decode(Outer, {"later": 1}).wrong == ()
 
 
 @pytest.mark.parametrize("value", ["1", True, 1.5, [], {}, 10**400, math.nan])
-def test_a_value_of_a_wrong_type_is_unknown_and_named(value: Any) -> None:
+def test_a_value_of_the_wrong_type_is_replaced_by_the_default_and_reported(value: Any) -> None:
     result = decode(Outer, {"count": value, "name": "a"})
     assert result.value == Outer(name="a")
     assert result.wrong == ("count",)
 
 
-def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_one_value() -> None:
+def test_invalid_entries_of_dicts_and_rows_are_dropped_one_by_one_but_string_lists_as_a_whole() -> None:
     tree = {"figures": {"x": 1, "y": "2"}, "places": [{"city": "b"}, {"size": 1}, 3], "words": ["d", 4]}
     result = decode(Outer, tree)
     assert result.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))
@@ -83,5 +83,5 @@ def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_one_value
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])
-def test_text_without_an_object_decodes_to_none(text: str) -> None:
+def test_text_that_is_not_a_json_object_decodes_to_none(text: str) -> None:
     assert parse_object(text) is None

@@ -95,12 +95,12 @@ def test_seed_epoch_index_and_draw_number_each_change_the_draw(kind: str) -> Non
             assert (one == other).float().mean() < 0.02
 
 
-def test_an_element_does_not_depend_on_padding() -> None:
+def test_a_drawn_element_does_not_depend_on_padding() -> None:
     narrow, wide = draws_for(INDICES).uniform(4, 5), draws_for(INDICES).uniform(9, 11)
     assert torch.equal(narrow, wide[:, :4, :5])
 
 
-def test_formats_are_roundings_of_each_other() -> None:
+def test_draws_in_lower_precision_are_rounded_from_the_same_numbers() -> None:
     for kind in ("uniform", "normal"):
         exact = getattr(draws_for(INDICES), kind)(100, dtype=torch.float64)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -113,7 +113,7 @@ def test_formats_are_roundings_of_each_other() -> None:
                 assert float(drawn.max()) < 1
 
 
-def test_parts_of_samples_have_independent_draws() -> None:
+def test_records_of_a_sample_have_independent_draws() -> None:
     """Each sample has three records, ordered by record number as in a batch of several tables."""
     of, number = torch.arange(4).repeat(3), torch.arange(3).repeat_interleave(4)
     whole = draws_for([5, 6, 7, 8]).rows(of, number).normal(50)
@@ -124,14 +124,14 @@ def test_parts_of_samples_have_independent_draws() -> None:
     assert in_rows.uniform(8).shape == (2, 3, 8)
 
 
-def test_every_second_sample_is_chosen_by_its_position_in_the_epoch() -> None:
+def test_every_selects_samples_by_their_position_in_the_epoch() -> None:
     noise.start_pass(BatchSamples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
-    assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # places 12 and 14
+    assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # positions 12 and 14
     noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were skipped
     assert per_sample_noise(torch.zeros(3)).every(2).tolist() == [1]
 
 
-def test_outside_of_a_run_draws_follow_manual_seed() -> None:
+def test_draws_outside_a_run_follow_manual_seed() -> None:
     def drawn() -> tuple[Tensor, Tensor]:
         return tuple(per_sample_noise({"x": torch.zeros(6, 2)}).normal(4) for _ in range(2))  # type: ignore[return-value]
 
@@ -147,7 +147,7 @@ def test_outside_of_a_run_draws_follow_manual_seed() -> None:
         per_sample_noise({"names": ["a", "b"]})
 
 
-def test_the_state_of_a_run_does_not_leak_out_of_it() -> None:
+def test_the_state_of_a_run_is_not_visible_after_the_run() -> None:
     with noise.without_samples():
         noise.start_pass(samples(INDICES))
         assert len(per_sample_noise(torch.zeros(2)).keys) == 64
@@ -173,7 +173,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("known", [False, True], ids=["outside", "in a run"])
 def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
-    """One block is called three times; the backward pass recomputes the calls from the last to the first."""
+    """One block is called three times; the backward pass recomputes the calls in reverse order."""
 
     def gradient(recompute: bool) -> Tensor:
         torch.manual_seed(0)
@@ -308,11 +308,11 @@ def test_booleans_are_true_with_the_given_probability(p: float) -> None:
 @pytest.mark.parametrize("p", [0.0, 1e-50, 1e-9, 2.0**-24, 0.1, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1 - 1e-9, 1.0])
 def test_booleans_are_uniform_numbers_below_the_probability(p: float) -> None:
     uniform = many().uniform(SIZE, dtype=torch.float32)
-    for limit in (p, *uniform.flatten()[:3].tolist()):  # also probabilities that equal a number
+    for limit in (p, *uniform.flatten()[:3].tolist()):  # including probabilities that equal a drawn number
         assert torch.equal(many().bernoulli(limit, SIZE), uniform < limit)
 
 
-def test_layers_of_one_shape_share_what_does_not_depend_on_the_sample() -> None:
+def test_draws_of_the_same_shape_share_the_work_that_does_not_depend_on_the_sample() -> None:
     noise.start_pass(samples(INDICES))
     first, second = (per_sample_noise(torch.ones(len(INDICES), 1), name) for name in ("first", "second"))
     with Operations() as of_first:
@@ -321,11 +321,11 @@ def test_layers_of_one_shape_share_what_does_not_depend_on_the_sample() -> None:
         second.bernoulli(0.1, 7, 5)
     assert Counter(of_first.names)["arange"] == 2
     assert "arange" not in of_second.names
-    assert Counter(of_second.names)["mul_"] == 2, "one hash, of the numbers of samples and elements together"
+    assert Counter(of_second.names)["mul_"] == 2, "one hash of sample and element numbers together"
 
 
-def test_a_prediction_runs_the_operators_of_a_run() -> None:
-    """Memory and time are predicted with unknown samples."""
+def test_draws_run_the_same_operators_with_known_and_unknown_samples() -> None:
+    """Predictions of memory and time run without known samples."""
     names = []
     for known in (samples(INDICES), None):
         noise.start_pass(known)
@@ -340,7 +340,7 @@ def test_a_prediction_runs_the_operators_of_a_run() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("shape", "num", "max_kept"), [((512, 512), 40, 4), ((), 400, 32)])
-def test_draws_keep_a_bounded_number_of_hashed_elements(shape: tuple[int, ...], num: int, max_kept: int) -> None:
+def test_the_cache_of_hashed_elements_is_bounded(shape: tuple[int, ...], num: int, max_kept: int) -> None:
     noise.start_pass(samples(INDICES[:2]))
     draws = per_sample_noise(torch.ones(2, 1))
     made: list[weakref.ref[Tensor]] = []
@@ -356,7 +356,7 @@ def test_draws_keep_a_bounded_number_of_hashed_elements(shape: tuple[int, ...], 
             draws.normal(*shape)
     gc.collect()
     kept = {tensor.data_ptr(): tensor.nbytes for one in made if (tensor := one()) is not None}
-    assert 0 < len(kept) <= max_kept + 8, "with constants of the last draw"
+    assert 0 < len(kept) <= max_kept + 8, "including the constants of the last draw"
     assert sum(kept.values()) <= (8 << 20) + 1024
 
 
@@ -374,7 +374,7 @@ def test_a_model_is_compiled_once_with_and_without_known_samples() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_dropout_keeps_the_mean_and_the_format(dtype: torch.dtype) -> None:
+def test_dropout_preserves_the_mean_and_the_dtype(dtype: torch.dtype) -> None:
     dropped = many().dropout(torch.full((NUM, SIZE), 3.0, dtype=dtype), 0.1)
     assert dropped.dtype == dtype
     assert abs(float((dropped == 0).double().mean()) - 0.1) < 4.5 * math.sqrt(0.09 / (NUM * SIZE))
@@ -387,7 +387,7 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float(np.corrcoef(one.flatten().numpy(), other.flatten().numpy())[0, 1])
 
 
-def test_neighbours_in_every_direction_are_not_correlated() -> None:
+def test_draws_of_neighboring_seeds_epochs_samples_and_elements_are_not_correlated() -> None:
     draws = many()
     x = draws.normal(SIZE, dtype=torch.float64)
     again = draws.normal(SIZE, dtype=torch.float64)
@@ -413,7 +413,7 @@ def test_neighbours_in_every_direction_are_not_correlated() -> None:
             assert abs(correlation(a, b)) < 4.5 / math.sqrt(one.numel()), (name, what)
 
 
-def test_no_pair_of_samples_is_correlated() -> None:
+def test_no_two_samples_have_correlated_draws() -> None:
     """The correlations of 499,500 pairs (1,000 samples of 1,000 elements) are as small as for independent numbers."""
     x = many(indices=range(1000)).normal(1000, dtype=torch.float64)
     off = torch.corrcoef(x).fill_diagonal_(0).abs()

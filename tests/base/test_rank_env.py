@@ -40,21 +40,21 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in names}
 
 
-def test_without_variables_a_process_is_not_a_rank() -> None:
+def test_a_process_without_rank_variables_is_not_a_rank() -> None:
     assert detect_rank({}) is None
     assert detect_rank({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "HOME": "/root"}) is None
 
 
-def test_torchrun_variables_are_complete() -> None:
+def test_ranks_of_torchrun_are_read_from_its_variables() -> None:
     assert detect_rank(TORCHRUN) == RankInfo(3, 1, 4, 2, "tcp://node-a:29500", 2)
 
 
-def test_torchrun_with_one_process_is_a_rank_so_that_it_can_grow() -> None:
+def test_one_process_of_torchrun_is_a_rank_because_torchrun_may_add_more() -> None:
     alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     assert detect_rank(alone) == RankInfo(0, 0, 1, 1, "tcp://node-a:29500", 2)
 
 
-def test_srun_variables_are_complete_and_the_port_follows_from_the_job() -> None:
+def test_ranks_of_srun_are_read_from_its_variables_and_the_port_from_the_job_id() -> None:
     assert detect_rank(SRUN) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 0)
 
 
@@ -62,7 +62,7 @@ def test_a_requeued_job_is_another_attempt() -> None:
     assert detect_rank({**SRUN, "SLURM_RESTART_COUNT": "3"}) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 3)
 
 
-def test_a_given_address_and_port_are_used() -> None:
+def test_master_addr_and_master_port_override_the_defaults_for_srun() -> None:
     member = detect_rank({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
     assert member is not None
     assert member.store == "tcp://10.0.0.1:29501"
@@ -81,7 +81,7 @@ def test_the_last_machine_may_have_fewer_tasks() -> None:
     assert last == RankInfo(6, 0, 7, 1, "tcp://n1:20007", 0)
 
 
-def test_tasks_per_node_are_read_from_older_variables_too() -> None:
+def test_tasks_per_node_are_also_read_from_older_variables() -> None:
     old = without(SRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     assert detect_rank(old) == detect_rank(SRUN)
     asked = {**without(old, "SLURM_TASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE": "2"}
@@ -142,7 +142,7 @@ def test_a_contradiction_is_reported(environment: dict[str, str], where: str) ->
         (SRUN, {"SLURM_JOB_ID": "a", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_PROCID": "9"}),
     ],
 )
-def test_all_invalid_variables_are_reported_and_no_valid_one(
+def test_all_invalid_variables_but_no_valid_ones_are_reported(
     environment: dict[str, str], changes: dict[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -153,7 +153,7 @@ def test_all_invalid_variables_are_reported_and_no_valid_one(
 
 
 @pytest.mark.parametrize(("environment", "local_rank"), [(TORCHRUN, "LOCAL_RANK"), (SRUN, "SLURM_LOCALID")])
-def test_one_rank_of_a_machine_reports_what_all_have(environment: dict[str, str], local_rank: str) -> None:
+def test_only_one_rank_per_machine_reports_an_error_that_all_have(environment: dict[str, str], local_rank: str) -> None:
     def is_silent(**changes: str) -> bool:
         with pytest.raises(ConfigError) as caught:
             detect_rank({**environment, "TORCHELASTIC_RUN_ID": "none", **changes})
@@ -164,7 +164,7 @@ def test_one_rank_of_a_machine_reports_what_all_have(environment: dict[str, str]
     assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "x"}), "only this rank has that value"
 
 
-def test_each_rank_that_was_started_by_hand_reports_its_variables() -> None:
+def test_every_rank_started_by_hand_reports_its_own_errors() -> None:
     with pytest.raises(ConfigError) as caught:
         detect_rank({**TORCHRUN, "MASTER_PORT": "99999", "RANK": "1", "LOCAL_RANK": "1"})
     assert not isinstance(caught.value, RepeatedConfigError), "nothing says that another rank reports the same"
@@ -180,17 +180,17 @@ def test_each_rank_that_was_started_by_hand_reports_its_variables() -> None:
         ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
     ],
 )
-def test_a_node_list_is_read_as_slurm_writes_it(nodelist: str, hosts: list[str]) -> None:
+def test_slurm_node_lists_are_parsed(nodelist: str, hosts: list[str]) -> None:
     assert expand_hosts(nodelist) == hosts
 
 
 @pytest.mark.parametrize("nodelist", ["", "n[1-2", "n]", "n[]", "n[a-b]", "a b", "n[1,]", "a,,b", "$(id)"])
-def test_an_invalid_node_list_is_refused(nodelist: str) -> None:
+def test_an_invalid_node_list_is_rejected(nodelist: str) -> None:
     with pytest.raises(ValueError):
         expand_hosts(nodelist)
 
 
-def test_tasks_per_node_are_read_as_slurm_writes_them() -> None:
+def test_slurm_tasks_per_node_are_parsed() -> None:
     assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
     assert expand_tasks("4") == [4]
     for wrong in ("", "2(x)", "2x3", "2,,1"):
@@ -198,7 +198,7 @@ def test_tasks_per_node_are_read_as_slurm_writes_them() -> None:
             expand_tasks(wrong)
 
 
-def test_the_rank_is_known_without_importing_torch() -> None:
+def test_detecting_the_rank_does_not_import_torch() -> None:
     code = "import sys; from runner.base.rank_env import detect_rank; detect_rank({'RANK': '0'})"
     code = f"import sys\ntry: {code}\nexcept Exception as error: sys.exit(10 + ('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 10
@@ -212,10 +212,10 @@ def test_the_rank_is_known_without_importing_torch() -> None:
         ({"OMP_NUM_THREADS": "4"}, "4", "4"),
     ],
 )
-def test_only_the_number_of_threads_that_torchrun_chose_is_removed(
+def test_omp_num_threads_is_removed_only_if_torchrun_set_it(
     given: dict[str, str], exported: str, expected: str
 ) -> None:
-    """The process in between exports the variable to its child, as torchrun does."""
+    """The intermediate process exports the variable to its child, as torchrun does."""
     child = "import os; from runner.base.rank_env import remove_default_threads as call; call();"
     child += " print(os.environ.get('OMP_NUM_THREADS'))"
     agent = f"""

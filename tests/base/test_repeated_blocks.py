@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """As in Hugging Face models: the list of layers is several modules below the trained model."""
+    """As in Hugging Face models, the list of layers is several levels below the trained model."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
-def test_blocks_deep_in_a_model_are_found_and_those_within_them_are_not(container: type) -> None:
+def test_nested_blocks_are_found_but_not_blocks_within_blocks(container: type) -> None:
     blocks = [Block(), Block()]
     assert repeated_blocks(Model(container(blocks))) == blocks
 
 
-def test_blocks_of_lists_of_lists_and_shared_ones_are_found_once() -> None:
+def test_blocks_in_nested_lists_and_shared_blocks_are_found_once() -> None:
     one, other = Block(), Block()
     model = Stack(nn.ModuleList([nn.ModuleList([one, other]), nn.ModuleList([one])]))
     assert repeated_blocks(model) == [one, other]
 
 
-def test_plain_layers_in_a_row_are_not_blocks() -> None:
+def test_a_sequence_of_plain_layers_is_not_a_sequence_of_blocks() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) == []
-    lone = Block()  # not repeated itself, but its inner list is
+    lone = Block()  # the outer list is not repeated, but its inner list is
     assert repeated_blocks(nn.Sequential(lone, nn.Tanh())) == list(lone.parts)
 
 

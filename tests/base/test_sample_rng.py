@@ -14,7 +14,7 @@ import torch
 from runner.base import sample_rng
 from runner.base.sample_rng import SampleSeeding, SeedEverySample, global_generators, seeded_generators
 
-NUM_SAMPLES = 400  # more than the first samples, for which all generators are seeded
+NUM_SAMPLES = 400  # more than the number of first samples for which all generators are seeded
 
 
 class Counted:
@@ -45,7 +45,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 
 @pytest.mark.parametrize("drawn", [(), (0,), (1, 2), (0, 1, 2)])
-def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_used(
+def test_a_generator_is_seeded_once_per_sample_and_only_if_it_is_used(
     drawn: Sequence[int], generators: list[Counted]
 ) -> None:
     streams, num_read = SampleSeeding("train"), 0
@@ -69,8 +69,8 @@ def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_use
     assert streams.has_drawn is bool(drawn)
 
 
-def test_a_spawned_worker_learns_again_which_generators_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no generator of a GPU, for example."""
+def test_a_spawned_worker_detects_again_which_generators_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spawned worker may have fewer generators, for example none of a GPU."""
     generators = [Counted() for _ in range(4)]
     monkeypatch.setattr(sample_rng, "global_generators", lambda: generators)
     streams = SampleSeeding("train")
@@ -86,7 +86,7 @@ def test_a_spawned_worker_learns_again_which_generators_are_used(monkeypatch: py
     assert vars(sent) == vars(SampleSeeding("train"))
 
 
-def test_a_generator_that_is_used_late_is_seeded_from_that_sample_on(generators: list[Counted]) -> None:
+def test_a_generator_is_seeded_from_the_first_sample_that_uses_it(generators: list[Counted]) -> None:
     streams, late = SampleSeeding("train"), SampleSeeding("train")
 
     def read(index: int) -> int:
@@ -127,12 +127,14 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.randint(2**62, (3,)).tolist(),
     "torch pair": lambda: torch.randn(3).tolist(),
     "numpy": lambda: np.random.randint(2**31, size=3).tolist(),
-    "numpy pair": lambda: np.random.standard_normal(3).tolist(),  # NumPy keeps the second number of a pair
+    "numpy pair": lambda: np.random.standard_normal(
+        3
+    ).tolist(),  # NumPy generates normal numbers in pairs and keeps the second
     "python": lambda: [random.getrandbits(60) for _ in range(3)],
     "python pair": lambda: [random.gauss(0, 1) for _ in range(3)],
 }
 
-# of seed 3, split train, sample 17 of epoch 1
+# for seed 3, split train, sample 17 of epoch 1
 GOLDEN_DRAWS = [
     [4181575970471210357, 2499153151618107939, 1729531373716167401],
     [1623631425, 1316085987, 2051300262],
@@ -141,7 +143,7 @@ GOLDEN_DRAWS = [
 GOLDEN_NUMBER = 881212424532767265
 
 
-def test_draws_of_a_key_are_those_of_earlier_versions() -> None:
+def test_draws_for_a_key_do_not_change_between_versions() -> None:
     """A run that is resumed with a newer version draws what it would have drawn."""
     with seeded_generators(3, "train", "sample", 1, 17):
         drawn = [DRAWS[name]() for name in ("torch", "numpy", "python")]
@@ -158,7 +160,7 @@ def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> 
     outside = []
     for is_interrupted in (False, True):
         with seeded_generators(1, "outside"):
-            outside.append(draw())  # leaves a number of a pair
+            outside.append(draw())  # leaves the second number of a pair
             if is_interrupted:
                 with seeded_generators(2, "inside"):
                     draw()
@@ -175,12 +177,12 @@ def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> 
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("kind", ["", " pair"])
-def test_each_generator_continues_from_a_state(number: int, kind: str) -> None:
+def test_each_generator_continues_from_a_restored_state(number: int, kind: str) -> None:
     generator, draw = global_generators()[number], DRAWS[("torch", "numpy", "python")[number] + kind]
     outer = generator.get_state()
     draw()
     state = generator.get_state()
-    assert generator.get_state() == state, "reading it changes nothing"
+    assert generator.get_state() == state, "reading the state does not change it"
     first = draw()
     assert generator.get_state() != state
     draw()
@@ -225,20 +227,22 @@ def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> No
         assert [random.random(), torch.rand(1).item(), np.random.random()] == first[0]
 
 
-def test_draws_while_reading_are_those_of_the_seed_the_split_and_the_samples() -> None:
+def test_draws_while_reading_depend_only_on_the_seed_the_split_and_the_sample() -> None:
     streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> list[Any]:
         streams.begin("sample", 3, 1, indices)
         return [random.random(), torch.rand(1).item(), np.random.random()]
 
-    found = [streams.read(read, [index]) for index in range(70)]  # the last ones after the first samples
+    found = [
+        streams.read(read, [index]) for index in range(70)
+    ]  # more samples than those for which all generators are seeded
     for index in (0, 1, 63, 64, 69):
         with seeded_generators(3, "train", "sample", 1, index):
             assert [random.random(), torch.rand(1).item(), np.random.random()] == found[index]
 
 
-def test_draws_of_any_sample_of_a_batch_are_noticed() -> None:
+def test_draws_by_any_sample_of_a_batch_are_detected() -> None:
     streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> None:
@@ -252,8 +256,8 @@ def test_draws_of_any_sample_of_a_batch_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(("error", "num_read"), [(ValueError("odd"), 2), (KeyboardInterrupt(), 1)])
-def test_an_error_is_raised_if_it_is_raised_again_with_seeded_generators(error: BaseException, num_read: int) -> None:
-    """It may depend on what was drawn, and must then be the same in another worker."""
+def test_an_error_is_raised_if_reading_fails_again_with_seeded_generators(error: BaseException, num_read: int) -> None:
+    """An error that depends on drawn numbers must be the same in every worker."""
     streams = SampleSeeding("train")
     for index in range(64):
         streams.read(lambda index: streams.begin("sample", 0, 0, [index]), index)
@@ -272,7 +276,7 @@ def test_an_error_is_raised_if_it_is_raised_again_with_seeded_generators(error: 
         assert (drawn[-1] == random.random()) == (num_read == 2)
 
 
-def test_an_error_without_draws_is_raised_at_once() -> None:
+def test_an_error_before_any_draw_is_raised_without_a_second_attempt() -> None:
     streams, calls = SampleSeeding("train"), []
 
     def read(index: int) -> None:

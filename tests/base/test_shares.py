@@ -28,12 +28,7 @@ weights_of_ranks = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e12)), m
 some_shares = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
 
 
-def must(shares: tuple[int, ...] | Problem) -> tuple[int, ...]:
-    assert not isinstance(shares, Problem)
-    return shares
-
-
-def problem(shares: tuple[int, ...] | Problem) -> Problem:
+def invalid(shares: tuple[int, ...] | Problem) -> Problem:
     assert isinstance(shares, Problem)
     return shares
 
@@ -43,7 +38,7 @@ def problem(shares: tuple[int, ...] | Problem) -> Problem:
 
 @pytest.mark.slow
 @given(st.integers(0, 5000), weights_of_ranks)
-def test_all_samples_are_dealt_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
+def test_all_samples_are_assigned_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
     shares = split_proportionally(total, weights)
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     assert sum(shares) == total
@@ -70,7 +65,7 @@ def test_shares_are_within_one_sample_of_the_proportion(total: int, weights: lis
         assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
 
 
-def test_the_largest_remainder_decides_and_ties_go_to_the_lower_rank() -> None:
+def test_remaining_samples_go_to_the_largest_remainder_and_ties_to_the_lower_rank() -> None:
     assert split_proportionally(32, (11, 8)) == (19, 13)  # 18.53, 13.47
     assert split_proportionally(10, (1, 1, 1)) == (4, 3, 3)
     assert split_proportionally(11, (1, 1, 1)) == (4, 4, 3)
@@ -83,7 +78,9 @@ def test_the_largest_remainder_decides_and_ties_go_to_the_lower_rank() -> None:
 
 
 @given(some_shares, st.data())
-def test_a_smaller_update_is_distributed_completely_within_the_shares(shares: list[int], data: st.DataObject) -> None:
+def test_all_samples_of_a_smaller_update_are_distributed_within_the_shares(
+    shares: list[int], data: st.DataObject
+) -> None:
     num_samples = data.draw(st.integers(0, sum(shares)))
     parts = distribute_samples(num_samples, shares)
     assert sum(parts) == num_samples
@@ -110,7 +107,7 @@ def test_a_rank_may_get_no_samples_of_a_small_update() -> None:
 # ---------------------------------------------------------------- shares set by the user
 
 
-def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
+def test_user_defined_shares_are_counts_or_proportions() -> None:
     assert fixed_shares((19, 13), 2, 32) == (19, 13)
     assert fixed_shares((5, 3), 2, 32) == (20, 12)
     assert fixed_shares((11, 8), 2, 32) == (19, 13)
@@ -134,12 +131,14 @@ def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
 def test_impossible_shares_are_reported_with_a_fix(
     shares: tuple[int, ...], world_size: int, total: int, where: str, instead: str
 ) -> None:
-    result = problem(fixed_shares(shares, world_size, total))
+    result = invalid(fixed_shares(shares, world_size, total))
     assert (result.where, suggested(result.fix)) == (where, instead.split())
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
-def test_accepted_shares_match_the_ranks_and_the_batch(shares: list[int], world_size: int, total: int) -> None:
+def test_accepted_shares_match_the_number_of_ranks_and_the_batch_size(
+    shares: list[int], world_size: int, total: int
+) -> None:
     taken = fixed_shares(shares, world_size, total)
     good = len(shares) == world_size <= total and min(shares, default=0) > 0
     assert isinstance(taken, Problem) != good
@@ -156,7 +155,7 @@ def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]
     return rank_shares(shares, ["cpu"] * size, [None] * size, [micro] * size)
 
 
-def test_the_equation_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
+def test_the_equation_fits_on_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
     eight = (24, 23, 22, 21, 20, 19, 18, 17)
     messages = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
     devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
@@ -172,13 +171,13 @@ def test_the_equation_is_never_longer_than_a_line(size: int, micro: int | None) 
 
 
 @given(some_shares, st.integers(1, 50))
-def test_the_micro_batches_of_a_rank_cover_its_share(shares: list[int], micro: int) -> None:
+def test_the_micro_batches_of_a_rank_add_up_to_its_share(shares: list[int], micro: int) -> None:
     for row in rows_of(tuple(shares), micro):
         assert sum(row.passes) == row.share
         assert all(0 < samples <= micro for samples in row.passes)
         assert all(samples == row.micro_batch_size for samples in row.passes[:-1])
 
 
-def test_many_ranks_are_shown_as_a_range() -> None:
+def test_shares_of_many_ranks_are_shown_as_a_range() -> None:
     assert format_sum((5, 3)) == "5 + 3"
     assert format_sum([3, 9] * 32) == "64 ranks, 3 to 9 each"

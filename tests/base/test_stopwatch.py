@@ -15,7 +15,7 @@ from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, ne
 
 
 class Timeline:
-    """A host clock and a device clock that the test advances; the device reaches events when the test says so."""
+    """A host clock and a device clock that the test advances, including when the device reaches an event."""
 
     now = 100.0
     reached = 0.0
@@ -136,7 +136,9 @@ def test_nested_parts_are_timed_separately(stopwatch: Stopwatch, line: Timeline)
     assert stopwatch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
 
 
-def test_an_error_inside_keeps_the_enclosing_part(stopwatch: Stopwatch, line: Timeline) -> None:
+def test_time_after_an_error_in_a_nested_part_counts_for_the_enclosing_part(
+    stopwatch: Stopwatch, line: Timeline
+) -> None:
     with pytest.raises(KeyError), stopwatch.during("evaluation"):
         line.now += 1.0
         raise KeyError
@@ -144,7 +146,7 @@ def test_an_error_inside_keeps_the_enclosing_part(stopwatch: Stopwatch, line: Ti
     assert stopwatch.finish() == {"hooks": 0.5, "evaluation": 1.0}
 
 
-def test_the_last_update_is_reported_with_its_own_parts_only(stopwatch: Stopwatch, line: Timeline) -> None:
+def test_the_last_update_is_reported_without_parts_of_earlier_updates(stopwatch: Stopwatch, line: Timeline) -> None:
     assert stopwatch.last is None
     for update, part in ((1, "data"), (2, "backward")):
         line.now += update
@@ -156,7 +158,7 @@ def test_the_last_update_is_reported_with_its_own_parts_only(stopwatch: Stopwatc
         assert stopwatch.last.seconds == {part: float(update)}
 
 
-def test_another_phase_starts_at_zero(stopwatch: Stopwatch, line: Timeline) -> None:
+def test_the_next_phase_starts_at_zero(stopwatch: Stopwatch, line: Timeline) -> None:
     line.now += 1.0
     stopwatch.lap("data")
     stopwatch.stop(7)
@@ -199,7 +201,7 @@ def test_device_events_are_read_when_complete_and_never_waited_for(line: Timelin
     assert line.waited == 0
 
 
-def test_a_snapshot_reports_the_time_at_which_it_was_set(line: Timeline) -> None:
+def test_a_snapshot_reports_the_times_up_to_its_creation(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     snapshots = []
     for update in range(1, 4):

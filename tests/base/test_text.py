@@ -38,7 +38,7 @@ def test_lines_are_broken_between_words_only(columns: int) -> None:
     assert COMMAND in lines
 
 
-def test_entries_of_a_list_are_recognizable_after_wrapping() -> None:
+def test_continuation_lines_of_list_entries_are_indented() -> None:
     text = "note   one two three four\n       five six seven eight\nnext   nine ten eleven"
     assert wrap(text, 18).split("\n") == [
         "note   one two",
@@ -64,7 +64,7 @@ def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
     assert wrap(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
 
 
-def test_columns_of_a_narrow_table_are_dropped_in_order_and_named() -> None:
+def test_columns_that_do_not_fit_are_dropped_in_order_and_listed() -> None:
     rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
     assert format_table(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
     assert format_table(rows, "<<>", ("size", "task"), 20) == format_table(rows, "<<>")
@@ -86,7 +86,7 @@ def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
 
 
 def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
-    """This includes output above the progress bar, output without it, and errors."""
+    """This includes output above a progress bar, output without a progress bar, and errors."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 40))
     text = "device      cpu: CPU (AMD EPYC, 1 core), for there is no GPU here"
@@ -117,7 +117,7 @@ HELPS = [overview(), *(import_module(f"runner.commands.{module}").HELP for modul
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 160, 220])
 @pytest.mark.parametrize("text", HELPS, ids=lambda text: " ".join(text.split()[1:4]))
-def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None:
+def test_help_is_wrapped_at_the_width_of_the_terminal(text: str, columns: int) -> None:
     shown = reflow(text, columns)
     assert shown.split() == text.split()
     lines = shown.split("\n")
@@ -130,7 +130,7 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
             assert len(line) + 1 + len(below.split()[0]) > columns or "accel-run" in line + below
 
 
-def test_a_description_in_the_right_half_of_a_narrow_terminal_is_below_its_term() -> None:
+def test_a_description_in_the_right_half_of_a_narrow_terminal_moves_below_its_term() -> None:
     command = "  accel-run plan precision=bf16"
     row = f"{command}    show what would run, and why, without training"
     assert reflow(row, 120) == row
@@ -146,7 +146,7 @@ def test_continuation_lines_of_a_paragraph_are_not_indented() -> None:
 
 
 @given(st.integers(0, 2**50))
-def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> None:
+def test_every_size_is_shown_with_three_digits_and_without_exponent(size: int) -> None:
     shown = format_bytes(size)
     if size == 0:
         assert shown == "0"
@@ -158,12 +158,12 @@ def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> Non
     assert format_gib(size / 2**30) == shown
 
 
-def test_small_amounts_have_small_units() -> None:
+def test_small_amounts_are_shown_in_small_units() -> None:
     assert [format_gib(gib) for gib in (6.4e-05, 0.0005, 0.25, 2.0)] == ["67.1 KiB", "0.512 MiB", "0.25 GiB", "2 GiB"]
 
 
 @given(st.floats(min_value=1.0, max_value=9e8))
-def test_metrics_are_shown_with_four_digits_and_no_exponent(value: float) -> None:
+def test_metrics_are_shown_with_four_digits_and_without_exponent(value: float) -> None:
     for number in (value, -value):
         text = format_metric(number)
         assert "e" not in text
