@@ -141,7 +141,7 @@ def _override_for(key: str, request: Request) -> str:
     prefix = key.removesuffix(name)
     lengths = [before + length for before in (prefix, "") for length in LENGTHS] if name in LENGTHS else []
     candidates = (key, name, *lengths, *entries, prefix + group, group)
-    return next((given[known] for known in candidates if known in given), "an option of it")
+    return next((given[known] for known in candidates if known in given), "one of its arguments")
 
 
 def _config_file(name: str, request: Request) -> str:

@@ -1,1 +1,1 @@
-"""What the operating system offers to a process: cores, memory, process trees, stacks, descriptors."""
+"""Resources of a process that the operating system manages: cores, memory, subprocesses, stacks, descriptors."""

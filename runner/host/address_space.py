@@ -1,7 +1,7 @@
-"""Work within a limit on the address space (`ulimit -v`), or refuse one that importing PyTorch would exceed.
+"""Save address space under a limit (`ulimit -v`), and raise an error if importing PyTorch would exceed the limit.
 
-Where such a limit is reached, C code decides what happens: OpenBLAS ends the process with exit code 1, the C++ library
-aborts it, and threads wait for others that could not start. So a separate process tries the import first.
+When the limit is reached, C code may not report an error: OpenBLAS exits with code 1, the C++ library aborts the
+process, and threads wait for others that could not start. So a separate process tries the import first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _M_ARENA_MAX = -8  # malloc.h of glibc
 
 
 def prepare_for_limit() -> None:
-    """Save address space if it is scarce, and check it before torch is imported; without effect otherwise."""
+    """Save address space, and check it before torch is imported; does nothing if the limit is ample."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or limit > AMPLE_MIB * MIB:
         return
-    with suppress(Exception):  # another C library than glibc
+    with suppress(Exception):  # the C library is not glibc
         # Otherwise, malloc reserves 64 to 128 MiB of address space for each of the first threads.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     sys.meta_path.insert(0, _TorchFinder())
 
 
 class _TorchFinder(MetaPathFinder):
-    """Checks the address space before the first import of torch, and leaves the import itself to the other finders."""
+    """Checks the address space before the first import of torch; the other finders perform the import."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "torch" and self in sys.meta_path:
@@ -49,9 +49,9 @@ class _TorchFinder(MetaPathFinder):
 
 
 def _require_space_for_torch() -> None:
-    """Raise SystemLimit if a process of the size of this one cannot import torch under its limit."""
+    """Raise SystemLimit if a process as large as this one cannot import torch under this limit."""
     limit_mib = resource.getrlimit(resource.RLIMIT_AS)[0] // MIB
-    # The size includes threads and modules that the other process lacks.
+    # The size includes threads and modules that the test process does not have.
     num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MARGIN_MIB * MIB
     try:
         result = subprocess.run(

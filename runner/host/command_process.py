@@ -32,10 +32,10 @@ class CommandResult:
 def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandResult:
     """Run `accel-run ARGS` in a subprocess and wait for it.
 
-    A separate process, because a run installs signal handlers, forks ranks, sets global switches of torch, and may call
-    os._exit, none of which may happen in a notebook or another program. It runs in a separate session, so that Ctrl-C
-    reaches it only through this process: the first KeyboardInterrupt makes the run save and stop, the second one ends
-    it. It also saves and stops if this process is killed.
+    It needs a separate process, because a run installs signal handlers, forks ranks, changes global settings of torch,
+    and may call os._exit, none of which may happen in a notebook or another program. The process has a separate
+    session, so that it does not receive Ctrl-C itself: the first KeyboardInterrupt in this process makes the run save
+    and stop, the second one ends it. The run also saves and stops if this process is killed.
 
     relay_output  write its standard output to sys.stdout, which may be a notebook's; False: return it
     Raises the AccelRunError that ended the command, with its message and exit code, and KeyboardInterrupt.
@@ -100,9 +100,9 @@ def send_error(descriptor: int, error: AccelRunError) -> None:
 
 
 def _make_writer(stream: TextIO | None) -> Write:
-    """Return a function that writes and flushes: a program's log file would otherwise lag by kilobytes.
+    """Return a function that writes and flushes; otherwise, a program's log file would lag behind by kilobytes.
 
-    stream  None: the program has no such stream, as a service or under pythonw, and the output is dropped
+    stream  None: the output is dropped, because the program has no such stream (a service, or under pythonw)
     """
     flush = getattr(stream, "flush", lambda: None)  # print() does not need it, so a replaced sys.stdout may lack it
 

@@ -1,7 +1,7 @@
-"""Access a folder through an open directory descriptor (dirfd), so that no path component below it can be a link.
+"""Access a folder through an open directory descriptor (dirfd), so that symbolic links below it are not followed.
 
-Between the check of a path and its use, another process may replace a folder on the way by a link. A run's folder
-is therefore opened once, and everything below it is opened relative to that descriptor, one name at a time.
+Between the check of a path and its use, another process may replace a folder along the path with a symbolic link. A
+run's folder is therefore opened once, and everything below it relative to that descriptor, one name at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _pinned: dict[Path, int] = {}
 
 
 def pin(folder: Path) -> None:
-    """Resolve names below `folder` relative to the folder that has this path now. Raises OSError, also for a link."""
+    """Open `folder`, to resolve names below it relative to its descriptor. Raises OSError if it is a symbolic link."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     unpin(folder)
     _pinned[folder] = descriptor
 
 
 def unpin(folder: Path) -> None:
-    """Resolve the folder by its path again; a no-op if it is not pinned."""
+    """Close the descriptor of a folder, which is then resolved by its path; a no-op if it is not pinned."""
     descriptor = _pinned.pop(folder, None)
     if descriptor is not None:
         with suppress(OSError):
@@ -30,15 +30,15 @@ def unpin(folder: Path) -> None:
 
 
 def unpin_all() -> None:
-    """Resolve every folder by its path again."""
+    """Unpin every folder."""
     for folder in [*_pinned]:
         unpin(folder)
 
 
 def current_path(folder: Path) -> Path | None:
-    """Return the current path of a pinned folder, which may have been moved. None if it was deleted.
+    """Return the current path of a pinned folder, which may have been moved, or None if it was deleted.
 
-    Without /proc, returns `folder`.
+    Returns `folder` if /proc is missing.
     """
     descriptor = _pinned[folder]
     pinned = os.fstat(descriptor)
@@ -57,8 +57,8 @@ def current_path(folder: Path) -> Path | None:
 def open_parent(path: Path) -> Iterator[tuple[int | None, Path | str]]:
     """Yield (directory descriptor, name) for calls that take `dir_fd`; (None, path) outside of pinned folders.
 
-    A pinned folder itself is "." relative to its descriptor, so that it is found after a move.
-    Raises OSError if a folder between the pinned one and the name is a link or missing.
+    The path of a pinned folder itself is yielded as ".", so that the folder is found after a move.
+    Raises OSError if a folder between the pinned one and the name is missing or a symbolic link.
     """
     if path in _pinned:
         yield _pinned[path], "."

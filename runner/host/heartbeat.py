@@ -50,7 +50,7 @@ class HeartbeatTable:
             os.close(descriptor)
 
     def num_updates(self) -> ctypes.c_uint64:
-        """Return the number of completed updates as a shared value, to be set or read by `.value`."""
+        """Return the number of completed updates as a shared value; set or read its attribute `value`."""
         return ctypes.c_uint64.from_buffer(self._memory, _NUM_UPDATES_OFFSET)
 
     def is_ending(self) -> ctypes.c_bool:

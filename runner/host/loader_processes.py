@@ -32,7 +32,7 @@ from runner.host.thread_start import limit_thread_starts
 
 
 class PicklerWithoutModel(ForkingPickler):
-    """Pickler that replaces the model by a placeholder, so that spawned workers do not receive a copy of it."""
+    """Pickler that replaces the model with a placeholder, so that spawned workers do not receive a copy of it."""
 
     def __init__(self, file: io.BytesIO, model: nn.Module | None) -> None:
         super().__init__(file)
@@ -55,12 +55,12 @@ class _NoModel:
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
-    """Result queue of a worker: an item that cannot be sent is replaced by the error, so that the run does not hang.
+    """Result queue of a worker that sends an error instead of an item that cannot be sent, so that the run cannot hang.
 
     A thread of the worker sends batches as file descriptors of shared memory, and a second thread passes the
     descriptors to the receiver. Either may fail, because a thread cannot be started or too many files are open. Python
-    only prints the error, and later batches still rely on the second thread. So after the first failure, this queue
-    sends only errors, and sends them directly. Checked on Python 3.11 to 3.13.
+    only prints the error, and later batches need the same second thread. So after the first failure, this queue
+    sends only errors, without these threads. Checked on Python 3.11 to 3.13.
     """
 
     _error: RemoteError | TaskFault | None = None
@@ -113,9 +113,9 @@ def kill_workers(workers: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def kill_on_partial_start() -> Iterator[None]:
-    """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
+    """Kill the workers started in this context if one cannot start: at exit, Python would wait for them forever.
 
-    Python terminates workers by SIGTERM, which they ignore, and torch kills them only if its iterator is complete. The
+    Python sends workers SIGTERM, which they ignore, and torch kills them only if its iterator is complete. The
     destructor of an incomplete iterator accesses attributes that are set late, and prints a traceback if one is missing
     (torch 2.13).
     """
@@ -150,8 +150,8 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
 def init_worker(parent_pid: int, worker: int) -> None:
     """Initialize a worker: it ignores stop signals, so that the run can save, and ends with its parent.
 
-    torch's workers check only every 5 s whether their parent is alive, and a worker that starts while its parent dies
-    takes the process that adopts it for its parent.
+    torch's workers check only every 5 s whether their parent is alive. A worker that starts while its parent dies
+    would mistake the process that adopts it for its parent.
     """
     die_with_parent(parent_pid)
     limit_thread_starts()

@@ -1,9 +1,9 @@
-"""Measure how many cores other processes use, and choose accordingly how idle threads of torch wait for work.
+"""Measure how many cores other processes use, to choose whether torch's idle threads spin or sleep.
 
-By default libgomp's threads spin between parallel regions, which is fastest on free cores. If another process uses one
-of the cores, each region waits for the thread that lost its core, while the others spin and keep it from getting one
-back. Sleeping threads leave their cores at once, but waking them takes time in every region. The policy does not change
-results.
+By default, libgomp's threads spin between parallel regions, which is fastest on free cores. If another process uses
+one of the cores, each region waits for the thread that lost its core, while the spinning threads prevent it from
+getting one back. Sleeping threads free their cores at once, but waking them takes time in every region. The policy
+does not change results.
 
 libgomp reads the policy when it is loaded, so it has to be chosen before torch is imported.
 """
@@ -28,7 +28,7 @@ MIN_MEASURED_S = 0.1  # the kernel counts CPU time in steps of 10 ms
 class OtherLoad:
     """CPU use of the processes that do not belong to a run, since the creation of this object.
 
-    own_s      returns the CPU seconds of the run; default: of this process and its children that have ended
+    own_s      returns the CPU seconds of the run; default: those of this process and its children that have ended
     busy_s     returns the CPU seconds of all processes on the cores
     clock      returns the time in seconds
     num_cores  cores that this process may use
@@ -52,7 +52,7 @@ class OtherLoad:
         return self._busy_s() - self._own_s() if self._is_usable else 0.0
 
     def cores(self) -> float | None:
-        """Return how many cores others used on average; None under a CPU quota, or over less than MIN_MEASURED_S."""
+        """Return how many cores others used on average; None under a CPU quota, or before MIN_MEASURED_S."""
         seconds = self._clock() - self._start
         if not self._is_usable or seconds < MIN_MEASURED_S:
             return None
@@ -71,7 +71,7 @@ class OtherLoad:
 def choose_wait_policy(load: OtherLoad) -> str:
     """Set OMP_WAIT_POLICY=passive if torch would start more threads than other processes leave cores.
 
-    Returns the reason; empty if nothing was set, because the cores are free or the user has chosen a policy.
+    Returns the reason. It is empty if nothing was set, because the cores are free or the user has chosen a policy.
     """
     cores = load.cores()
     if cores is None or cores < MIN_OTHER_CORES or not os.environ.keys().isdisjoint(VARIABLES):

@@ -1,9 +1,9 @@
 """Non-blocking standard output and standard error.
 
-If a terminal is stopped with Ctrl-S, ssh hangs, or the reader of a pipe sleeps, write(2) blocks, and with it every
-caller: the training loop, a data worker, the supervisor of the ranks. Here, a write sends what the reader accepts and
-buffers the rest, which a thread writes as soon as the reader accepts more. The buffer holds at most
-MAX_BUFFERED_BYTES; beyond that, the oldest lines are dropped and replaced by a line with their number. An active reader
+If a terminal is stopped with Ctrl-S, ssh hangs, or the reader of a pipe sleeps, write(2) blocks every caller: the
+training loop, a data worker, the supervisor of the ranks. Here, a write sends what the reader accepts and buffers the
+rest, which a thread writes as soon as the reader accepts more. The buffer holds at most MAX_BUFFERED_BYTES; beyond
+that, the oldest lines are dropped and replaced with a line that states their number. An active reader
 receives everything, in order. Secrets are redacted in complete lines, unless a line is flushed before its end.
 
 While the reader is active, no thread is used: output from a thread could appear after what C code or a subprocess
@@ -29,8 +29,8 @@ from typing import Any, TextIO, cast
 from runner.base.secret import redact_message
 
 MAX_BUFFERED_BYTES = 8 << 20  # per terminal or pipe; 10 minutes of a progress bar are 0.5 MB
-FINISH_S = 2.0  # at exit: stop waiting after this time without progress of the reader
-STALLED_S = 1.0  # after this time without progress, writes of C code and subprocesses do not block either
+FINISH_S = 2.0  # at exit: stop waiting if the reader makes no progress for this time
+STALLED_S = 1.0  # after this time without progress, writes by C code and subprocesses do not block either
 POLL_MS = 100
 
 
@@ -57,9 +57,9 @@ def nonblocking_streams() -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output to standard error, also that of C code and forked ranks.
+    """Redirect standard output to standard error, including that of C code and forked ranks.
 
-    For commands that print JSON: what a task prints must not end up in it.
+    For commands that print JSON, so that a task's output does not end up in it.
     """
     before = sys.stdout
     before.flush()
@@ -77,7 +77,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def make_streams_nonblocking() -> None:
-    """Enter `nonblocking_streams` for the lifetime of this process; for processes started by multiprocessing."""
+    """Enter `nonblocking_streams` until this process exits; for processes started by multiprocessing."""
     from multiprocessing import util
 
     _PROCESS_LIFETIME.enter_context(nonblocking_streams())
@@ -161,7 +161,7 @@ class _BestEffortStream:
 
 
 class _Stream:
-    """A line-buffered text stream for a target; other attributes (isatty, encoding, fileno) are the original ones."""
+    """A line-buffered text stream for a target. Other attributes (isatty, fileno, ...) are those of the original."""
 
     def __init__(self, stream: TextIO, target: _OutputTarget, descriptor: int) -> None:
         self._stream, self._target, self._descriptor = stream, target, descriptor
@@ -243,7 +243,7 @@ class _OutputTarget:
         _OUTPUT_TARGETS.add(self)
 
     def put(self, data: bytes) -> None:
-        """Write the buffer and then `data` as far as the reader accepts it now, and buffer the rest."""
+        """Write as much of the buffer and then of `data` as the reader accepts now, and buffer the rest."""
         with self.lock:
             if data and not self._is_closed:
                 self._buffered.append(data)
@@ -362,7 +362,7 @@ class _OutputTarget:
         if poll.poll(POLL_MS):
             with self.lock:
                 self._write_available()
-            if self._num_buffered == before:  # poll reports space, but less than one write needs
+            if self._num_buffered == before:  # poll reports space, but it is too small for a write
                 time.sleep(POLL_MS / 1000)
 
     def _guard(self, is_stalled: bool) -> None:
@@ -382,7 +382,7 @@ class _OutputTarget:
 def _reopen_nonblocking(descriptor: int) -> int | None:
     """Return a non-blocking descriptor of the same terminal or pipe; None if it cannot be opened.
 
-    It is opened again, because O_NONBLOCK belongs to the open file description, which the shell shares.
+    Opens it again, because O_NONBLOCK belongs to the open file description, which the shell shares.
     """
     if not (stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor)):
         return None

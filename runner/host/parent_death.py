@@ -15,7 +15,7 @@ def die_with_parent(parent: int | None = None, by: int = signal.SIGKILL) -> None
     """Have the kernel send a signal to this process when the thread that started it ends.
 
     parent  PID of the parent process; if it has already exited, this process is killed at once. None: unknown
-    by      the signal; one that the process handles gives it time to save
+    by      the signal; use one that the process handles to give it time to save
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     # The parent may have exited before prctl, in which case the kernel sends no signal.

@@ -23,7 +23,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def descendants_of(pids: Iterable[int]) -> dict[int, dict[int, str]]:
-    """Return the descendants of each process, with one scan of all processes of the machine."""
+    """Return the descendants of each process; scans all processes of the machine only once."""
     by_parent = _group_by_parent(_processes())
     return {pid: _find_descendants(pid, by_parent) for pid in pids}
 
@@ -52,7 +52,7 @@ def children() -> set[int]:
 
 @contextmanager
 def subreaper() -> Iterator[None]:
-    """Make this process the subreaper: orphaned descendants become its children instead of those of init (Linux)."""
+    """Make this process a subreaper: orphaned descendants become its children instead of init's (Linux)."""
     library = ctypes.CDLL(None)
     before = ctypes.c_int()
     library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -64,7 +64,7 @@ def subreaper() -> Iterator[None]:
 
 
 def kill_descendants(sessions: Set[int], ignored: Set[int], others_s: float | None) -> None:
-    """Kill the processes of `sessions`, and after `others_s` seconds other descendants of this process (None: never).
+    """Kill the processes of `sessions`, and after `others_s` seconds all other descendants (None: never).
 
     ignored  PIDs of children that are not killed, because they existed before
     """
@@ -97,7 +97,7 @@ class _Process:
         """True if all of its threads have ended and it can be reaped.
 
         The state is also Z while only the main thread has ended, which happens briefly whenever a multi-threaded
-        process is killed; such a process still runs and cannot be reaped yet.
+        process is killed; the process is then still running and cannot be reaped yet.
         """
         return self.state == "Z" and self.num_threads <= 1
 

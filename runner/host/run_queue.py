@@ -1,4 +1,4 @@
-"""Measure how long a thread waited in the run queue while other processes used its cores (Linux).
+"""Measure how long a thread waited in the run queue because other processes used its cores (Linux).
 
 If another process shares a core, a measured block of updates includes time in which its thread was runnable but had to
 wait for a core. The kernel counts this time, and benchmarks subtract it. Waits caused by other threads of this process
@@ -79,7 +79,7 @@ def read_wait_s() -> float:
 
 
 def has_cpu_quota(cores: Set[int]) -> bool:
-    """Return whether the cgroup of this process grants less than these cores."""
+    """Return whether the cgroup of this process grants less CPU time than these cores have."""
     grant = cgroup_cpu_limit()
     return grant is not None and grant.amount < len(cores)
 

@@ -78,8 +78,8 @@ def private_compile_cache() -> Iterator[None]:
     """Inside the context, Inductor and Triton cache compiled code in a folder of mode 0700.
 
     Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates
-    that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed. The
-    folder is temporary if there is no private one.
+    that folder first controls what code a run executes. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed. The
+    folder is temporary if a private one cannot be created.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     names = {variable: name for variable, name in names.items() if not _given_cache(variable)}
@@ -91,10 +91,10 @@ def private_compile_cache() -> Iterator[None]:
 
 
 def _given_cache(variable: str) -> str:
-    """Return the folder that the user has set, empty if none.
+    """Return the folder that the user has set; empty if there is none.
 
-    An import of torch._dynamo sets TORCHINDUCTOR_CACHE_DIR to torch's default, in this process or in the notebook that
-    has started it. The default is computed here, because torch._inductor, which knows it, imports torch._dynamo.
+    Importing torch._dynamo sets TORCHINDUCTOR_CACHE_DIR to torch's default, in this process or in the notebook that
+    started it. The default is computed here, because torch._inductor, which knows it, imports torch._dynamo.
     """
     try:
         user = getpass.getuser()
@@ -147,7 +147,7 @@ def shared_folder() -> Path | None:
 def _parent_folder() -> str:
     """Return where to create the private folder: the system's temporary folder, or one with a path short enough.
 
-    A socket path has at most 107 bytes (unix(7)); with a longer one data workers hang.
+    A socket path has at most 107 bytes (unix(7)); with a longer path, data workers hang.
     """
     default = tempfile.gettempdir()
     if len(os.fsencode(default)) + len(f"/{PREFIX}01234567/listener-01234567") <= 107:

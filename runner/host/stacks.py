@@ -19,7 +19,7 @@ from pathlib import Path
 from runner.base.paths import PACKAGE, shipped_path
 
 SIGNAL = signal.SIGUSR2
-ANSWER_S = 2.0  # timeout for the answer of a process
+ANSWER_S = 2.0  # how long to wait for the stacks of a process
 STOPPED = "is stopped (SIGSTOP)"
 
 
@@ -57,7 +57,7 @@ def dump_on_signal(folder: Path) -> None:
 def request_stacks(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
     """Return PID -> stacks of the processes that have called `dump_on_signal` with this folder.
 
-    A process that is stopped, or does not answer, has a note instead of stacks.
+    For a process that is stopped or does not answer, a note replaces the stacks.
     states  PID -> process state
     """
     stacks: dict[int, str] = {}
@@ -102,7 +102,7 @@ def current_frames(thread: int) -> list[StackFrame]:
 
 
 def waits_for_ranks(call: StackFrame) -> bool:
-    """Return whether the innermost call waits for other ranks, or for a device, which may be running a collective."""
+    """Return whether the innermost call waits for other ranks, or for a device that may be running a collective."""
     return call.function == "synchronize" or call.file in _DEVICE_WAITS or is_collective(call)
 
 
@@ -122,7 +122,7 @@ def user_frame(frames: list[StackFrame]) -> StackFrame | None:
 
 
 def format_summary(frames: list[StackFrame], count: int = 3) -> list[str]:
-    """Format the innermost frames, and the innermost one of the user's code, one per line."""
+    """Format the innermost frames, and the innermost frame of the user's code, one per line."""
     shown = frames[:count]
     user = user_frame(frames)
     if user is not None and user not in shown:
@@ -141,7 +141,7 @@ def _is_user_code(file: str) -> bool:
 
 
 def shorten_path(file: str) -> str:
-    """Return the path of a source file relative to accel-run, a library or the working directory, if inside one."""
+    """Return the path of a source file, relative to accel-run, a library or the working directory if inside one."""
     for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]

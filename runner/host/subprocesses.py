@@ -18,7 +18,7 @@ from runner.host import output
 from runner.host.parent_death import die_with_parent
 
 Result = TypeVar("Result")
-NOTIFY_AFTER_S = 3.0  # seconds of waiting after which `on_wait` is called
+NOTIFY_AFTER_S = 3.0  # `on_wait` is called after this many seconds
 
 
 def run_in_subprocess(
@@ -29,11 +29,11 @@ def run_in_subprocess(
 ) -> Result:
     """Run a function in a forked process and return its result.
 
-    No ProcessPoolExecutor: it needs two threads, and hangs if the system permits only one.
+    Does not use ProcessPoolExecutor, which needs two threads, and hangs if the system permits only one.
 
     on_wait  called once if the result takes longer than `notify_after_s` seconds
-    Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
-    RuntimeError if this process has initialized CUDA, which does not work in a forked child.
+    Raises the exceptions of the function, BrokenProcessPool if the process dies, SystemLimit if it cannot be started,
+    and RuntimeError if this process has initialized CUDA, which a forked child cannot use.
     """
     if cuda_is_initialized():
         raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")

@@ -1,7 +1,7 @@
 """Raise an error if a thread ends before it runs, instead of waiting for it forever.
 
-If memory runs out in the first instructions of a thread, as under `ulimit -v`, its error is lost, and `Thread.start`
-waits for the thread forever. torch and multiprocessing also start threads, so `Thread.start` is replaced for all.
+If a thread runs out of memory in its first instructions, as under `ulimit -v`, its error is lost, and `Thread.start`
+waits for the thread forever. torch and multiprocessing also start threads, so `Thread.start` itself is replaced.
 Checked on Python 3.11 to 3.13.
 """
 
@@ -38,5 +38,5 @@ def _start_bounded(thread: threading.Thread) -> None:
 
 
 def limit_thread_starts() -> None:
-    """Make every thread of this process, and of those it forks, start within seconds or raise RuntimeError."""
+    """Raise RuntimeError if a thread of this process, or of one it forks, does not start within seconds."""
     threading.Thread.start = _start_bounded  # type: ignore[assignment, method-assign]

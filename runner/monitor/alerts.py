@@ -1,4 +1,4 @@
-"""Report changes of the machine during a run, each once: GPUs that are throttled, shared, lost or have errors."""
+"""Report each change of the machine during a run once: GPUs that are throttled, shared or lost, or have errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Alert:
     """A message that is reported once.
 
     kind   `unseen` (not monitored, with the reason), `slowed`, `shared`, `lost`, `denied`, `xid`, `ecc`
-    level  `debug` if the start of a run has already reported it
+    level  `debug` if it was already reported at the start of the run
     facts  device, uuid and the values in the text, for programs
     """
 
@@ -127,7 +127,7 @@ def _ecc(index: int, gpu: Gpu, kind: str, number: float | None) -> Alert:
     what = (
         f"{count} that could not be corrected (ECC): results may be wrong; reset the GPU"
         if is_bad
-        else f"{count} that the driver corrected (ECC): results are not affected; check it if they are frequent"
+        else f"{count} that the driver corrected (ECC): results are not affected; check the GPU if they are frequent"
     )
     facts = {**_facts(index, gpu), "ecc": kind, **({} if number is None else {"number": number})}
     return Alert("ecc", f"{_gpu_label(index, gpu)} had {what}", "warning" if is_bad else "info", facts)
@@ -160,7 +160,7 @@ class Xid:
 
 
 def explain_xid(number: int) -> Xid:
-    """Return the meaning of an XID, also of a number that is not in the table."""
+    """Return the meaning of an XID, even if the number is not in the table."""
     return XIDS.get(number, Xid("an error that is not in accel-run's table", _LOOK_IT_UP))
 
 
@@ -183,7 +183,7 @@ XIDS: Mapping[int, Xid] = {
     38: Xid("driver firmware error", _DRIVER),
     43: Xid("a program caused a fault and was stopped on the GPU; the GPU is healthy", _OWN_CODE),
     44: Xid("the GPU failed during a context switch", _RESET),
-    45: Xid("the work of a program was stopped, on request or after another error", "see the previous error"),
+    45: Xid("a program's work was stopped, on request or after another error", "see the previous error"),
     46: Xid("the GPU stopped processing", _RESET),
     48: Xid("uncorrectable (double-bit) ECC error in GPU memory", _RESET),
     54: Xid("auxiliary power is not connected", "connect the power cable"),
@@ -193,7 +193,7 @@ XIDS: Mapping[int, Xid] = {
     64: Xid("remapping or retirement of faulty GPU memory failed", _RESET),
     68: Xid("video decoder exception", _DRIVER),
     69: Xid("a kernel used an unsupported operation (graphics engine class error)", _OWN_CODE),
-    74: Xid("error of an NVLink connection", _NVLINK),
+    74: Xid("NVLink error", _NVLINK),
     79: Xid("the GPU has fallen off the bus: the machine no longer detects it", _RESEAT),
     92: Xid("high rate of corrected (single-bit) ECC errors", "have the GPU checked when the run ends"),
     94: Xid("contained memory error: only the program that accessed the memory is stopped", _SOON),
@@ -202,12 +202,12 @@ XIDS: Mapping[int, Xid] = {
     110: Xid("the GPU reported a security fault", _DRIVER),
     119: Xid("the GPU system processor (GSP) did not answer the driver in time", _RESET),
     120: Xid("the GPU system processor (GSP) failed", _RESET),
-    121: Xid("corrected error of the connection between CPU and GPU (C2C)", "reset the GPU when the run ends"),
+    121: Xid("corrected error on the link between CPU and GPU (C2C)", "reset the GPU when the run ends"),
     122: Xid("the driver could not read the GPU's configuration memory (SPI)", _DRIVER),
     123: Xid("the driver could not communicate with the GPU's power management", _DRIVER),
     140: Xid("unrecovered ECC error", _RESET),
     143: Xid("GPU initialization failed", _DRIVER),
-    **dict.fromkeys(range(144, 151), Xid("error of an NVLink connection", _NVLINK)),
+    **dict.fromkeys(range(144, 151), Xid("NVLink error", _NVLINK)),
     154: Xid("the recommended recovery action changed", "nvidia-smi -q shows it as GPU Recovery Action"),
     160: Xid("a faulty location of GPU memory was marked for repair", _SOON),
     171: Xid("uncorrectable error in the GPU's DRAM", _RESET),

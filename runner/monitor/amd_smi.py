@@ -17,7 +17,7 @@ MIB = 2**20
 class AmdSmi(Nvml):
     """The AMD GPUs of this machine, with the methods of `Nvml`. A reading that AMD SMI does not provide is None.
 
-    The identity of a GPU, its `uuid`, is its PCI address: torch and AMD SMI report different UUIDs.
+    The `uuid` of a GPU is its PCI address, because torch and AMD SMI report different UUIDs.
     There are no events; uncorrected memory errors are counted.
     """
 
@@ -84,7 +84,7 @@ class AmdSmi(Nvml):
             return None
 
     def _query(self, query: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a query, None if it fails; older versions lack some functions."""
+        """Return the result of a query, or None if it fails: older versions lack some functions."""
         try:
             return query(*arguments)
         except (self._library.AmdSmiException, AttributeError, KeyError):
@@ -103,7 +103,7 @@ def open_amd_smi() -> AmdSmi | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a reading as a number; AMD SMI reports unavailable ones as "N/A" or the largest integer of a type."""
+    """Return a reading as a number, or None if it is unavailable: "N/A", or the largest integer of a type."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return None if value in _NOT_AVAILABLE else float(value)
@@ -144,7 +144,7 @@ def _read_temperature(library: Any, handle: Any, metric: Any) -> float | None:
 
 
 def _read_energy(library: Any, handle: Any) -> float | None:
-    """Return the joules since the driver was loaded; the counter is in units of `counter_resolution` microjoules."""
+    """Return the joules used since the driver was loaded; the counter's unit is `counter_resolution` microjoules."""
     info = library.amdsmi_get_energy_count(handle)
     count, unit = _number(info["energy_accumulator"]), _number(info["counter_resolution"])
     return None if count is None or unit is None else count * unit / 1e6

@@ -7,7 +7,7 @@ from runner.monitor.nvml import Nvml, open_nvml
 
 
 def open_driver() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs, with the reason; never raises.
+    """Return the machine's GPUs. Never raises: if there are none, `why_not` has the reason.
 
     The driver counts its users: call close() on each result.
     """

@@ -29,7 +29,7 @@ from runner.monitor.samples_file import read_samples
 
 
 class GPUStats:
-    """Samples GPUs, CPU, memory and disk in a thread, between start and stop. Its errors do not reach the user's code.
+    """Samples GPUs, CPU, memory and disk in a thread, between start and stop. Its errors are not raised in user code.
 
     log_dir     folder for gpu.csv and monitor.json, created if missing; an existing gpu.csv is kept, and the new one
                 is named gpu-2.csv. If the folder is not writable, a warning is issued, and samples are only kept for
@@ -87,7 +87,7 @@ class GPUStats:
     def samples(self) -> MachineSamples:
         """Return the samples as arrays over time. Raises InputMissing if nothing was written."""
         if not self.path_csv.exists():
-            fix = "start monitoring first, with a `with` block or start_monitoring(), which write the file"
+            fix = "start monitoring first, with a `with` block or start_monitoring()"
             raise InputMissing("there is no such file", where=str(self.path_csv), fix=fix)
         return read_samples(self.path_csv)
 
@@ -181,7 +181,7 @@ def _warn(depth: int, text: str) -> None:
 
 
 def _resolve_devices(devices: Iterable[int | str] | int | str) -> list[str]:
-    """Return the UUIDs of GPUs by CUDA index or UUID. Raises ConfigError."""
+    """Return the UUIDs of GPUs that are given by CUDA index or UUID. Raises ConfigError."""
     requested = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     with open_driver() as nvml:
         torch_order = _torch_uuids()

@@ -68,7 +68,7 @@ def assess_health(
     found = [*judge_driver_reports(summary, alerts), *(verdict for rule in RULES for verdict in rule(assessed))]
     found += check_processes(assessed, of_run=of_run)
     if not on_gpu and excluded:
-        message = "this run computed on the CPU, so the load of the GPUs is from other processes"
+        message = "this run computed on the CPU, so the GPU load comes from other processes"
         found.append(HealthVerdict("note", "GPUs", message, f"{len(excluded)} monitored"))
     return sorted(found, key=lambda verdict: _ORDER[verdict.level])
 
@@ -117,7 +117,7 @@ def check_memory(summary: Summary) -> Iterator[HealthVerdict]:
 
 
 def check_throttling(summary: Summary) -> Iterator[HealthVerdict]:
-    """Yield the reasons for which each GPU was throttled."""
+    """Yield the reasons why each GPU was throttled."""
     for gpu, title in _gpus(summary):
         for reason, share in summary.whole.slowed.get(gpu, {}).items():
             if share <= 0:
@@ -129,7 +129,7 @@ def check_throttling(summary: Summary) -> Iterator[HealthVerdict]:
 
 
 def check_processes(summary: Summary, *, of_run: bool) -> Iterator[HealthVerdict]:
-    """Check for processes on a GPU that do not belong to the run; without a run, for more than one process."""
+    """Check for GPU processes that do not belong to the run; without a run, for several processes on one GPU."""
     most, message = (
         (0, "shared with other processes, which use its time and memory")
         if of_run
@@ -245,7 +245,7 @@ def _format_share(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
 
 
-# Typical ranges of training: utilization 80 to 100 %, memory 50 to 80 %.
+# Typical ranges during training: utilization 80 to 100 %, memory 50 to 80 %.
 UTILIZATION = (
     Band(0, 80, "low", "it waits for data or the host, or updates are too small"),
     Band(80, 101, "good", "in the good range of 80 to 100 %"),

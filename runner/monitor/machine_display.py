@@ -59,7 +59,7 @@ def in_background(fd: int) -> bool:
     """Return whether another process group is in the foreground of the terminal, as for a job started with `&`."""
     try:
         return os.tcgetpgrp(fd) != os.getpgrp()
-    except OSError:  # not the controlling terminal, so that it has no job control
+    except OSError:  # not the controlling terminal, so there is no job control
         return False
 
 
@@ -111,7 +111,7 @@ MachineDisplay = SampleLines | FullScreen
 
 
 def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay:
-    """Return the full screen for a terminal, lines for a pipe, a file or a background job, or JSON.
+    """Return a display: full screen for a terminal, lines for a pipe, a file or a background job, or JSON.
 
     A background job of a shell script is in the foreground process group of the terminal; it is recognized because the
     shell makes it ignore SIGINT.

@@ -34,7 +34,7 @@ class Panel:
     top     upper limit of the y axis; None: chosen from the values
     include_zero  the y axis begins at 0
     is_gpu  one line per GPU
-    limit   metric of a GPU that limits the values, its label and unit
+    limit   the metric that is the upper bound of a GPU's values, with its label and unit
     """
 
     title: str
@@ -99,7 +99,7 @@ def thin_line(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, 
 def _thin(line: PlotLine, counts: Floats, after_gap: NDArray[np.bool_] | None, points: int) -> PlotLine:
     """Return a line of fewer points, as `thin_line` does.
 
-    counts  (N,) number of values of which each point is the mean
+    counts  (N,) number of values that each point averages
     """
     size = max(1, math.ceil(len(line.x) / points))
     edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(line.x)]
@@ -164,7 +164,7 @@ def _draw_figure(
     phases = [span for span in _phases(canvas) if span[0]]
     for panel, axes in zip(panels, figure.subplots(*shape, sharex=True, squeeze=False).flat, strict=True):
         is_first_row = axes.get_subplotspec().is_first_row()
-        axes.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
+        axes.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above the phase names
         axes.spines[["top", "right"]].set_visible(False)
         shades = shade_phases(axes, phases, float(ends[-1]), with_names=is_first_row)
         canvas.legend.update({f"phase {name}": shade for name, shade in shades.items()})
@@ -232,7 +232,7 @@ def _draw_line(axes: Any, groups: PlotLine, canvas: _Canvas, color: str, label: 
     is_crowded = len(canvas.labels) > _MAX_BAND_GPUS
     points = canvas.points // 4 if is_crowded else canvas.points
     line = _thin(groups, canvas.samples.counts, canvas.samples.gaps(), points)
-    marked = 2.5 if len(line.x) <= _MAX_MARKED_POINTS else 1.5  # an isolated point would be invisible without a mark
+    marked = 2.5 if len(line.x) <= _MAX_MARKED_POINTS else 1.5  # an isolated point would be invisible without a marker
     (artist,) = axes.plot(
         line.x, line.mean, "o-", color=color, linewidth=1.4, markersize=marked, zorder=3, label=label or None
     )
@@ -267,7 +267,7 @@ def _scale_axes(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
 
 
 def _shade_spans(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:
-    """Shade (begin, width) over the height of the axes, in one collection, because there may be thousands."""
+    """Shade spans (begin, width) over the height of the axes. They form one collection, as there may be thousands."""
     return axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), linewidth=0, **style)
 
 
@@ -287,7 +287,7 @@ def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
 
 
 def _average_groups(line: PlotLine, counts: Floats, part: slice, size: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return time, mean, lowest and highest of groups of about `size` points, and a NaN that interrupts the line.
+    """Return time, mean, lowest and highest of groups of about `size` points, then a NaN that interrupts the line.
 
     The values of a group are NaN if none of its points is finite.
     """
@@ -341,7 +341,7 @@ _TIME_UNITS = (
     (3 * 86400.0, ("h", 3600.0)),
     (math.inf, ("days", 86400.0)),
 )
-_MAX_MARKED_POINTS = 60  # a line of more points has marks as thin as the line
+_MAX_MARKED_POINTS = 60  # a line with more points has markers as thin as the line
 _MAX_BAND_GPUS = 2  # with more GPUs, the band from lowest to highest is not drawn
 _LETTER_WIDTH = 0.012  # as a fraction of the width of the axes
 _MAX_LEGEND_COLUMNS = 4

@@ -21,7 +21,7 @@ from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 class GpuUser:
     """A compute process on a GPU.
 
-    name, user  name of the process, and of its owner; empty if the process is not in /proc of this machine
+    name, user  names of the process and of its owner; empty if the process is not in /proc of this machine
     memory_gib  None if the driver hides it
     is_ours     whether it belongs to this run; None if unknown, as in a container, where NVML reports PIDs of the host
     """
@@ -139,7 +139,7 @@ class CpuLoad:
         return min(100.0, max(0.0, 100 * busy / elapsed)) if elapsed > 0 else None
 
     def _times(self) -> tuple[float, float]:
-        """Return busy and total seconds of the cores so far; callers of psutil.cpu_percent would share one state."""
+        """Return busy and total seconds of the cores so far; all callers of psutil.cpu_percent share one state."""
         if self._cores is None:
             core_times = [psutil.cpu_times()]
         else:
@@ -248,13 +248,13 @@ class ProcessTree:
             root = psutil.Process(self._root)
             found = [root, *root.children(recursive=True)]
         new = {process.pid: process for process in found if process != self._members.get(process.pid)}
-        # Known processes keep their objects, which hold the previous CPU times; new ones are sampled a first time.
+        # Known processes keep their objects, which hold the previous CPU times; new ones get their first sample here.
         self._members = {process.pid: new.get(process.pid) or self._members[process.pid] for process in found}
         for process in new.values():
             _query(process.cpu_percent)
 
     def load(self) -> dict[str, float | None]:
-        """Return the sum of CPU percent (100 is one core) and resident GiB; processes that have ended count 0."""
+        """Return the sum of CPU percent (100 is one core) and resident GiB; processes that have ended count as 0."""
         members = tuple(self._members.values())
         percents = [_query(process.cpu_percent) for process in members]
         memory = [_query(process.memory_info) for process in members]
@@ -292,7 +292,7 @@ def _name_and_user(pid: int) -> tuple[str, str]:
 
 
 def pids_are_of_host() -> bool:
-    """Return whether the PIDs that the driver reports are valid in this process: outside of containers, on Linux."""
+    """Return whether the PIDs that the driver reports are valid in this process: on Linux, outside of containers."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:

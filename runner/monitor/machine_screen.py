@@ -60,7 +60,7 @@ class View:
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """Return the newest values, in percent, as at most `columns` blocks of eight heights; a space for NaN."""
+    """Return the newest values, in percent, as at most `columns` block characters of eight heights; NaN is a space."""
     newest = list(values)[-columns:] if columns > 0 else []
     heights = (None if math.isnan(value) else min(7, max(0, int(value / 100 * 8))) for value in newest)
     return "".join(" " if height is None else BLOCKS[height] for height in heights)

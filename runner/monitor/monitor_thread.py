@@ -23,9 +23,9 @@ from runner.monitor.nvml import Gpu, Nvml, visible
 from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 
-OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
-STALE_S = 5.0  # older readings (or than 3 intervals, if longer) are stale: a driver or a disk does not respond
-RECOVERY_S = 1.0  # stale readings are reported after this time, in which a process that was stopped (SIGSTOP) recovers
+OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an idle driver must first initialize the GPUs, 1 s each
+STALE_S = 5.0  # readings older than this, and than 3 intervals, are stale: a driver or a disk does not respond
+RECOVERY_S = 1.0  # stale readings are reported only after this time, so that a process stopped by SIGSTOP can recover
 MAX_EARLIER_BYTES = 32 << 20  # a resumed run reads gpu.csv for its summary up to this size: 1.5 days of a GPU, in 2 s
 # Minimum time before the last sample, and before the first one unless interval_s is shorter, because CPU utilization is
 # the mean since the previous reading.
@@ -42,7 +42,7 @@ class NoMonitor:
     lost: str = ""  # why samples are missing from path_csv; empty if none are
 
     def start(self, after_s: float = 0.0) -> None:
-        """Start to sample `after_s` from now; a second call does nothing."""
+        """Start sampling in `after_s` seconds; a second call does nothing."""
 
     def stop(self) -> None:
         """Stop within two seconds; a second call does nothing."""
@@ -89,7 +89,7 @@ class NoMonitor:
 class Monitor(NoMonitor):
     """Samples every `interval_s` seconds, on the monotonic clock, in a thread.
 
-    path_csv    file to which each sample adds a row per GPU, or one for the CPU without a GPU; missing values are empty
+    path_csv    file to which each sample adds a row per GPU, or one row if there is no GPU; missing values are empty
                 cells. None: no file. About 250 bytes per row, 20 MB per day and GPU at an interval of one second
     interval_s  seconds between samples
     uuids       the GPUs to monitor, gpu0 first: pass torch's order. None: those of CUDA_VISIBLE_DEVICES. Empty: none
@@ -126,7 +126,7 @@ class Monitor(NoMonitor):
         self._thread: threading.Thread | None = None
 
     def start(self, after_s: float = 0.0) -> None:
-        """Start to sample. Returns immediately: NVML is opened in the thread, because a driver may hang."""
+        """Start sampling. Returns immediately: NVML is opened in the thread, because a driver may hang."""
         if self._thread is not None:
             return
         self._pid = os.getpid()
@@ -154,7 +154,7 @@ class Monitor(NoMonitor):
         self._phase = phase
 
     def latest(self) -> Readings:
-        """Return the last sample: percent, GiB, degrees Celsius, watts and MHz, as the names say.
+        """Return the last sample, in percent, GiB, degrees Celsius, watts and MHz, as the names indicate.
 
         Empty if the last sample is stale.
         """
@@ -276,7 +276,7 @@ class Monitor(NoMonitor):
             self._note(note, "debug")
         missing = [uuid for uuid, gpu in (found or {}).items() if gpu is None]
         if missing and nvml.gpus:
-            self._note(f"NVML does not show {', '.join(missing)}: it is not monitored")
+            self._note(f"not monitored, because NVML does not list it: {', '.join(missing)}")
         if visible_gpus.note and found is None:
             self._note(visible_gpus.note, "debug")
         return gpus
@@ -318,7 +318,7 @@ def format_line(sample: Readings, num_gpus: int = 1) -> str:
 
 
 def monitored_gpus(uuids: Sequence[str], device: str) -> list[str] | None:
-    """Return the GPUs that a run monitors, as an argument of `Monitor`: only those on which the run computes.
+    """Return the GPUs that a run monitors, for the argument `uuids` of `Monitor`: only those that the run uses.
 
     device  device type of the run. On `cuda` without a UUID, the GPU of the run is unknown, so all visible GPUs are
             monitored; on other devices, no GPU is

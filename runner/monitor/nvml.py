@@ -1,7 +1,7 @@
 """Wrap NVML, the driver's interface to the GPUs: properties, metrics and processes. No other module uses NVML.
 
-Does not import torch. Without the library, the driver or the permission, the result is an Nvml without GPUs, with
-the reason; a missing reading is None, never 0.
+Does not import torch. If the library, the driver or the permission is missing, `open_nvml` returns an Nvml without
+GPUs, with the reason. A missing reading is None, never 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Metric:
 
 
 class GpuReading:
-    """A GPU at one time: queries that several metrics share run once."""
+    """A GPU at one time: a query that several metrics share is run once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
@@ -151,7 +151,7 @@ class Nvml:
             self._find_gpus(library)
 
     def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
-        """Return the current values of the metrics in `names` (None: of all); a value is None if not available."""
+        """Return the current values of the metrics in `names` (None: all metrics); a value is None if not available."""
         selected = [metric for metric in METRICS if names is None or metric.name in names]
         handle = self._handles.get(gpu)
         if handle is None:
@@ -182,7 +182,7 @@ class Nvml:
         return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
 
     def watch_events(self, gpus: Sequence[Gpu]) -> None:
-        """Record errors for `events`, of these GPUs and of the GPUs that contain these MIG instances."""
+        """Start recording errors of these GPUs, and of GPUs that contain these MIG instances; `events` returns them."""
         if self._library is None:
             return
         events = _query(self._library, self._library.nvmlEventSetCreate)
@@ -190,7 +190,7 @@ class Nvml:
         watched = {}
         for gpu in self.gpus if events is not None else ():
             handle = self._handles[gpu]
-            # Only supported types: NVML refuses the whole registration if it does not support one of them.
+            # Only supported types: NVML rejects the whole registration if it does not support one of them.
             types = (_query(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
             if gpu.index in indices and types:
                 try:
@@ -213,7 +213,7 @@ class Nvml:
                 break
             gpu, kind = gpus.get(_address(data.device)), _EVENTS.get(data.eventType)
             if gpu is not None and kind is not None:
-                # Only XIDs contain the instance, on Ampere and later.
+                # Only XIDs contain the instance, and only on Ampere and later.
                 is_xid = kind == "xid"
                 instance_id = None if not is_xid or data.gpuInstanceId in _NOT_AVAILABLE else int(data.gpuInstanceId)
                 found.append(GpuEvent(gpu, kind, int(data.eventData) if is_xid else 0, instance_id))
@@ -285,19 +285,19 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` describes its limits."""
+    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` states what is uncertain."""
 
     gpus: tuple[Gpu, ...]
     note: str = ""
 
 
 def open_nvml() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs, with the reason; never raises.
+    """Return the machine's GPUs. Never raises: if there are none, `why_not` has the reason.
 
     NVML counts its users: call close() on each result.
     """
     try:
-        import pynvml as library  # imported late: 30 ms that commands without GPUs need not spend
+        import pynvml as library  # imported here: takes 30 ms, which commands that use no GPU save
     except ImportError as error:
         return Nvml(why_not=f"the package nvidia-ml-py is not installed ({error})")
     try:
@@ -311,8 +311,8 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Vis
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects by index, UUID, prefix of a UUID, or MIG name.
 
     As in CUDA, the list ends at the first entry that is not a GPU, and is empty if a GPU occurs twice.
-    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, and does not document the ranking. So among
-    different GPUs an index is a guess in bus order, which the note states; only a UUID is reliable.
+    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, and does not document the ranking. With
+    different GPUs, indices are assumed to follow bus order, and the note says so; only a UUID is reliable.
     Source: CUDA C++ Programming Guide, CUDA Environment Variables.
     """
     selected = environ.get("CUDA_VISIBLE_DEVICES")
@@ -351,13 +351,13 @@ def strip_uuid_prefix(uuid: str) -> str:
 
 
 def decode_throttle_reasons(throttle_reasons: float | None) -> tuple[str, ...]:
-    """Return the reasons in the bits of the metric `throttle_reasons` that reduce the clocks."""
+    """Decode the bits of the metric `throttle_reasons`; return the reasons that reduce the clocks."""
     bits = int(throttle_reasons or 0)
     return tuple(reason for bit, reason in THROTTLE_REASONS.items() if bits & bit)
 
 
 def _query(library: Any, query: Callable[..., Result], *arguments: Any) -> Result | None:
-    """Return the result of a query, None if it fails. An older driver or library lacks some functions."""
+    """Return the result of a query, or None if it fails. An older driver or library lacks some functions."""
     try:
         result = query(*arguments)
     except (library.NVMLError, library.NVMLLibraryMismatchError, AttributeError):
@@ -402,7 +402,7 @@ def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
 
 
 def _address(handle: Any) -> int | None:
-    """Return the address behind a handle, because the handle in an event is another object with the same address."""
+    """Return the address in a handle, to compare handles: an event contains a new object with the same address."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

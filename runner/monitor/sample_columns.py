@@ -1,4 +1,4 @@
-"""Parse and summarize samples by columns: a run of ten days has a million, too many for a loop over rows."""
+"""Parse and summarize samples by columns: a run of ten days has a million samples, too many for a loop over rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Ints = NDArray[np.intp]
 Bools = NDArray[np.bool_]
 Cells = Mapping[str, Sequence[bytes]]  # column -> a cell per row
 
-BLOCK_BYTES = 1 << 16  # its cells fit in the cache of a core: larger blocks are slower
+BLOCK_BYTES = 1 << 16  # the cells of a block fit in a core's cache; larger blocks are slower
 PIECE_SAMPLES = 1 << 13
 MAX_LINE_BYTES = 1 << 17
 METRICS = frozenset(column.metric for column in (*GPU_COLUMNS, *MACHINE_COLUMNS))
@@ -115,7 +115,7 @@ def _add_up(values: Floats) -> float:
 
 
 def _find_increases(column: Floats, segments: Ints) -> Floats:
-    """Return the increase of a counter at each sample, NaN if unknown: the first of a segment, or after a reset."""
+    """Return the increase of a counter at each sample, NaN if unknown: at the first of a segment, or after a reset."""
     increases = np.full(len(column), math.nan)
     known = np.flatnonzero(~np.isnan(column))
     changes = np.diff(column[known])
@@ -125,7 +125,7 @@ def _find_increases(column: Floats, segments: Ints) -> Floats:
 
 
 def _has_counter(column: Floats, segments: Ints) -> Bools:
-    """Return for each sample whether the counter was read at it, or before it in its segment."""
+    """Return for each sample whether the counter was read at this sample, or earlier in its segment."""
     last = np.maximum.accumulate(np.where(np.isnan(column), -1, np.arange(len(column))))
     has_counter: Bools = (last >= 0) & (segments[last] == segments)
     return has_counter
@@ -148,12 +148,12 @@ class SampleReader:
         """Raises DataError if the columns of the monitor are missing.
 
         blocks   the file in blocks of complete lines, the first of which is the header
-        metrics  metrics to read; damaged cells of other metrics are not noticed
+        metrics  metrics to read; damaged cells of other metrics are not detected
         """
         header, _, first_rows = next(blocks, b"").partition(b"\n")
         columns = next(csv.reader([header.decode(errors="replace")]), [])
         if not {"timestamp", "device"} <= set(columns):
-            what = "is not a table of the monitor: it has no columns timestamp and device"
+            what = "was not written by the monitor: it has no columns timestamp and device"
             raise DataError(what, where=str(path), fix="use a gpu.csv")
         self.names: Mapping[str, str] = {}
         self.devices: Mapping[str, SampledGpu] = {}
@@ -192,7 +192,7 @@ class SampleReader:
         self.devices = dict(in_order)
 
     def _fill_spans(self, times: Floats, spans: Floats) -> Floats:
-        """Fill spans that an older version did not write: time since the previous sample, at most 3 usual intervals."""
+        """Fill in spans that an older version did not write: time since the previous sample, at most 3 intervals."""
         intervals = np.diff(times, prepend=times[:1] if self._last_s is None else self._last_s)
         known = intervals[1:] if self._last_s is None else intervals
         self._intervals = np.append(self._intervals, known)[-PIECE_SAMPLES:]
@@ -222,7 +222,7 @@ class SampleReader:
 
 @contextmanager
 def open_reader(path: Path, metrics: Collection[str] = METRICS) -> Iterator[SampleReader]:
-    """Open a gpu.csv. Raises InputMissing without the file, DataError if the monitor did not write it."""
+    """Open a gpu.csv. Raises InputMissing if it cannot be read, DataError if the monitor did not write it."""
     try:
         with path.open("rb") as file:
             yield SampleReader(path, _read_blocks(path, file), metrics)
@@ -239,7 +239,7 @@ def _read_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """Yield the file in blocks of complete lines. Raises DataError for a line that the monitor cannot have written."""
     parts: list[bytes] = []
     while block := file.read(BLOCK_BYTES):
-        # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
+        # Remove the zero bytes that a crash of the machine leaves in unwritten blocks.
         lines, newline, rest = block.replace(b"\0", b"").rpartition(b"\n")
         if newline:
             yield b"".join([*parts, lines, newline])
@@ -395,7 +395,7 @@ class _SampleTable:
         return column
 
     def _identify(self, cells: Cells) -> Sequence[bytes]:
-        """Return the GPU of each row, empty without one; note which GPUs have which numbers."""
+        """Return the GPU of each row, empty if it has none; record the number of each GPU."""
         numbers = cells["device"]
         uuids = cells.get("uuid") or numbers
         names = cells.get("name") or [b""] * len(numbers)
@@ -404,7 +404,7 @@ class _SampleTable:
         return [self._note_gpu(*row) for row in zip(numbers, uuids, names, strict=True)]
 
     def _note_gpu(self, number: bytes, uuid: bytes, name: bytes) -> bytes:
-        """Return the GPU of a row, empty without one; note that the GPU has this number."""
+        """Return the GPU of a row, empty if it has none; record that the GPU has this number."""
         if not number.startswith(b"gpu"):
             return b""
         gpu, as_text = uuid or number, _decode(number)
@@ -476,7 +476,7 @@ def _parse_cells(cells: Sequence[bytes]) -> Floats | None:
 
 
 def _pick_texts(cells: Sequence[bytes], rows: Ints) -> list[str]:
-    """Return the texts of these rows, the same object for equal ones."""
+    """Return the strings in these rows; equal strings are the same object."""
     if not cells or cells.count(cells[0]) == len(cells):
         return [_decode(cells[0]) if cells else ""] * len(rows)
     return [_decode(cells[row]) for row in rows.tolist()]

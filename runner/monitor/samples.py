@@ -26,7 +26,7 @@ GAP_TOLERANCE_S = 0.05  # a gap precedes a sample if the time since the previous
 
 @dataclass(frozen=True)
 class Column:
-    """A column of gpu.csv: its metric, without `gpu0/` for those of a GPU, and unit."""
+    """A column of gpu.csv: its metric (for a GPU, without the prefix `gpu0/`) and its unit."""
 
     name: str
     metric: str
@@ -66,12 +66,12 @@ class MachineSamples:
         return len(self.phases)
 
     def gaps(self) -> NDArray[np.bool_]:
-        """Return (N,) True where nothing was sampled right before a sample, so that a line must be interrupted."""
+        """Return (N,) True for each sample after a gap, where a line must be interrupted."""
         intervals = self.times_s - self._before_s()
         return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
 
     def _before_s(self) -> Floats:
-        """Return (N,) the time of the sample before each one; that of the first one if there is none."""
+        """Return (N,) the time of the sample before each one; for the first, its own time if there is none."""
         import numpy as np
 
         first = self.times_s[:1] if self.previous_s is None else np.array([self.previous_s])
@@ -92,10 +92,10 @@ class Stat:
 class SummaryPart:
     """The samples of a phase, or of all phases.
 
-    metrics   metric -> Stat; for ECC counters, of the errors that occurred while sampling
+    metrics   metric -> Stat; an ECC counter counts only errors that occurred while sampling
     energy_j  device -> joules, from its energy counter if it has one, otherwise power x time
-    slowed    device -> throttle reason -> share of the time in which it reduced the clocks, relative to the time for
-              which throttle reasons are known
+    slowed    device -> throttle reason -> fraction of the time with known throttle reasons in which it reduced the
+              clocks
     """
 
     seconds: float = 0.0
@@ -245,7 +245,7 @@ def _round_floats(content: Any) -> Any:
 # ---------------------------------------------------------------- the file
 
 
-# The first twelve columns exist since the first version; new ones are added at the end of the row.
+# The first twelve columns have existed since the first version; new ones are added at the end of the row.
 FIRST_COLUMNS = ("timestamp", "phase", "device", "uuid")
 GPU_COLUMNS = (
     Column("util_percent", "util", "%"),

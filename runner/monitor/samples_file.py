@@ -39,7 +39,7 @@ class SamplesFile:
     def add(
         self, timestamp: float, span_s: float, phase: str, devices: Mapping[str, SampledGpu], sample: Readings
     ) -> None:
-        """Add a row for each GPU, or one for the CPU if there is none."""
+        """Add a row for each GPU, or one row if there is no GPU."""
         if self._file is None:
             return
         machine = {column.name: _format_cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
@@ -72,7 +72,7 @@ class SamplesFile:
         header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
         if not set(FIRST_COLUMNS) <= set(header):
             self._on_loss(
-                f"{path} is not a table of the monitor, so no rows are appended; to record samples, move the file"
+                f"{path} was not written by the monitor, so no rows are appended; to record samples, move the file"
             )
             self.close()
             return

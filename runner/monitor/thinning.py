@@ -1,4 +1,4 @@
-"""Reduce samples to a limited number of groups, piece by piece: charts of a run of ten days need no million points."""
+"""Reduce samples to a limited number of groups, piece by piece: a chart of ten days does not need a million points."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_thinned(path: Path, metrics: Collection[str]) -> ThinnedSamples:
 
 def _thin(reader: SampleReader) -> ThinnedSamples:
     tally, parts = SampleTally(), list[ThinnedSamples]()
-    size, limit = 1, MAX_GROUPS  # samples of a group, doubled whenever there are more groups than the limit
+    size, limit = 1, MAX_GROUPS  # samples per group, doubled whenever there are more groups than the limit
     for piece in reader.pieces():
         add_samples(tally, piece)
         parts.append(_merge(as_groups(piece), size))

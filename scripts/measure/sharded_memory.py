@@ -7,8 +7,8 @@ Before the first step, a tiny model is built in the same way, which loads module
 
 full    each rank builds the complete model, then shards it (parallelism.init=full)
 meta    each rank builds the model on the meta device, then initializes its shards (parallelism.init=meta)
-save    a checkpoint in parts: weights and two tensors of optimizer state for each; divided by the size of the part
-load    the weights of that checkpoint, each rank its rows; divided by the rank's shards
+save    a sharded checkpoint: weights, and two tensors of optimizer state for each; divided by the size of the part
+load    the weights of that checkpoint: each rank loads its rows; divided by the size of the rank's shards
 export  one file from the parts, on rank 0, tensor by tensor
 
 Run: python scripts/measure/sharded_memory.py --ranks 2,4 --layers 8 --width 768

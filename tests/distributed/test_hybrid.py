@@ -41,7 +41,7 @@ def run_of(world: World, **options: Any) -> Run:
 
 
 def save_parts(folder: Path, run: Run) -> int:
-    """Save a checkpoint in parts; return the bytes that this rank contributes."""
+    """Save a sharded checkpoint; return the bytes that this rank contributes."""
     tensors, numbers = export_state(run.training.optimizer)
     parallel, rank = run.parallel, run.world.rank
     files = {
@@ -58,7 +58,7 @@ def save_parts(folder: Path, run: Run) -> int:
 
 
 def continued(folder: str, strategy: Any, world: World) -> dict[str, Any]:
-    """Resume from the checkpoint in parts, and train to the end."""
+    """Resume from the sharded checkpoint, and train to the end."""
     run = run_of(world, strategy=strategy)
     checkpoint = load(checkpoint_path(Path(folder), HALF))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Checkpoints saved in parts equal gathered ones, and a rank needs memory only for its own part."""
+"""Sharded checkpoints equal gathered ones, and a rank needs memory only for its own part."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
 
 
 def write(folder: str, world: World) -> list[Any]:
-    """Save in parts; return the state that rank 0 would gather, and the sizes of the buffer and of the part."""
+    """Save a sharded checkpoint; return the state that rank 0 would gather, and the sizes of buffer and part."""
     run, buffer = trained(world), HostBuffer()
     given = snapshot_of(run, world, buffer.copy)
     nbytes = sum(tensor.nbytes for tensors in given.tensors.values() for tensor in tensors.values())

@@ -211,10 +211,10 @@ def test_invalid_files_get_a_message(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="cannot be read"):
         read_samples(tmp_path)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match="is not a table of the monitor"):
+    with pytest.raises(DataError, match="was not written by the monitor"):
         read_samples(tmp_path / "other.csv")
     (tmp_path / "empty.csv").touch()
-    with pytest.raises(DataError, match="is not a table of the monitor"):
+    with pytest.raises(DataError, match="was not written by the monitor"):
         read_samples(tmp_path / "empty.csv")
 
 

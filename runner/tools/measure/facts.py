@@ -114,7 +114,7 @@ def evaluate_criteria(evidence: Evidence, batch: Mapping[str, Any]) -> list[Crit
         Criterion("training samples", 500, 100, evidence.num_samples),
         Criterion("samples per update", 16, 8, evidence.global_batch_size),
         Criterion("channels", 100, 20, channels),
-        Criterion("pixels of a side", 256, 128, side),
+        Criterion("pixels per side", 256, 128, side),
         # A CPU core computes 3.5 MFLOP while a GPU launches an operator (35 us at 100 GFLOP/s). A layer of 100,000
         # parameters needs about as many for 16 samples, and a network has about ten such layers.
         Criterion("parameters", 1_000_000, 100_000, evidence.num_parameters),

@@ -50,8 +50,8 @@ def make_sweep_page(sweep: Sweep) -> Page:
     if best is not None:
         lines.append(make_printable(format_best(best, goal)))
     if shown and len(shown) < len(results):
-        what = f"the {len(shown)} best are compared" if len(shown) > 1 else "is the best"
-        lines.append(f"below the table {what}")
+        what = f"{len(shown)} best trials are" if len(shown) > 1 else "best trial is"
+        lines.append(f"below the table, only the {what} shown")
     failed = [
         f"{result.trial.name} has failed (exit {result.exit_code})" for result in results if result.state == "failed"
     ]

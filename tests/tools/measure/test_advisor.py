@@ -196,7 +196,7 @@ def test_a_slower_start_must_be_amortized() -> None:
 def test_channels_are_found_in_either_layout(shape: list[int], channels: int, side: int) -> None:
     rows = {row.name: row.value for row in evaluate_criteria(Evidence(), {"input_shape": shape})}
 
-    assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
+    assert (rows["channels"], rows["pixels per side"]) == (channels, side)
 
 
 def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
@@ -208,7 +208,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["training samples"] == (80, "CPU")
     assert rows["samples per update"] == (4, "CPU")
     assert rows["channels"] == (200.0, "GPU")
-    assert rows["pixels of a side"] == (64.0, "CPU")
+    assert rows["pixels per side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
     assert rows["parameters"] == (None, "unknown")
     assert [result for name, result in rows.items() if "loss" in name] == [(1, "either")]

@@ -289,5 +289,5 @@ def _make_headline(devices: Devices, rows: Sequence[Sequence[Value]], faster: Ma
 
 
 TASK = "hyperspectral"
-UNITS = {"batch": "samples per update", "size": "pixels of a side"}
+UNITS = {"batch": "samples per update", "size": "pixels per side"}
 SHARE = 0.65  # share of the budget for updates; the rest is for statistics passes

@@ -75,7 +75,7 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     assert [row[:3] for row in series.rows] == [["batch", 2, 8], ["batch", 8, 8], ["size", 2, 8], ["size", 2, 16]]
     messages = {row[0]: row[2:] for row in rules.rows}
     assert messages["channels"] == [4, "CPU", 4, "CPU"]
-    assert messages["pixels of a side"] == [8, "CPU", 16, "CPU"]
+    assert messages["pixels per side"] == [8, "CPU", 16, "CPU"]
     assert messages["samples per update"] == [2, "CPU", 2, "CPU"]
     assert result.headline.startswith("cpu:2 against cpu:1: ")
     assert set(json.loads(result.files[0].read_text())["crossovers"]) == {"batch", "size"}
