@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a
 
 from runner.base import noise
 from tests.coarse_pictures import at_full_resolution
+from tests.commands_here import forgotten_task_files
 from tests.composed import composed, folder_for_all
 from tests.cpu_time import used_cpu_s
 from tests.faults import tallies
@@ -211,14 +211,8 @@ def _autograd_has_no_threads() -> None:
 @pytest.fixture(autouse=True)
 def _forgets_task_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove the modules that a test loads from its folder: a module of the same name elsewhere would be refused."""
-    newest, path = next(reversed(sys.modules)), list(sys.path)
-    yield
-    temporary = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    # Thousands of modules are older; a dictionary keeps the order of insertion.
-    for name in list(itertools.takewhile(lambda name: name != newest, reversed(sys.modules))):
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(temporary):
-            del sys.modules[name]
-    sys.path[:] = path
+    with forgotten_task_files(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Run the commands of `runner.train` and `runner.evaluate` as forks of the fork server instead of new interpreters.
 
 A command is still a separate process with its own PID, signals, pipes and exit code. Only the start of Python and the
-import of torch are skipped; one test of tests/test_api.py covers them.
+import of torch are skipped; tests of tests/test_api.py without `forked_commands`, and with notebooks, cover them.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
-    """A run in a new interpreter, as for users; the other tests use forks."""
-    return train(*WORDS, run="first", output_root=folder, **SETTINGS)
+def run(folder: Path, server: ForkServer) -> Run:
+    with forked_commands(server):
+        return train(*WORDS, run="first", output_root=folder, **SETTINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,11 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_output_reaches_a_file_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program whose output is redirected to a file would otherwise show the progress of a run in blocks of 8 KB."""
+    """A program whose output is redirected to a file would otherwise show the progress of a run in blocks of 8 KB.
+
+    In a new interpreter, as for users.
+    """
+    monkeypatch.setattr(command_process, "subprocess", subprocess)
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stdout", log)
         command_process.run_command(["--help"])
@@ -314,6 +318,7 @@ def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> No
     )  # fmt: skip
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_task_is_given_by_the_path_of_its_file(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(TASK, tmp_path / "mine.py")
@@ -537,6 +542,7 @@ def test_a_run_is_an_argument(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert open_run(last).path == tuned.path
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("call", ["train(task=__file__)", "evaluate('last')"], ids=["train", "evaluate"])
 def test_a_task_file_that_trains_or_evaluates_itself_when_imported_is_refused(call: str, tmp_path: Path) -> None:
     file = tmp_path / "trains_itself.py"

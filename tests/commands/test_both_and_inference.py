@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands_here import run_here
 from tests.forkserver import ForkServer
 from tests.suggestions import suggested
 from tests.waiting import wait_until
@@ -22,11 +23,11 @@ ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "updates=30", "check
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs; `second` was trained last."""
     folder = tmp_path_factory.mktemp("trained")
     for name, seed in (("first", 0), ("second", 1)):
-        result = server.run(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
+        result = run_here(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
         assert result.code == 0, result.err
     return folder
 
@@ -56,8 +57,8 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_both_trains_and_predicts_with_the_run_that_it_trained(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(["both", *ON_CPU, "inference.samples=1"], tmp_path)
+def test_both_trains_and_predicts_with_the_run_that_it_trained(tmp_path: Path) -> None:
+    result = run_here(["both", *ON_CPU, "inference.samples=1"], tmp_path)
     assert result.code == 0, result.err
     (run,) = (tmp_path / "outputs").iterdir()
     assert run.name.startswith("task_with_everything-")
@@ -82,30 +83,30 @@ def test_both_that_was_stopped_names_the_commands_for_the_rest(server: ForkServe
     assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
-def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
+def test_both_exits_like_the_training_that_failed_and_predicts_nothing(tmp_path: Path) -> None:
+    result = run_here(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert result.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
 
 
 @pytest.mark.slow
-def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder: Path) -> None:
-    failed = server.run(["train", "run=failed", *ON_CPU, "task.fail_at=1"], folder)
+def test_a_failed_start_does_not_become_the_last_run(folder: Path) -> None:
+    failed = run_here(["train", "run=failed", *ON_CPU, "task.fail_at=1"], folder)
     assert failed.code == 70, failed.err
-    listed = json.loads(server.run("runs --json", folder).out)
+    listed = json.loads(run_here("runs --json", folder).out)
     assert [row["name"] for row in listed] == ["failed", "second", "first"]
     for command in ("inference", "status", "report", "resume"):
-        result = server.run(command, folder)
+        result = run_here(command, folder)
         assert result.code == 0, result.err
         assert "second" in result.out + result.err, command
         assert "failed" in result.out + result.err, f"{command}: the skipped part is reported"
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
-def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -> None:
+def test_inference_uses_the_last_trained_run(folder: Path) -> None:
     for args in ("inference", "infer", "inference run=last"):
         shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
-        result = server.run(args, folder)
+        result = run_here(args, folder)
         assert result.code == 0, result.err
         assert result.out.startswith("second: update-0000000030 ")
         assert sorted(predictions(folder / "outputs" / "second")) == ["answer-0.npy", "answer-1.npy"]
@@ -113,15 +114,15 @@ def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -
 
 
 @pytest.mark.slow
-def test_inference_and_evaluate_use_the_log_level(server: ForkServer, folder: Path) -> None:
+def test_inference_and_evaluate_use_the_log_level(folder: Path) -> None:
     for command in ("inference", "evaluate"):
-        assert "update-0000000030" in server.run(command, folder).out
-        result = server.run(command, folder, env={"ACCEL_RUN_LOG_LEVEL": "warning"})
+        assert "update-0000000030" in run_here(command, folder).out
+        result = run_here(command, folder, env={"ACCEL_RUN_LOG_LEVEL": "warning"})
         assert (result.code, "update-0000000030" in result.out) == (0, False), result.err
 
 
 @pytest.mark.slow
-def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
+def test_inference_accepts_a_run_by_name_and_by_folder(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for args, here in [
@@ -130,31 +131,31 @@ def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folde
         (f"inference run={folder}/outputs/first --task {TASK}", elsewhere),
         ("inference run=first output_root=../outputs", elsewhere),
     ]:
-        result = server.run(args, here)
+        result = run_here(args, here)
         assert result.code == 0, result.err
         assert result.out.startswith("first: ")
 
 
-def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(server: ForkServer, folder: Path) -> None:
+def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    result = server.run(f"inference run={folder}/outputs/first", elsewhere)
+    result = run_here(f"inference run={folder}/outputs/first", elsewhere)
     assert result.code == 89
     assert result.err.endswith(f" --task {TASK}\n")
 
 
-def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer, folder: Path) -> None:
+def test_the_same_seed_predicts_the_same_and_another_does_not(folder: Path) -> None:
     result = []
     for seed in (3, 3, 4):
-        assert server.run(f"inference inference.seed={seed}", folder).code == 0
+        assert run_here(f"inference inference.seed={seed}", folder).code == 0
         result.append(predictions(folder / "outputs" / "second"))
     assert result[0] == result[1]
     assert result[0].keys() == result[2].keys()
     assert result[0] != result[2]
 
 
-def test_the_summary_has_times_and_memory(server: ForkServer, folder: Path) -> None:
-    assert server.run("inference inference.samples=7", folder).code == 0
+def test_the_summary_has_times_and_memory(folder: Path) -> None:
+    assert run_here("inference inference.samples=7", folder).code == 0
     result = summary(folder / "outputs" / "second")
     assert result.keys() == {
         "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "model", "latency_ms",
@@ -173,40 +174,40 @@ def test_the_summary_has_times_and_memory(server: ForkServer, folder: Path) -> N
     assert result["items_per_s"] == pytest.approx(7 / result["seconds"])
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_and_reported(server: ForkServer, folder: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_and_reported(folder: Path) -> None:
     checkpoints = folder / "outputs" / "second" / "checkpoints"
     damage(checkpoints / "update-0000000030")
     before = sorted(checkpoints.iterdir())
-    result = server.run("inference", folder)
+    result = run_here("inference", folder)
     assert result.code == 0, result.err
     assert re.fullmatch(r"warning: .*-0000000030 .*: model\.safetensors .*\n", result.err)
     assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
     assert sorted(checkpoints.iterdir()) == before  # inference does not move checkpoints
 
 
-def test_all_checkpoints_damaged_is_exit_65(server: ForkServer, folder: Path) -> None:
+def test_all_checkpoints_damaged_is_exit_65(folder: Path) -> None:
     for checkpoint in (folder / "outputs" / "second" / "checkpoints").glob("update-*"):
         damage(checkpoint)
-    result = server.run("inference", folder)
+    result = run_here("inference", folder)
     assert result.code == 65
     assert suggested(result.err) == ["run=second"]
 
 
-def test_no_checkpoint_is_exit_66(server: ForkServer, folder: Path) -> None:
+def test_no_checkpoint_is_exit_66(folder: Path) -> None:
     shutil.rmtree(folder / "outputs" / "second" / "checkpoints")
-    result = server.run("inference", folder)
+    result = run_here("inference", folder)
     assert result.code == 66
     assert "no checkpoint" in result.err
 
 
-def test_no_run_is_exit_66(server: ForkServer, folder: Path) -> None:
-    result = server.run("inference run=secnd", folder)
+def test_no_run_is_exit_66(folder: Path) -> None:
+    result = run_here("inference run=secnd", folder)
     assert result.code == 66
     assert " second?" in result.err
 
 
-def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
-    result = server.run("inference inference.sample=3", folder)
+def test_an_unknown_key_is_exit_78(folder: Path) -> None:
+    result = run_here("inference inference.sample=3", folder)
     assert result.code == 78
     assert "inference.sample=3" in result.err
     assert result.err.endswith(" inference.samples?\n")
@@ -222,64 +223,60 @@ def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
         ("--device cpu", "device=cpu"),
     ],
 )
-def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(
-    server: ForkServer, folder: Path, typed: str, meant: str
-) -> None:
-    result = server.run(f"inference {typed}", folder)
+def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(folder: Path, typed: str, meant: str) -> None:
+    result = run_here(f"inference {typed}", folder)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", meant]
-    assert server.run(f"inference {meant}", folder).code == 0
+    assert run_here(f"inference {meant}", folder).code == 0
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4"])
-def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, tmp_path: Path) -> None:
     """There is no run, so the keys are those of the default task."""
-    result = server.run(f"inference {typed}", tmp_path)
+    result = run_here(f"inference {typed}", tmp_path)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
-    assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err
+    assert "global_batch_size=4" in run_here(f"both {typed}", tmp_path).err
 
 
 @pytest.mark.slow
-def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) -> None:
+def test_keys_of_the_users_task_are_known(tmp_path: Path) -> None:
     """The keys come from the task of the run, not from the default task."""
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
     (tmp_path / "mine.py").write_text(source)
-    assert server.run(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0
-    result = server.run("inference inference.colour=1", tmp_path)
+    assert run_here(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0
+    result = run_here("inference inference.colour=1", tmp_path)
     assert result.code == 0, result.err
 
 
 @pytest.mark.slow
-def test_a_task_without_predict_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_predict_reports_what_to_define(tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)
-    result = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    result = run_here(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
     assert result.code == 70
     assert "predict(...)" in result.err
     assert "Traceback" not in result.err
 
 
-def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Path) -> None:
+def test_a_prediction_that_fails_names_the_line(tmp_path: Path) -> None:
     source = TASK.read_text().replace(
         "        for number in range(samples):", "        for number in range(samples + {}):"
     )
     (tmp_path / "mine.py").write_text(source)
-    result = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    result = run_here(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
     line = next(number for number, text in enumerate(source.splitlines(), 1) if "{})" in text)
     assert result.code == 70
     assert f"mine.py:{line}: predict() raised TypeError" in result.err
     assert "Traceback" not in result.err
 
 
-def test_inference_is_suggested_only_for_a_task_that_predicts(
-    server: ForkServer, trained: Path, tmp_path: Path
-) -> None:
+def test_inference_is_suggested_only_for_a_task_that_predicts(trained: Path, tmp_path: Path) -> None:
     mute = tmp_path / "mute.py"
     mute.write_text(TASK.read_text().replace("def predict", "def describe"))
     args = ["train", "run=mute", "--task", str(mute), *ON_CPU[2:]]
-    result = server.run(args, tmp_path)
+    result = run_here(args, tmp_path)
     assert result.code == 0, result.err
     first = (trained / "outputs" / "first" / "console.log").read_text()
     for text, commands in ((result.out, ["report"]), (first, ["inference", "report"])):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.durable.checkpoint import checkpoint_path, load
-from tests.forkserver import CompletedCommand, ForkServer
+from tests.commands_here import run_here
+from tests.forkserver import CompletedCommand
 
 TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
 EXPORT = "export mine format=safetensors"
@@ -20,9 +21,9 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    result = server.run(["train", "--task", str(TASK), "run=mine", *WORDS], folder)
+    result = run_here(["train", "--task", str(TASK), "run=mine", *WORDS], folder)
     assert result.code == 0, result.err
     return folder
 
@@ -47,13 +48,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "outputs/mine/checkpoints").iterdir())
 
 
-def ran(server: ForkServer, folder: Path, args: str) -> CompletedCommand:
-    result = server.run(args, folder)
+def ran(folder: Path, args: str) -> CompletedCommand:
+    result = run_here(args, folder)
     assert result.code == 0, result.err
     return result
 
 
-def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, folder: Path) -> None:
+def test_export_writes_the_weights_of_the_chosen_checkpoint(folder: Path) -> None:
     from safetensors.torch import load_file
 
     for word, number in (
@@ -62,7 +63,7 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, 
         ("checkpoint=last", 6),
         ("checkpoint=4", 4),
     ):
-        messages = ran(server, folder, f"export mine format=safetensors {word}".strip()).out
+        messages = ran(folder, f"export mine format=safetensors {word}".strip()).out
         assert checkpoint_path(Path(), number).name in messages
         assert f"val/loss {losses(folder)[number]:.4g}" in messages
         wanted = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
@@ -70,11 +71,11 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, 
         assert all(bool((result[name] == wanted[name]).all()) for name in wanted)
 
 
-def test_evaluate_and_inference_use_the_chosen_checkpoint(server: ForkServer, folder: Path) -> None:
+def test_evaluate_and_inference_use_the_chosen_checkpoint(folder: Path) -> None:
     for word, number in (("", best(folder)), ("checkpoint=last", 6), ("checkpoint=4", 4)):
-        record = json.loads(ran(server, folder, f"evaluate mine --json {word}".strip()).out)
+        record = json.loads(ran(folder, f"evaluate mine --json {word}".strip()).out)
         assert (record["update"], record["metrics"]["val/loss"]) == (number, losses(folder)[number])
-        shown = ran(server, folder, f"inference mine {word}".strip()).out
+        shown = ran(folder, f"inference mine {word}".strip()).out
         assert checkpoint_path(Path(), number).name in shown
         assert f"val/loss {losses(folder)[number]:.4g}" in shown
         weights = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
@@ -83,22 +84,20 @@ def test_evaluate_and_inference_use_the_chosen_checkpoint(server: ForkServer, fo
 
 
 @pytest.mark.slow
-def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder: Path) -> None:
+def test_status_and_report_mark_the_best_and_the_last(folder: Path) -> None:
     lines = {
-        line.split(":")[0].split()[-1]: line
-        for line in ran(server, folder, "status mine").out.splitlines()
-        if "valid" in line
+        line.split(":")[0].split()[-1]: line for line in ran(folder, "status mine").out.splitlines() if "valid" in line
     }
     marked = {name: word for name, line in lines.items() for word in ("best", "last") if word in line}
     assert marked == {checkpoint_path(Path(), best(folder)).name: "best", checkpoint_path(Path(), 6).name: "last"}
-    ran(server, folder, "report mine")
+    ran(folder, "report mine")
     page = (folder / "outputs/mine/report.html").read_text()
     assert f"best, val/loss {losses(folder)[best(folder)]:.4g}" in page
 
 
-def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:
+def test_a_rewound_run_gives_its_earlier_results(folder: Path) -> None:
     before, weights = losses(folder), load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
-    result = ran(server, folder, "resume mine checkpoint=3")
+    result = ran(folder, "resume mine checkpoint=3")
     assert "resumes after update 3" in result.out
     assert losses(folder) == before
     again = load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
@@ -109,10 +108,10 @@ def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Pat
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").is_file()
 
 
-def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> None:
+def test_a_refused_resume_does_not_rewind(folder: Path) -> None:
     before = names(folder)
     for args, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
-        assert server.run(f"resume mine checkpoint=3 {args}", folder).code == code
+        assert run_here(f"resume mine checkpoint=3 {args}", folder).code == code
         assert names(folder) == before
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
@@ -127,47 +126,45 @@ def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> N
     ],
     ids=["other model", "fails in build", "fails in the first update"],
 )
-def test_a_resume_that_fails_before_it_trains_loses_nothing(
-    old: str, new: str, server: ForkServer, folder: Path
-) -> None:
+def test_a_resume_that_fails_before_it_trains_loses_nothing(old: str, new: str, folder: Path) -> None:
     before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
     (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
-    result = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    result = run_here(f"resume mine checkpoint=3 --task {TASK.name}", folder)
     assert (result.code, result.out.count("resumes after update 3")) in ((70, 1), (88, 1)), result.err
     assert names(folder) == before
     assert (folder / "outputs/mine/metrics.jsonl").read_bytes() == metrics
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
 
-def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(server: ForkServer, folder: Path) -> None:
+def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(folder: Path) -> None:
     before = (folder / "outputs/mine/metrics.jsonl").read_bytes()
     count = "if model.training: counted.append(1)\n        if len(counted) > 2: raise RuntimeError\n        return (mod"
     text = TASK.read_text().replace("return (mod", count).replace("SETTINGS =", "counted = []\nSETTINGS =")
     (folder / TASK.name).write_text(text)
-    result = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    result = run_here(f"resume mine checkpoint=3 --task {TASK.name}", folder)
     assert result.code == 70, result.err
     there = [f"update-{number:010}" for number in (1, 2, 3, 4, 5)]
     assert names(folder) == [*(f"earlier-update-{number:010}-1" for number in (4, 5, 6)), *there]
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
 
 
-def test_the_settings_of_the_group_keep_their_meaning(server: ForkServer, folder: Path) -> None:
+def test_the_settings_of_the_group_keep_their_meaning(folder: Path) -> None:
     longer = "updates=7 resume_allow=[updates]"
-    ran(server, folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
+    ran(folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
     assert checkpoint_path(Path(), 7).name in names(folder)
 
 
-def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(tmp_path: Path) -> None:
     args = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
-    assert server.run(args, tmp_path).code == 0
-    assert checkpoint_path(Path(), 6).name in ran(server, tmp_path, EXPORT).out
-    assert server.run(f"{EXPORT} checkpoint=best", tmp_path).code == 66
+    assert run_here(args, tmp_path).code == 0
+    assert checkpoint_path(Path(), 6).name in ran(tmp_path, EXPORT).out
+    assert run_here(f"{EXPORT} checkpoint=best", tmp_path).code == 66
 
 
-def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(server: ForkServer, folder: Path) -> None:
+def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(folder: Path) -> None:
     path = checkpoint_path(folder / "outputs/mine/checkpoints", best(folder))
     (path / "model.safetensors").write_bytes(b"damaged")
-    result = ran(server, folder, EXPORT)
+    result = ran(folder, EXPORT)
     assert path.name in result.err
     assert checkpoint_path(Path(), 6).name in result.out
-    assert server.run(f"{EXPORT} checkpoint=best", folder).code == 65
+    assert run_here(f"{EXPORT} checkpoint=best", folder).code == 65

@@ -15,10 +15,10 @@ from torch import nn
 from runner.cli import main
 from runner.durable import files
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
+from tests.commands_here import run_here
 from tests.durable.parts import parts_of
 from tests.faults.crash_states import states
 from tests.faults.recording import Recording
-from tests.forkserver import ForkServer
 from tests.rounding import allowed, distance
 
 TASK = """
@@ -61,17 +61,17 @@ class Mine(Task):
 
 
 @pytest.fixture
-def folder(server: ForkServer, tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(TASK)
-    done = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
+    done = run_here(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
     assert done.code == 0, done.err
     return tmp_path
 
 
 @pytest.mark.slow
-def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer, folder: Path) -> None:
+def test_each_exported_format_gives_the_outputs_of_the_model(folder: Path) -> None:
     pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
-    done = server.run(["export", "first"], folder)
+    done = run_here(["export", "first"], folder)
     assert done.code == 0, done.err
     run = folder / "outputs" / "first"
     parity = json.loads((run / "export" / "parity.json").read_text())
@@ -140,24 +140,24 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
 
 
 @pytest.mark.slow
-def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:
-    masked = server.run(["export", "first", "format=safetensors,program", "task.kind=masked"], folder)
+def test_outputs_that_are_not_finite_are_compared_too(folder: Path) -> None:
+    masked = run_here(["export", "first", "format=safetensors,program", "task.kind=masked"], folder)
     assert masked.code == 0, masked.err + masked.out
-    noise = server.run(["export", "first", "format=safetensors", "task.kind=noise"], folder)
+    noise = run_here(["export", "first", "format=safetensors", "task.kind=noise"], folder)
     assert noise.code == 70
     assert "DIFFERENT" in noise.out
 
 
 @pytest.mark.slow
-def test_failed_exports_are_reported(server: ForkServer, folder: Path) -> None:
-    wrong = server.run(["export", "first", "format=onx"], folder)
+def test_failed_exports_are_reported(folder: Path) -> None:
+    wrong = run_here(["export", "first", "format=onx"], folder)
     assert (wrong.code, " onnx?" in wrong.err) == (78, True)
-    without = server.run(["export", "first", "format=program", "task.example=false"], folder)
+    without = run_here(["export", "first", "format=program", "task.example=false"], folder)
     assert without.code == 78
     assert "example()" in without.err
-    bound = server.run(["export", "first", "format=program", "task.batch_bound=true"], folder)
+    bound = run_here(["export", "first", "format=program", "task.batch_bound=true"], folder)
     assert bound.code == 78
     assert "format=program: " in bound.err
-    nothing = server.run(["export", "other"], folder)
+    nothing = run_here(["export", "other"], folder)
     assert nothing.code == 66
     assert "Traceback" not in wrong.err + without.err + bound.err + nothing.err

@@ -18,8 +18,8 @@ from runner.tasks.cape.glyphs import all_letters, write_glyphs
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.commands_here import run_here
 from tests.faults.recording import Faults
-from tests.forkserver import ForkServer
 from tests.suggestions import suggested
 
 TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
@@ -52,11 +52,11 @@ TAKEN: dict[str, Any] = {
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
-    server: ForkServer, tmp_path: Path, name: str, screen: Callable[..., None]
+    tmp_path: Path, name: str, screen: Callable[..., None]
 ) -> None:
     content = TAKEN[name]
     torch.save(content, tmp_path / "foreign.pt")
-    result = server.run("import foreign.pt", tmp_path)
+    result = run_here("import foreign.pt", tmp_path)
     assert (result.code, result.err) == (0, "")
     assert suggested(result.out.splitlines()[-1]) == ["weights=foreign.safetensors"]
     if name == "with numbers":
@@ -68,39 +68,39 @@ def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
     assert (tmp_path / "foreign.safetensors").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_printed_command_quotes_the_file(server: ForkServer, tmp_path: Path) -> None:
+def test_the_printed_command_quotes_the_file(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "my model.pt")
-    result = server.run(["import", "my model.pt"], tmp_path)
+    result = run_here(["import", "my model.pt"], tmp_path)
     assert (result.code, result.err) == (0, "")
     command = shlex.split(result.out.partition("start from it: accel-run ")[2])
-    explained = server.run(["explain", "weights.source", *command[1:]], tmp_path)
+    explained = run_here(["explain", "weights.source", *command[1:]], tmp_path)
     assert (explained.code, explained.err) == (0, "")
     assert "my model.safetensors" in explained.out
 
 
-def test_the_name_of_a_file_may_contain_equals_signs(server: ForkServer, tmp_path: Path) -> None:
+def test_the_name_of_a_file_may_contain_equals_signs(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "epoch=3-step=10.ckpt")
     for name in ("epoch=3-step=10.ckpt", "./epoch=3-step=10.ckpt"):
-        imported = server.run(["import", name], tmp_path)
+        imported = run_here(["import", name], tmp_path)
         assert imported.code == 0, imported.err
         (tmp_path / "epoch=3-step=10.safetensors").unlink()
 
 
-def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> None:
+def test_the_legacy_format_is_read_too(tmp_path: Path) -> None:
     torch.save({"ema": {"model": STATE}}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    result = server.run(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
+    result = run_here(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
     assert result.code == 0, result.err
     assert load_file(tmp_path / "new.safetensors").keys() == STATE.keys()
 
 
-def test_the_entries_that_a_refusal_lists_can_be_chosen(server: ForkServer, tmp_path: Path) -> None:
+def test_the_entries_that_a_refusal_lists_can_be_chosen(tmp_path: Path) -> None:
     torch.save({"epoch": 1, "net": {"ema": STATE, "raw.1": STATE, 0: STATE}}, tmp_path / "nested.pt")
-    refused = server.run(["import", "nested.pt"], tmp_path)
+    refused = run_here(["import", "nested.pt"], tmp_path)
     assert refused.code == 78
     listed = refused.err.rpartition("available:")[2].replace(",", " ").split()
     assert len(listed) == 3
     for key in listed:
-        imported = server.run(["import", "nested.pt", f"{key}.safetensors", f"key={key}"], tmp_path)
+        imported = run_here(["import", "nested.pt", f"{key}.safetensors", f"key={key}"], tmp_path)
         assert imported.code == 0, imported.err
 
 
@@ -122,13 +122,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_files_with_more_than_tensors_are_refused_with_a_message(
-    server: ForkServer, tmp_path: Path, screen: Callable[..., None]
-) -> None:
+def test_files_with_more_than_tensors_are_refused_with_a_message(tmp_path: Path, screen: Callable[..., None]) -> None:
     messages = []
     for name, (make, code) in REFUSED.items():
         make(tmp_path / "foreign.pt")
-        result = server.run("import foreign.pt", tmp_path)
+        result = run_here("import foreign.pt", tmp_path)
         assert (result.code, result.out) == (code, ""), name
         assert not (tmp_path / "WAS_RUN").exists(), name
         assert not (tmp_path / "foreign.safetensors").exists(), name
@@ -151,38 +149,38 @@ SLIPS = {
 }
 
 
-def test_a_typo_gets_a_suggestion(server: ForkServer, tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_typo_gets_a_suggestion(tmp_path: Path, screen: Callable[..., None]) -> None:
     torch.save({"ema": STATE}, tmp_path / "there.pt")
     (tmp_path / "there.safetensors").write_bytes(b"mine")
     messages = []
     for args, code in SLIPS.items():
-        result = server.run(args, tmp_path)
+        result = run_here(args, tmp_path)
         assert result.code == code, args
         assert (tmp_path / "there.safetensors").read_bytes() == b"mine"
         messages.append(f"$ accel-run {args}\n{result.err}")
     screen("\n".join(messages))
 
 
-def test_a_run_starts_from_weights_and_inference_predicts_with_them(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_starts_from_weights_and_inference_predicts_with_them(tmp_path: Path) -> None:
     half = {name: tensor.half() for name, tensor in STATE.items()}
     torch.save(half, tmp_path / "foreign.pt")
-    assert server.run("import foreign.pt", tmp_path).code == 0
+    assert run_here("import foreign.pt", tmp_path).code == 0
     args = f"--task {TASK} device=cpu monitor=off weights=foreign.safetensors"
-    result = server.run(f"train {args} updates=1 optimizer.lr=1e-30 optimizer.weight_decay=0 run=mine", tmp_path)
+    result = run_here(f"train {args} updates=1 optimizer.lr=1e-30 optimizer.weight_decay=0 run=mine", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r" 4 .* foreign\.safetensors, 4 ", result.out)
     kept = load_file(next((tmp_path / "outputs" / "mine" / "checkpoints").glob("update-*")) / "model.safetensors")
     assert all(torch.equal(kept[name], tensor.float()) for name, tensor in half.items())
-    result = server.run(f"inference {args} run=guess", tmp_path)
+    result = run_here(f"inference {args} run=guess", tmp_path)
     assert result.code == 0, result.err
     assert re.match(r"guess: .* 4 .* foreign\.safetensors", result.out)
     assert (tmp_path / "outputs" / "guess" / "predictions" / "answer-0.npy").is_file()
 
 
-def test_both_predicts_with_trained_and_not_with_initial_weights(server: ForkServer, tmp_path: Path) -> None:
+def test_both_predicts_with_trained_and_not_with_initial_weights(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
-    assert server.run("import foreign.pt", tmp_path).code == 0
-    result = server.run(
+    assert run_here("import foreign.pt", tmp_path).code == 0
+    result = run_here(
         f"both --task {TASK} device=cpu monitor=off weights=foreign.safetensors updates=2 run=mine", tmp_path
     )
     assert result.code == 0, result.err
@@ -192,7 +190,7 @@ def test_both_predicts_with_trained_and_not_with_initial_weights(server: ForkSer
 
 
 @pytest.mark.slow
-def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_with_a_list(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({**prefixed("x.", model(4).state_dict()), **model(4).state_dict()}, tmp_path / "other.safetensors")
@@ -204,7 +202,7 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
         ("noise", 65, ""),
         ("missing", 66, ""),
     ):
-        result = server.run(f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run={file}", tmp_path)
+        result = run_here(f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run={file}", tmp_path)
         assert result.code == code, result.err
         assert f"accel-run: weights={file}.safetensors: " in result.err
         assert messages in result.err
@@ -212,18 +210,18 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
     for file, code in (("missing", 66), ("FOLDER", 78)):
         (tmp_path / "FOLDER.safetensors").mkdir(exist_ok=True)
         args = f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run=never"
-        result = server.run(args, tmp_path)
+        result = run_here(args, tmp_path)
         assert (result.code, "model.safetensors" in result.err) == (code, True), result
         assert not (tmp_path / "outputs" / "never").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.module.", "module.model."])
-def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_path: Path, prefix: str) -> None:
+def test_prefixes_of_wrappers_are_removed_from_names(tmp_path: Path, prefix: str) -> None:
     torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
-    assert server.run("import foreign.pt", tmp_path).code == 0
+    assert run_here("import foreign.pt", tmp_path).code == 0
     args = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
-    result = server.run(args, tmp_path)
+    result = run_here(args, tmp_path)
     assert result.code == 0, result.err
     assert f" {prefix} " in result.out
 
@@ -261,33 +259,33 @@ ODD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", ODD)
-def test_unsupported_tensors_are_reported_and_leave_no_file(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_unsupported_tensors_are_reported_and_leave_no_file(tmp_path: Path, name: str) -> None:
     content, messages = ODD[name]
     torch.save(content, tmp_path / "foreign.pt")
-    result = server.run("import foreign.pt", tmp_path)
+    result = run_here("import foreign.pt", tmp_path)
     assert (result.code, result.out) == (65, ""), result
     assert messages in result.err
     assert [path.name for path in tmp_path.iterdir() if path.name not in (".out", ".err")] == ["foreign.pt"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_nested_tensor_is_reported(server: ForkServer, tmp_path: Path) -> None:
+def test_a_nested_tensor_is_reported(tmp_path: Path) -> None:
     torch.save({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "foreign.pt")
-    result = server.run("import foreign.pt", tmp_path)
+    result = run_here("import foreign.pt", tmp_path)
     assert result.code in (65, 89), result
     assert "Traceback" not in result.err
 
 
-def test_weights_of_a_checkpoint_are_imported_without_its_step(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_of_a_checkpoint_are_imported_without_its_step(tmp_path: Path) -> None:
     torch.save({"step": torch.tensor(5), "state_dict": STATE}, tmp_path / "foreign.pt")
-    assert "of state_dict" in server.run("import foreign.pt", tmp_path).out
+    assert "of state_dict" in run_here("import foreign.pt", tmp_path).out
     assert load_file(tmp_path / "foreign.safetensors").keys() == STATE.keys()
 
 
 @pytest.mark.parametrize("word", [".", "/", "", "..", "FOLDER"])
-def test_a_folder_cannot_be_imported(server: ForkServer, tmp_path: Path, word: str) -> None:
+def test_a_folder_cannot_be_imported(tmp_path: Path, word: str) -> None:
     (tmp_path / "FOLDER").mkdir()
-    result = server.run(["import", word], tmp_path)
+    result = run_here(["import", word], tmp_path)
     assert result.code == 66, result
     assert "accel-run import" in result.err
 
@@ -326,7 +324,7 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_documented_commands_load_a_resnet_50_into_task_cape(server: ForkServer, tmp_path: Path) -> None:
+def test_the_documented_commands_load_a_resnet_50_into_task_cape(tmp_path: Path) -> None:
     torch.manual_seed(0)
     backbone = PretrainedResNet50(1).state_dict()
     for tensor in backbone.values():
@@ -346,7 +344,7 @@ def test_the_documented_commands_load_a_resnet_50_into_task_cape(server: ForkSer
         " global_batch_size=2 device=cpu monitor=off"
     )
     for command in (commands[0], f"{commands[1]} {small}"):
-        result = server.run(shlex.split(command), tmp_path)
+        result = run_here(shlex.split(command), tmp_path)
         assert result.code == 0, result.err
     (saved,) = (tmp_path / "outputs/cape/checkpoints").glob("update-*/model.safetensors")
     trained = load_file(saved)

@@ -6,40 +6,40 @@ import json
 import os
 from pathlib import Path
 
-from tests.forkserver import ForkServer
+from tests.commands_here import run_here
 
 TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
 
 
-def test_status_shows_the_error_of_a_refused_attempt(server: ForkServer, tmp_path: Path) -> None:
+def test_status_shows_the_error_of_a_refused_attempt(tmp_path: Path) -> None:
     run, cause = tmp_path / "outputs" / "a", "no checkpoint is whole"
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"state": "preempted"}))
     (run / "error.json").write_text(json.dumps({"cause": cause, "exit_code": 65, "fix": "train"}))
     os.utime(run / "run.json", (1e9, 1e9))
-    assert f"{cause} (exit 65) (" in server.run("status a", tmp_path).out, "it belongs to the later attempt"
+    assert f"{cause} (exit 65) (" in run_here("status a", tmp_path).out, "it belongs to the later attempt"
     os.utime(run / "error.json", (9e8, 9e8))
-    assert cause not in server.run("status a", tmp_path).out
+    assert cause not in run_here("status a", tmp_path).out
 
 
-def test_a_run_with_only_damaged_checkpoints_is_reported(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_reported(tmp_path: Path) -> None:
     args = f"train --task {TASK} device=cpu monitor=off tracker=none run=a resume_allow=[updates]"
-    assert server.run(f"{args} updates=2", tmp_path).code == 0
+    assert run_here(f"{args} updates=2", tmp_path).code == 0
     for file in (tmp_path / "outputs" / "a" / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
-    assert server.run(f"{args} updates=4", tmp_path).code == 65
-    assert "(exit 65)" in server.run("status a", tmp_path).out
+    assert run_here(f"{args} updates=4", tmp_path).code == 65
+    assert "(exit 65)" in run_here("status a", tmp_path).out
 
 
-def test_explain_names_the_file_of_a_profile_that_sets_a_key(server: ForkServer, tmp_path: Path) -> None:
+def test_explain_names_the_file_of_a_profile_that_sets_a_key(tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     file = tmp_path / "conf" / "hardware" / "mine.yaml"
     file.write_text("# @package _global_\ndata: {path: /data}\nhardware: {title: x, devices: []}\n")
-    result = server.run(f"explain data.path --task {TASK} --config-dir conf hardware=mine", tmp_path)
+    result = run_here(f"explain data.path --task {TASK} --config-dir conf hardware=mine", tmp_path)
     assert f"the profile mine ({file})" in result.out, result
 
 
-def test_a_lone_task_file_gets_the_task_flag_as_suggestion(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run("train my_task.py", tmp_path)
+def test_a_lone_task_file_gets_the_task_flag_as_suggestion(tmp_path: Path) -> None:
+    result = run_here("train my_task.py", tmp_path)
     assert result.code == 78
     assert result.err.split()[-2:] == ["--task", "my_task.py"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
+from tests.commands_here import run_here
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
@@ -80,32 +81,32 @@ def test_the_suggested_name_is_in_the_same_folder(tmp_path: Path, capsys: pytest
     ],
     ids=" ".join,
 )
-def test_it_trains_with_any_mechanics(args: list[str], server: ForkServer, folder: Path) -> None:
+def test_it_trains_with_any_mechanics(args: list[str], folder: Path) -> None:
     given = [word for word in SHORT if not ("updates" in word and any("epochs" in one for one in args))]
-    result = server.run(["train", "--task", "./my_task.py", "run=mine", *given, *args], folder)
+    result = run_here(["train", "--task", "./my_task.py", "run=mine", *given, *args], folder)
     assert result.code == 0, result.err
     assert result.err == ""
     assert state(folder / "outputs" / "mine") == "done"
 
 
-def test_training_reduces_the_loss(server: ForkServer, folder: Path) -> None:
-    result = server.run(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
+def test_training_reduces_the_loss(folder: Path) -> None:
+    result = run_here(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
     assert result.code == 0, result.err
     record = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
     assert record["metrics"]["val/loss"] < 0.3  # 0.69 is chance level
 
 
 @pytest.mark.slow
-def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> None:
+def test_it_is_found_from_another_folder(folder: Path) -> None:
     elsewhere = folder / "else" / "where"
     elsewhere.mkdir(parents=True)
-    result = server.run(
+    result = run_here(
         ["train", "--task", "../../my_task.py", "run=mine", *SHORT, "dataloader.num_workers=2"], elsewhere
     )
     assert result.code == 0, result.err
     assert state(elsewhere / "outputs" / "mine") == "done"
     # The run records the path of its task, so inference works from any folder.
-    asked = server.run(["inference", "run=mine", "output_root=else/where/outputs"], folder)
+    asked = run_here(["inference", "run=mine", "output_root=else/where/outputs"], folder)
     assert asked.code == 0, asked.err
 
 
@@ -127,9 +128,9 @@ def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_predicts(server: ForkServer, folder: Path) -> None:
-    assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
-    result = server.run(["inference", "inference.samples=5"], folder)
+def test_it_predicts(folder: Path) -> None:
+    assert run_here(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
+    result = run_here(["inference", "inference.samples=5"], folder)
     assert result.code == 0, result.err
     text = (folder / "outputs" / "mine" / "predictions" / "val.csv").read_text()
     assert text in result.out
@@ -139,17 +140,17 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_model_is_exported(server: ForkServer, folder: Path) -> None:
-    assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
-    result = server.run("export mine format=safetensors,program", folder)
+def test_its_model_is_exported(folder: Path) -> None:
+    assert run_here(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
+    result = run_here("export mine format=safetensors,program", folder)
     assert result.code == 0, result.err
     assert result.out.count("largest difference") == 2
 
 
 @pytest.mark.slow
-def test_it_is_swept(server: ForkServer, folder: Path) -> None:
+def test_it_is_swept(folder: Path) -> None:
     args = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
-    result = server.run(args, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
+    result = run_here(args, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
     assert result.code == 0, result.err
     assert [state(folder / "outputs" / "mine" / f"mine-{number}") for number in (1, 2)] == ["done", "done"]
     assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", result.out), result.out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import ForkServer
+from tests.commands_here import run_here
 
 TASK = """
 import torch
@@ -26,7 +26,7 @@ class Normed(Task):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", ["", "task.width=4000 global_batch_size=64 +hardware=t4"])
-def test_a_batch_norm_of_vectors_is_planned(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_batch_norm_of_vectors_is_planned(args: str, tmp_path: Path) -> None:
     (tmp_path / "normed.py").write_text(TASK)
-    result = server.run(f"plan --task normed.py {args}", tmp_path)
+    result = run_here(f"plan --task normed.py {args}", tmp_path)
     assert result.code == 0, result.err

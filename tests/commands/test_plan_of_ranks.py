@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands_here import run_here
 from tests.forkserver import ForkServer
 from tests.suggestions import suggested
 
@@ -32,12 +33,12 @@ def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_p
 
 
 @pytest.mark.slow
-def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
+def test_auto_reports_needed_and_available_memory(tmp_path: Path) -> None:
+    result = run_here(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
     assert "3.18 MiB" in result.out
-    one = server.run("plan +hardware=t4 parallelism=auto task.size=tiny", tmp_path)
+    one = run_here("plan +hardware=t4 parallelism=auto task.size=tiny", tmp_path)
     assert re.search(r"^parallelism +single .*\(Tesla T4\)", one.out, re.M)
     assert re.search(r" 15 GiB\n +fits\n", one.out), one.out
     assert re.search(r"[\d,]+ on rank 0", one.out)
@@ -46,7 +47,7 @@ def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_reported_with_remedies(tmp_path: Path) -> None:
     """Libraries leave 100 MiB for tensors, and a micro-batch of 64 samples needs more."""
     profile = tmp_path / "conf" / "hardware" / "small.yaml"
     profile.parent.mkdir(parents=True)
@@ -55,19 +56,19 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, t
         "  devices: [{name: Small, memory_gib: 0.66, capability: [7, 5], fp32_tflops: 1, memory_bandwidth_gb_s: 100}]\n"
     )
     args = "plan --config-dir conf hardware=small task.size=tiny precision=fp32 global_batch_size=64"
-    result = server.run(f"{args} micro_batch_size=64", tmp_path)
+    result = run_here(f"{args} micro_batch_size=64", tmp_path)
     assert result.code == 0, result.err
     assert "DOES NOT FIT" in result.out
     rows = re.findall(r"^ *([\d.]+ [GM]iB)  +x ([\d.]+)  (\S+)$", result.out, re.M)
     assert [float(factor) for _, factor, _ in rows] == sorted(float(factor) for _, factor, _ in rows)
     actual = {word.partition("=")[0]: word for _, _, word in rows}
     assert {"micro_batch_size", "memory"} <= actual.keys(), result.out
-    again = server.run(f"{args} {actual['micro_batch_size']}", tmp_path)
+    again = run_here(f"{args} {actual['micro_batch_size']}", tmp_path)
     assert "DOES NOT FIT" not in again.out, "the advised size fits"
     assert again.code == 0
 
 
-def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_of_a_task_is_attributed_to_the_task(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "import torch\nfrom torch import nn\nfrom runner import Task\n"
         "class Broken(Task):\n"
@@ -76,7 +77,7 @@ def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_pa
         "    def loss(self, model, batch): raise ValueError('my mistake')\n"
         "def build() -> Task: return Broken()\n"
     )
-    result = server.run(f"{PAIR} parallelism=auto --task broken.py", tmp_path)
+    result = run_here(f"{PAIR} parallelism=auto --task broken.py", tmp_path)
     assert result.code == 70
     assert "ValueError: my mistake" in result.err
     assert "Traceback" not in result.err
@@ -101,31 +102,29 @@ def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_pa
 @pytest.mark.parametrize(
     "args", [f"{PAIR} parallelism=pipeline", "train parallelism=pipeline parallelism.world_size=2"]
 )
-def test_a_task_that_cannot_be_divided_is_refused_with_what_to_use(
-    args: str, server: ForkServer, tmp_path: Path
-) -> None:
-    result = server.run(f"{args} task=dynamo", tmp_path)
+def test_a_task_that_cannot_be_divided_is_refused_with_what_to_use(args: str, tmp_path: Path) -> None:
+    result = run_here(f"{args} task=dynamo", tmp_path)
     assert result.code == 78, result.err
     assert {"parallelism=ddp", "parallelism=fsdp"} <= set(suggested(result.err.splitlines()[-1]))
     assert not list(tmp_path.rglob("checkpoints/*")), "before training"
 
 
 @pytest.mark.slow
-def test_auto_does_not_pipeline_a_task_that_cannot_be_divided(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(f"{PAIR} parallelism=auto task=dynamo", tmp_path)
+def test_auto_does_not_pipeline_a_task_that_cannot_be_divided(tmp_path: Path) -> None:
+    result = run_here(f"{PAIR} parallelism=auto task=dynamo", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
 
 
 @pytest.mark.slow
-def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
+def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(tmp_path: Path) -> None:
+    result = run_here("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", result.out, re.M)
     assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M), result.out
     assert suggested(result.out.splitlines()[-1]) == ["hardware=pair_11gb_8gb", "task.size=tiny"]
     pair = "plan +hardware=pair_11gb_8gb task.size=tiny"
-    messages = server.run(f"{pair} global_batch_size=800000 micro_batch_size=400000", tmp_path)
+    messages = run_here(f"{pair} global_batch_size=800000 micro_batch_size=400000", tmp_path)
     assert messages.code == 0, messages.err
     assert re.search(r"^note: parallelism=auto: .* 400000 ", messages.out, re.M)
     assert "DOES NOT FIT" in messages.out
@@ -136,12 +135,12 @@ def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkS
 
 
 @pytest.mark.slow
-def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(server: ForkServer, tmp_path: Path) -> None:
+def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(tmp_path: Path) -> None:
     """The profile selects memory=budget, which must not make a run slower that fits without recomputation."""
     profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
 
     def recomputed(args: str) -> list[str]:
-        result = server.run(args, tmp_path)
+        result = run_here(args, tmp_path)
         assert result.code == 0, result.err
         return re.findall(r"^memory\.recompute +(\[.*?\]) ", result.out, re.M)
 

@@ -11,7 +11,7 @@ import pytest
 
 from runner.cli import main
 from runner.durable.checkpoint import checkpoint_path, load
-from tests.forkserver import ForkServer
+from tests.commands_here import run_here
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 WORDS = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=60", "checkpoint.every=10"]
@@ -20,10 +20,10 @@ ON = {"NO_KILL": "1"}  # the task does not fail again
 
 
 @pytest.fixture(scope="module")
-def once(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that failed after its checkpoint at update 20."""
     folder = tmp_path_factory.mktemp("project")
-    assert server.run(["train", *STOPPED], folder).code == 70
+    assert run_here(["train", *STOPPED], folder).code == 70
     return folder
 
 
@@ -48,10 +48,8 @@ def reached(folder: Path) -> int:
     return load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", 60)).update
 
 
-def test_resume_works_from_any_folder_with_the_original_arguments(
-    server: ForkServer, begun: Path, elsewhere: Path
-) -> None:
-    result = server.run(
+def test_resume_works_from_any_folder_with_the_original_arguments(begun: Path, elsewhere: Path) -> None:
+    result = run_here(
         ["resume", f"output_root={json.dumps(str(begun / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
     )
     assert result.code == 0, result.err
@@ -73,58 +71,56 @@ def test_resume_works_from_any_folder_with_the_original_arguments(
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
-    server: ForkServer, begun: Path, elsewhere: Path
-) -> None:
+def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(begun: Path, elsewhere: Path) -> None:
     run = str(begun / "outputs" / "mine")
-    refused = server.run(["resume", run], elsewhere, ON)
+    refused = run_here(["resume", run], elsewhere, ON)
     assert refused.code == 89
     assert f"--task {TASK}" in refused.err
-    result = server.run(["resume", run, "--task", str(TASK)], elsewhere, ON)
+    result = run_here(["resume", run, "--task", str(TASK)], elsewhere, ON)
     assert result.code == 0, result.err
     assert reached(begun) == 60
 
 
 @pytest.mark.slow
-def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, elsewhere: Path) -> None:
+def test_a_moved_run_resumes_in_its_new_folder(begun: Path, elsewhere: Path) -> None:
     (begun / "outputs").rename(elsewhere / "kept")
-    result = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
+    result = run_here(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert result.code == 0, result.err
     assert load(checkpoint_path(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
     begun.rename(begun.parent / "renamed")
-    again = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
+    again = run_here(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert str(begun) in again.err, "the original working directory no longer exists"
     assert again.code == 0, again.err
 
 
-def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, begun: Path) -> None:
-    refused = server.run("resume mine seed=1 global_batch_size=24", begun, ON)
+def test_mechanics_may_differ_and_mathematics_only_by_name(begun: Path) -> None:
+    refused = run_here("resume mine seed=1 global_batch_size=24", begun, ON)
     assert refused.code == 88
     assert "seed: was " in refused.err
     assert "global_batch_size: " in refused.err
-    by_name = server.run("resume updates=70", begun, ON)
+    by_name = run_here("resume updates=70", begun, ON)
     assert by_name.code == 88
     assert "resume_allow=[updates]" in by_name.err
-    longer = server.run("resume updates=70 resume_allow=[updates] dataloader=thread", begun, ON)
+    longer = run_here("resume updates=70 resume_allow=[updates] dataloader=thread", begun, ON)
     assert longer.code == 0, longer.err
     assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
-def test_another_scheduler_may_have_other_state(server: ForkServer, begun: Path) -> None:
+def test_another_scheduler_may_have_other_state(begun: Path) -> None:
     words = "evaluate.every=10 scheduler.metric=val/loss resume_allow=[scheduler]"
-    result = server.run(f"resume scheduler=plateau {words}", begun, ON)
+    result = run_here(f"resume scheduler=plateau {words}", begun, ON)
     assert result.code == 0, result.err
-    result = server.run("resume scheduler=constant updates=62 resume_allow=[scheduler,updates]", begun, ON)
+    result = run_here("resume scheduler=constant updates=62 resume_allow=[scheduler,updates]", begun, ON)
     assert result.code == 0, result.err
     assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 62)).state["schedule"] == {}
 
 
 @pytest.mark.slow
-def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:
-    refused = server.run("resume updates=10", begun, ON)
+def test_completed_updates_cannot_be_undone(begun: Path) -> None:
+    refused = run_here("resume updates=10", begun, ON)
     assert refused.code == 88
     assert "updates=20" in refused.err, "the number of updates of the checkpoint"
-    result = server.run("resume updates=10 resume_allow=[updates]", begun, ON)
+    result = run_here("resume updates=10 resume_allow=[updates]", begun, ON)
     assert result.code == 0, result.err
     run = begun / "outputs" / "mine"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -135,19 +131,19 @@ def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> 
     assert (record["updates"], record["total"], record["finished"]) == (20, 20, True)
 
 
-def test_a_length_in_the_other_unit_replaces_the_old_one(server: ForkServer, begun: Path) -> None:
-    refused = server.run("resume epochs=3", begun, ON)
+def test_a_length_in_the_other_unit_replaces_the_old_one(begun: Path) -> None:
+    refused = run_here("resume epochs=3", begun, ON)
     assert refused.code == 88
     assert "resume_allow=[epochs,updates]" in refused.err
     assert "both are set" not in refused.err
 
 
 @pytest.mark.slow
-def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begun: Path) -> None:
+def test_a_run_started_with_resume_fresh_can_be_resumed(begun: Path) -> None:
     record = begun / "outputs" / "mine" / "run.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
-    result = server.run("resume", begun, ON)
+    result = run_here("resume", begun, ON)
     assert result.code == 0, result.err
     assert "resumes after update 20" in result.out
 

@@ -15,6 +15,7 @@ import pytest
 
 from runner.base.text import NOT_MEASURED
 from runner.cli import main
+from tests.commands_here import run_here
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
@@ -28,8 +29,8 @@ def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished, a failed, a killed and a stopped run."""
     folder = tmp_path_factory.mktemp("runs")
     outputs = folder / "outputs"
-    assert server.run([*BASE, "run=finished"], folder).code == 0
-    assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder).code == 70
+    assert run_here([*BASE, "run=finished"], folder).code == 0
+    assert run_here([*BASE, "run=broken", "task.fail_at=50"], folder).code == 70
     wait_for = f"task.wait_for={outputs}/killed/checkpoints/update-0000000037"
     assert server.run([*BASE, "run=killed", "task.kill_at=39", wait_for], folder).code == -signal.SIGKILL
     pid = server.start([*BASE, "run=stopped", "task.sleep_s=0.02"], folder)
@@ -98,13 +99,11 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_an_error_is_shown_until_the_run_succeeds(
-    folder: Path, server: ForkServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_shown_until_the_run_succeeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "broken" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running", "pid": 0}))
     assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the later attempt was killed, and this is shown"
-    assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
+    assert run_here([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: finished ")
     assert not any("last error" in line for line in lines)
@@ -259,10 +258,8 @@ def test_a_phase_without_rows_of_metrics_has_a_line(folder: Path, capsys: pytest
     assert phases == [["statistics:", "update", "3", "of", "3"], ["train:", "update", "100", "of", "100"]]
 
 
-def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    result = server.run([*BASE, "run=refused", "resume=nowhere"], tmp_path)
+def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(tmp_path: Path) -> None:
+    result = run_here([*BASE, "run=refused", "resume=nowhere"], tmp_path)
     assert result.code == 66, result.err
     assert "refused" not in result.err, "as a run to resume"
     assert not (tmp_path / "outputs" / "refused").exists()

@@ -16,6 +16,7 @@ import torch
 
 from runner.base.text import format_rate
 from runner.host.process_tree import process_identity
+from tests.commands_here import run_here
 from tests.forkserver import ForkServer
 from tests.rounding import allowed
 
@@ -24,10 +25,10 @@ UPDATES, EVERY = 30, 4
 
 
 @pytest.fixture(scope="module")
-def screen(server: ForkServer, folder: Path) -> str:
+def screen(folder: Path) -> str:
     """The output of a short run whose first update and evaluations take far longer than the other updates."""
     args = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
-    result = server.run([*args, "run=one", "evaluate.every=10"], folder)
+    result = run_here([*args, "run=one", "evaluate.every=10"], folder)
     assert result.code == 0, result.err
     return result.out
 
@@ -86,20 +87,20 @@ def test_the_end_summary_shows_the_throughput_of_the_run(known: float, screen: s
     assert re.search(r"([\d.,]+) \w+s/s", line)[1] == format_rate(known)  # type: ignore[index]
 
 
-def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Path, server: ForkServer) -> None:
-    (row,) = json.loads(server.run("runs --json", folder).out)
+def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Path) -> None:
+    (row,) = json.loads(run_here("runs --json", folder).out)
     assert row["items_per_s"] == known
-    _, line = server.run("runs", folder).out.splitlines()
+    _, line = run_here("runs", folder).out.splitlines()
     assert format_rate(known) in line.split()
-    assert re.search(rf" {re.escape(format_rate(known))} \w+s/s", server.run("status", folder).out)
+    assert re.search(rf" {re.escape(format_rate(known))} \w+s/s", run_here("status", folder).out)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
-def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path, server: ForkServer) -> None:
+def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path) -> None:
     shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
-    result = server.run(args, folder)
+    result = run_here(args, folder)
     shutil.rmtree(folder / "outputs" / "two")
     assert result.code == 0, result.err
     out = folder / ("both.html" if "both" in args else "outputs/one/report.html")
@@ -113,13 +114,13 @@ def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: P
     ids=["first process", "resumed: evidence of an earlier process"],
 )
 def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
-    evidence: dict[str, Any], known: float, folder: Path, server: ForkServer
+    evidence: dict[str, Any], known: float, folder: Path
 ) -> None:
     path = folder / "outputs" / "one" / "run.json"
     kept = path.read_text()
     path.write_text(json.dumps(record(folder) | evidence))
     try:
-        (row,) = json.loads(server.run("runs --json", folder).out)
+        (row,) = json.loads(run_here("runs --json", folder).out)
         assert row["items_per_s"] == rows(folder)[-1]["perf/throughput"]
     finally:
         path.write_text(kept)
@@ -133,21 +134,21 @@ def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
     """Kill the resumed run before its first row of metrics, or after it, and show it as if it was still running."""
     train = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=one", f"log_every={EVERY}"]
     train += [f"task.kill_at={kill_at}", f"task.wait_for={tmp_path}"]
-    assert server.run([*train, f"updates={UPDATES}"], tmp_path, {"NO_KILL": "1"}).code == 0
+    assert run_here([*train, f"updates={UPDATES}"], tmp_path, {"NO_KILL": "1"}).code == 0
     plant_throughput(tmp_path, earlier := 987_654.0)
     result = server.run([*train, "updates=60", "resume_allow=[updates]"], tmp_path)
     assert result.code == -signal.SIGKILL, result.err
     last = rows(tmp_path)[-1]
     assert (last["update"] > UPDATES) == is_known
     own = last["perf/throughput"] if is_known else None
-    (row,) = json.loads(server.run("runs --json", tmp_path).out)
+    (row,) = json.loads(run_here("runs --json", tmp_path).out)
     assert row["items_per_s"] == (own or earlier), "of the last process that has any, while none is running"
     alive = {"pid": os.getpid(), "birth": process_identity(os.getpid())}
     (tmp_path / "outputs" / "one" / "run.json").write_text(json.dumps(record(tmp_path) | alive))
-    (row,) = json.loads(server.run("runs --json", tmp_path).out)
+    (row,) = json.loads(run_here("runs --json", tmp_path).out)
     assert (row["state"], row["items_per_s"]) == ("running", own)
-    assert ("throughput" in server.run("status", tmp_path).out) == is_known
-    assert server.run("report one", tmp_path).code == 0
+    assert ("throughput" in run_here("status", tmp_path).out) == is_known
+    assert run_here("report one", tmp_path).code == 0
     page = (tmp_path / "outputs" / "one" / "report.html").read_text()
     assert is_known or f"{format_rate(earlier)} " not in page
 
@@ -173,17 +174,17 @@ def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Pa
 
 @pytest.mark.parametrize(("state", "figure"), [("running", None), ("failed", 123.0)])
 def test_a_run_without_a_row_of_its_last_process_shows_the_last_figure_once_it_has_ended(
-    state: str, figure: float | None, tmp_path: Path, server: ForkServer
+    state: str, figure: float | None, tmp_path: Path
 ) -> None:
     row = {"phase": "train", "update": 10, "perf/throughput": 123.0}
     process = {"pid": os.getpid(), "birth": process_identity(os.getpid()), "metrics_bytes": len(json.dumps(row)) + 1}
     stored(tmp_path, [row], state=state, **process)
-    (found,) = json.loads(server.run("runs --json", tmp_path).out)
+    (found,) = json.loads(run_here("runs --json", tmp_path).out)
     assert (found["state"], found["items_per_s"]) == (state, figure)
 
 
-def test_a_throughput_has_the_unit_of_the_phase_in_which_it_was_measured(tmp_path: Path, server: ForkServer) -> None:
+def test_a_throughput_has_the_unit_of_the_phase_in_which_it_was_measured(tmp_path: Path) -> None:
     run = stored(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
     starts = [{"kind": "phase", "phase": name, "item": item} for name, item in (("text", "token"), ("images", "image"))]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
-    assert "tokens/s" in server.run("status one", tmp_path).out
+    assert "tokens/s" in run_here("status one", tmp_path).out

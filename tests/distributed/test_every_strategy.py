@@ -33,7 +33,7 @@ from tests.faults.tallies import IS_LONG, SEED
 from tests.rounding import ADAPTIVE, PROMISED, distance, distance_of_each
 
 pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
-HALF, UPDATES, BATCH = 2, 4, 32
+HALF, UPDATES, BATCH = 1, 3, 32
 NUM_LAYERS = 9  # at least one for each stage of 8 ranks, and not the same number for all
 
 
@@ -73,15 +73,16 @@ class Run:
         widths = [WIDTH, *[7] * (NUM_LAYERS - 1), CLASSES]
         layers = [nn.Sequential(nn.Linear(*widths[n : n + 2]), nn.Tanh()) for n in range(NUM_LAYERS)]
         self.world, self.dtype, self.parallel = world, dtype, layout.strategy(world)
-        self.model = self.parallel.wrap(nn.Sequential(*layers).to(dtype), lambda: layers, layers)
+        self.model = self.parallel.wrap(nn.Sequential(*layers).to(dtype), lambda: layers, layers[::4])
         named = self.parallel.owned_parameters(dict(self.model.named_parameters()))
         self.owned, parameters = set(named), list(named.values())
         self.parallel.begin(parameters)
         count = layout.copies
         shares = tuple(BATCH // count + (number < BATCH % count) for number in range(count)) if count > 1 else ()
         rank = self.parallel.batch_rank if count > 1 else 0
+        micro = 5 if count == 1 else -(-BATCH // (2 * count)) + 1  # two unequal micro-batches for each copy
         self.order = Order(
-            NUM_SAMPLES, BATCH, 5 if world.world_size > 1 else BATCH, seed=3, shares=shares, rank=rank,
+            NUM_SAMPLES, BATCH, micro if world.world_size > 1 else BATCH, seed=3, shares=shares, rank=rank,
             is_lockstep=self.parallel.is_lockstep,
         )  # fmt: skip
         self.training = Training(
@@ -141,7 +142,7 @@ def train(layout: Layout, folder: Path, world: World) -> dict[str, Any]:
     losses = run.advance(HALF)
     run.save(folder)
     result = run.result(losses + run.advance(UPDATES))
-    return result | {"float32": Run(layout, world, torch.float32).advance(UPDATES)}
+    return result | {"float32": Run(layout, world, torch.float32).advance(HALF + 1)}
 
 
 def resume_each(layout: Layout, folders: list[str], world: World) -> list[dict[str, Any]]:
@@ -178,6 +179,7 @@ def assert_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
         assert distance_of_each(expected[name], result[name]) <= ADAPTIVE, name
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if 1 < layout.num_ranks < 8])
 def test_every_strategy_on_up_to_four_ranks_trains_like_one_process(name: str, trained: Any) -> None:
@@ -185,7 +187,7 @@ def test_every_strategy_on_up_to_four_ranks_trains_like_one_process(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.num_ranks == 8])
 def test_every_strategy_on_eight_ranks_trains_like_one_process(name: str, trained: Any) -> None:
     assert_trains_like_one_process(name, trained)
@@ -195,7 +197,7 @@ def assert_trains_like_one_process(name: str, trained: Any) -> None:
     (alone,), results = trained("one process")[1], trained(name)[1]
     for result in results:
         assert distance(alone["losses"], result["losses"]) <= PROMISED[torch.float64]
-        assert distance(alone["losses"], result["float32"]) <= PROMISED[torch.float32]
+        assert distance(alone["losses"][: HALF + 1], result["float32"]) <= PROMISED[torch.float32]
     assert_equal(results[0], alone)
 
 

@@ -29,7 +29,7 @@ from tests.distributed.test_sharded import ALONE, Run, listed, sharded
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
 pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
-RANKS, SHARES, MICRO, HALF, UPDATES = 4, (11, 8, 9, 4), 5, 2, 4
+RANKS, SHARES, MICRO, HALF, UPDATES = 4, (11, 8, 9, 4), 6, 1, 3
 in_pairs = partial(sharded, shard_size=2)
 
 

@@ -176,7 +176,7 @@ def listed(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def trained(world: World, *, updates: int = 6, **options: Any) -> dict[str, Any]:
+def trained(world: World, *, updates: int = 4, **options: Any) -> dict[str, Any]:
     """Return losses, norms, counts and the weights after some updates."""
     run = Run(world, **options)
     steps = run.advance(updates)
@@ -480,7 +480,7 @@ def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
 
     def start(world: World) -> dict[str, Any]:
         run = Run(world, shares=(19, 13), micro=8, **options)
-        run.advance(2)
+        run.advance(1)
         return run.saved()
 
     def reduce(saved: dict[str, Any], until: int, world: World) -> dict[str, Any]:
@@ -493,10 +493,10 @@ def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
         return run.saved()
 
     uninterrupted = Run(ALONE, **options)
-    uninterrupted.advance(6)
+    uninterrupted.advance(3)
     expected = uninterrupted.saved()
-    on_one = reduce(run_ranks(start, 2)[0], 4, ALONE)
-    result = run_ranks(partial(reduce, on_one, 6), 2)[0]
+    on_one = reduce(run_ranks(start, 2)[0], 2, ALONE)
+    result = run_ranks(partial(reduce, on_one, 3), 2)[0]
     assert result["optimizer"].keys() == expected["optimizer"].keys()
     assert distance_of_each(expected["model"], result["model"]) < PROMISED[torch.float64]
     assert distance_of_each(expected["optimizer"], result["optimizer"]) < PROMISED[torch.float64]

@@ -41,7 +41,7 @@ class Gathered:
 
 
 def run_of(world: World, **options: Any) -> Run:
-    return Run(world, shares=SHARES[world.world_size], micro=4, strategy=partial(Sharded, **options))
+    return Run(world, shares=SHARES[world.world_size], micro=8, strategy=partial(Sharded, **options))
 
 
 def outputs_of(run: Run, calls: int) -> list[Any]:
@@ -54,10 +54,10 @@ def walk(world: World) -> dict[str, Any]:
     """Evaluate between updates; each rank calls the model a different number of times."""
     run = run_of(world, gathers_model=False)
     gathered = Gathered(run.model)
-    run.advance(2)
+    run.advance(1)
     outputs = outputs_of(run, 1 + 2 * world.rank)
     most, kinds = gathered.most, {type(weight) for weight in run.model.parameters()}
-    run.advance(4)
+    run.advance(2)
     return {
         "outputs": outputs,
         "most": most,
@@ -74,7 +74,7 @@ def results() -> list[dict[str, Any]]:
 
 def test_ranks_call_the_model_different_numbers_of_times(results: list[dict[str, Any]]) -> None:
     run = Run(World(CPU))
-    run.advance(2)
+    run.advance(1)
     expected = outputs_of(run, 1 + 2 * RANKS)
     for rank, result in enumerate(results):
         assert len(result["outputs"]) == 1 + 2 * rank
@@ -85,7 +85,7 @@ def test_ranks_call_the_model_different_numbers_of_times(results: list[dict[str,
 def test_training_continues_as_without_an_evaluation(results: list[dict[str, Any]]) -> None:
     def without(world: World) -> Any:
         run = run_of(world, gathers_model=False)
-        run.advance(4)
+        run.advance(2)
         return listed(run.parallel.gather_full(run.model.state_dict()))
 
     assert results[0]["model"] == run_ranks(without, RANKS)[0]

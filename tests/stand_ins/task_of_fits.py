@@ -5,7 +5,7 @@ from torch import nn
 
 from runner import Fit, Task
 
-WIDTH, LENGTH = 512, 64
+WIDTH, LENGTH = 256, 64
 PHASES = {
     "covariance": {"kind": "fit"},
     "projection": {"kind": "fit"},

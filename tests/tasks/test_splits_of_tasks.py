@@ -12,7 +12,7 @@ from runner.base.task import Task
 from runner.cli import main
 from tests.tasks.test_resume_of_tasks import NEEDS, WORDS
 
-SHORT = WORDS | {"gpt": ["updates=3", "global_batch_size=4"]}
+SHORT = WORDS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["updates=1", "global_batch_size=4"]}
 
 
 @pytest.mark.slow
@@ -38,6 +38,6 @@ def test_training_reads_no_data_of_the_test_split(task: str, tmp_path: Path, mon
         if "dataset" in vars(kind):
             monkeypatch.setattr(kind, "dataset", record(vars(kind)["dataset"]))
     monkeypatch.chdir(tmp_path)
-    args = [f"task={name}", *options, *SHORT[task], "evaluate.samples=4", "evaluate.every=2", "checkpoint.every=1"]
+    args = [f"task={name}", *options, *SHORT[task], "evaluate.samples=2", "evaluate.every=2", "checkpoint.every=1"]
     assert main(["train", *args, "run=mine", "device=cpu", "monitor=off"]) == 0
     assert read == {"train", "val"}

@@ -11,7 +11,7 @@ import torch
 
 from runner.base.errors import Exit
 from runner.durable.checkpoint import load, newest_valid
-from tests.forkserver import ForkServer
+from tests.commands_here import run_here
 from tests.rounding import allowed, distance
 from tests.trained.task_with_tables import SIZES, TEXTS, Samples, build
 
@@ -20,16 +20,16 @@ RUN = "outputs/one"
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
-    result = server.run(f"train --task {TASK} run=one dataloader.bad_samples=skip", folder)
+    result = run_here(f"train --task {TASK} run=one dataloader.bad_samples=skip", folder)
     assert result.code == 0, result.err
     assert "accel-run inference" in result.out
     return folder
 
 
-def predict(server: ForkServer, folder: Path, args: str = "", file: str = "val.csv") -> list[dict[str, str]]:
-    result = server.run(f"inference one {args}", folder)
+def predict(folder: Path, args: str = "", file: str = "val.csv") -> list[dict[str, str]]:
+    result = run_here(f"inference one {args}", folder)
     assert result.code == 0, result.err
     assert file in result.out
     with (folder / RUN / "predictions" / file).open(encoding="utf-8", newline="") as lines:
@@ -40,8 +40,8 @@ def text_of(folder: Path, file: str = "val.csv") -> bytes:
     return (folder / RUN / "predictions" / file).read_bytes()
 
 
-def test_the_table_has_the_predictions_of_a_plain_loop(server: ForkServer, trained: Path) -> None:
-    rows = predict(server, trained, "inference.split=test inference.scale=2.0", "test.csv")
+def test_the_table_has_the_predictions_of_a_plain_loop(trained: Path) -> None:
+    rows = predict(trained, "inference.split=test inference.scale=2.0", "test.csv")
 
     model = build().model.eval()
     newest = newest_valid(trained / RUN / "checkpoints")
@@ -61,22 +61,22 @@ def test_the_table_has_the_predictions_of_a_plain_loop(server: ForkServer, train
     assert torch.equal(halves, halves.bfloat16().float())
 
 
-def test_readers_and_ranks_write_the_same_bytes(server: ForkServer, trained: Path) -> None:
-    predict(server, trained, "dataloader.num_workers=0")
+def test_readers_and_ranks_write_the_same_bytes(trained: Path) -> None:
+    predict(trained, "dataloader.num_workers=0")
     alone = text_of(trained)
     for args in (
         "dataloader.num_workers=1", "dataloader=thread",
         "parallelism=ddp parallelism.world_size=2", "parallelism=ddp parallelism.world_size=2 dataloader.num_workers=1",
     ):  # fmt: skip
-        predict(server, trained, args)
+        predict(trained, args)
         assert text_of(trained) == alone, args
 
 
-def test_ranks_share_the_batches_of_given_weights(server: ForkServer, trained: Path) -> None:
+def test_ranks_share_the_batches_of_given_weights(trained: Path) -> None:
     tables = []
     for world_size in (1, 2):
         args = f"--task {TASK} weights=outputs/one run=given parallelism=ddp parallelism.world_size={world_size}"
-        result = server.run(f"inference {args}", trained)
+        result = run_here(f"inference {args}", trained)
         assert result.code == 0, result.err
         folder = trained / "outputs" / "given" / "predictions"
         assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["world_size"] == world_size
@@ -84,30 +84,30 @@ def test_ranks_share_the_batches_of_given_weights(server: ForkServer, trained: P
     assert tables[0] == tables[1]
 
 
-def test_draws_depend_on_the_sample_and_the_seed_only(server: ForkServer, trained: Path) -> None:
-    draws = [row["draw"] for row in predict(server, trained)]
+def test_draws_depend_on_the_sample_and_the_seed_only(trained: Path) -> None:
+    draws = [row["draw"] for row in predict(trained)]
     assert len({*draws}) == SIZES["val"]
-    assert [row["draw"] for row in predict(server, trained, "inference.batch_size=5")] == draws
-    assert [row["draw"] for row in predict(server, trained, "inference.seed=1")] != draws
+    assert [row["draw"] for row in predict(trained, "inference.batch_size=5")] == draws
+    assert [row["draw"] for row in predict(trained, "inference.seed=1")] != draws
 
 
-def test_shards_of_separate_commands_are_separate_files(server: ForkServer, trained: Path) -> None:
-    whole = [row["index"] for row in predict(server, trained, "inference.batch_size=4")]
+def test_shards_of_separate_commands_are_separate_files(trained: Path) -> None:
+    whole = [row["index"] for row in predict(trained, "inference.batch_size=4")]
     parts = [
-        predict(server, trained, f"inference.batch_size=4 inference.shard={part} inference.num_shards=2", name)
+        predict(trained, f"inference.batch_size=4 inference.shard={part} inference.num_shards=2", name)
         for part, name in enumerate(("val-0-of-2.csv", "val-1-of-2.csv"))
     ]
     assert sorted(int(row["index"]) for part in parts for row in part) == [int(index) for index in whole]
     assert all(parts)
 
 
-def test_some_samples_are_spread_over_the_split(server: ForkServer, trained: Path) -> None:
-    rows = predict(server, trained, "inference.samples=3")
+def test_some_samples_are_spread_over_the_split(trained: Path) -> None:
+    rows = predict(trained, "inference.samples=3")
     assert [row["index"] for row in rows] == ["0", "7", "14"]
 
 
-def test_samples_that_cannot_be_read_have_no_row(server: ForkServer, trained: Path) -> None:
-    rows = predict(server, trained, "task.bad=true")
+def test_samples_that_cannot_be_read_have_no_row(trained: Path) -> None:
+    rows = predict(trained, "task.bad=true")
     assert {str(index) for index in range(SIZES["val"])} - {row["index"] for row in rows} == {"3", "17"}
 
 
@@ -117,9 +117,9 @@ def test_samples_that_cannot_be_read_have_no_row(server: ForkServer, trained: Pa
      "nested", "sparse", "float8"],
 )  # fmt: skip
 @pytest.mark.slow_beyond(3)
-def test_other_results_are_an_error_of_the_task(returned: str, server: ForkServer, trained: Path) -> None:
+def test_other_results_are_an_error_of_the_task(returned: str, trained: Path) -> None:
     (trained / RUN / "predictions" / "val.csv").unlink(missing_ok=True)
-    result = server.run(f"inference one task.returned={returned}", trained)
+    result = run_here(f"inference one task.returned={returned}", trained)
     assert result.code == Exit.SOFTWARE
     assert "task_with_tables.py" in result.err
     assert "predict_batch" in result.err
@@ -127,24 +127,24 @@ def test_other_results_are_an_error_of_the_task(returned: str, server: ForkServe
     assert not (trained / RUN / "predictions" / "val.csv").exists()
 
 
-def test_a_split_that_the_task_lacks_is_refused(server: ForkServer, trained: Path) -> None:
-    result = server.run("inference one inference.split=rare", trained)
+def test_a_split_that_the_task_lacks_is_refused(trained: Path) -> None:
+    result = run_here("inference one inference.split=rare", trained)
     assert result.code == Exit.CONFIG
     assert "inference.split=rare" in result.err
 
 
-def test_a_batch_that_is_out_of_memory_is_predicted_in_smaller_ones(server: ForkServer, trained: Path) -> None:
+def test_a_batch_that_is_out_of_memory_is_predicted_in_smaller_ones(trained: Path) -> None:
     unpacked = "        x, label, names = batch\n"
     refused = f"{unpacked}        if len(label) > 3:\n            raise MemoryError('planted')\n"
     text = TASK.read_text(encoding="utf-8").replace(unpacked, refused)
     (trained / "small_task.py").write_text(text, encoding="utf-8")
-    result = server.run("inference --task small_task.py run=one inference.split=test", trained)
+    result = run_here("inference --task small_task.py run=one inference.split=test", trained)
     assert result.code == 0, result.err
     assert "batch_size=2" in result.err + result.out
     assert len(text_of(trained, "test.csv").splitlines()) == SIZES["test"] + 1
 
 
-def test_an_out_of_memory_error_on_one_rank_loses_no_sample(server: ForkServer, trained: Path) -> None:
+def test_an_out_of_memory_error_on_one_rank_loses_no_sample(trained: Path) -> None:
     unpacked = "        x, label, names = batch\n"
     refused = (
         f"{unpacked}        if len(label) > 3 and 'name, \"0\"' in names:\n            raise MemoryError('planted')\n"
@@ -152,12 +152,12 @@ def test_an_out_of_memory_error_on_one_rank_loses_no_sample(server: ForkServer, 
     text = TASK.read_text(encoding="utf-8").replace(unpacked, refused)
     (trained / "small_task.py").write_text(text, encoding="utf-8")
     args = "--task small_task.py inference.batch_size=4 parallelism=ddp parallelism.world_size=2"
-    rows = predict(server, trained, args)
+    rows = predict(trained, args)
     assert [int(row["index"]) for row in rows] == [*range(SIZES["val"])]
 
 
-def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(server: ForkServer, trained: Path) -> None:
-    result = server.run("inference one task.returned=texts task.item=token", trained)
+def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(trained: Path) -> None:
+    result = run_here("inference one task.returned=texts task.item=token", trained)
     assert result.code == 0, result.err
     assert max(map(len, result.out.splitlines())) < 1000, "long rows are only in the file"
     with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
@@ -169,10 +169,10 @@ def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(server: Fork
     assert (summary["item"], summary["items"]) == ("sample", SIZES["val"])
 
 
-def test_secrets_are_redacted_in_each_cell(server: ForkServer, trained: Path) -> None:
+def test_secrets_are_redacted_in_each_cell(trained: Path) -> None:
     """In a row, the three other cells look like a URL with a password."""
     env = {"MY_TOKEN": 'k7"Qx,29\nvZ4'}
-    result = server.run("inference one task.returned=secrets", trained, env)
+    result = run_here("inference one task.returned=secrets", trained, env)
     assert result.code == 0, result.err
     with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
         rows = [*csv.DictReader(lines)]
@@ -180,50 +180,47 @@ def test_secrets_are_redacted_in_each_cell(server: ForkServer, trained: Path) ->
     assert [{name: row[name] for name in expected} for row in rows] == [expected] * SIZES["val"]
 
 
-def test_each_task_of_a_file_receives_its_own_options(server: ForkServer, trained: Path) -> None:
+def test_each_task_of_a_file_receives_its_own_options(trained: Path) -> None:
     text = TASK.read_text(encoding="utf-8").replace("return Tables(", 'return (Other if item == "other" else Tables)(')
     text = text.replace("scale: float = 1.0", "scale: float = 1.0, limits: tuple[float, ...] = (0.0, 1.0)")
     other = "class Other(Tables):\n    def predict_batch(self, model, batch, *, add: float = 0.0):\n"
     other += '        return {"sum": model(batch[0]).sum(-1) + add}\n'
     (trained / "two_tasks.py").write_text(f"{text}\n\n{other}", encoding="utf-8")
     sums = [
-        [
-            float(row["sum"])
-            for row in predict(server, trained, f"--task two_tasks.py task.item=other inference.add={add}")
-        ]
+        [float(row["sum"]) for row in predict(trained, f"--task two_tasks.py task.item=other inference.add={add}")]
         for add in (0, 64)
     ]
     assert all(after > before + 32 for before, after in zip(*sums, strict=True))
-    predict(server, trained, "--task two_tasks.py inference.scale=2.0")
-    result = server.run("inference --task two_tasks.py run=one inference.add=1", trained)
+    predict(trained, "--task two_tasks.py inference.scale=2.0")
+    result = run_here("inference --task two_tasks.py run=one inference.add=1", trained)
     assert result.code == Exit.CONFIG
     assert "inference.add=1" in result.err
 
 
-def test_a_shard_without_batches_is_refused(server: ForkServer, trained: Path) -> None:
-    result = server.run("inference one inference.batch_size=11 inference.shard=2 inference.num_shards=3", trained)
+def test_a_shard_without_batches_is_refused(trained: Path) -> None:
+    result = run_here("inference one inference.batch_size=11 inference.shard=2 inference.num_shards=3", trained)
     assert result.code == Exit.CONFIG
     assert "inference.shard=2" in result.err
 
 
-def test_a_shard_that_does_not_exist_is_refused(server: ForkServer, trained: Path) -> None:
-    result = server.run("inference one inference.shard=2 inference.num_shards=2", trained)
+def test_a_shard_that_does_not_exist_is_refused(trained: Path) -> None:
+    result = run_here("inference one inference.shard=2 inference.num_shards=2", trained)
     assert result.code == Exit.CONFIG
     assert "inference.shard" in result.err
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(server: ForkServer, trained: Path) -> None:
+def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(trained: Path) -> None:
     text = TASK.read_text(encoding="utf-8") + '\n\nPHASES = {"other": {"kind": "train"}}\n'
     (trained / "phase_task.py").write_text(text, encoding="utf-8")
-    result = server.run("inference --task phase_task.py run=one", trained)
+    result = run_here("inference --task phase_task.py run=one", trained)
     assert result.code == Exit.INCOMPATIBLE_RESUME
     assert "PHASES" in result.err
 
 
-def test_a_predict_that_expects_a_batch_is_refused_before_training(server: ForkServer, tmp_path: Path) -> None:
+def test_a_predict_that_expects_a_batch_is_refused_before_training(tmp_path: Path) -> None:
     text = TASK.read_text(encoding="utf-8").replace("def predict_batch(", "def predict(")
     (tmp_path / "old_task.py").write_text(text, encoding="utf-8")
-    result = server.run("train --task old_task.py", tmp_path)
+    result = run_here("train --task old_task.py", tmp_path)
     assert result.code == Exit.CONFIG
     assert "predict_batch" in result.err

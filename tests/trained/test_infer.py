@@ -28,8 +28,8 @@ from runner.engine.contract.contract_checks import validate_prediction
 from runner.launch import trained_ranks
 from runner.trained import infer as module
 from runner.trained.infer import MAX_QUEUED_FILES, PredictionSummary, PredictionWriter, time_calls
+from tests.commands_here import run_here
 from tests.faults.recording import Faults, Quick
-from tests.forkserver import ForkServer
 
 CPU = torch.device("cpu")
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -321,14 +321,14 @@ class Mine(Task):
 """
 
 
-def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServer, tmp_path: Path) -> None:
+def test_ranks_share_the_predictions_and_each_is_computed_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SHARDED)
-    trained = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
+    trained = run_here(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
     assert trained.code == 0, trained.err
     folder = tmp_path / "outputs" / "first" / "predictions"
     actual, summaries = [], []
     for args in ([], ["parallelism=ddp", "parallelism.world_size=2"]):
-        result = server.run(["inference", "first", *args], tmp_path)
+        result = run_here(["inference", "first", *args], tmp_path)
         assert result.code == 0, result.err
         actual.append({path.name: path.read_bytes() for path in folder.glob("*.npy")})
         summaries.append(json.loads((folder / "summary.json").read_text()))
@@ -345,20 +345,20 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     for summary in summaries:
         assert (summary["predictions"], summary["items"], summary["model"]["calls"]) == (9, 18, 9)
         assert summary["items_per_s"] == 18 / summary["seconds"]
-    twice = server.run(["inference", "first", "inference.same=true", *args], tmp_path)
+    twice = run_here(["inference", "first", "inference.same=true", *args], tmp_path)
     assert twice.code == 70
     assert "same.npy" in twice.err
-    alone = server.run(["inference", "first", "inference.same=true"], tmp_path)
+    alone = run_here(["inference", "first", "inference.same=true"], tmp_path)
     assert alone.code == 70, "one prediction would replace the others"
     assert "same.npy" in alone.err
     (folder / "old.npy").touch()
-    part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
+    part = run_here(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
     assert {path.name: path.read_bytes() for path in folder.glob("[0-9].npy")}.items() <= actual[0].items()
     assert not (folder / "numbers.json").exists(), "it would be computed from a part of the predictions"
     assert "old.npy" not in part.out, "other shards write other files"
-    assert "old.npy" in server.run(["inference", "first"], tmp_path).out
+    assert "old.npy" in run_here(["inference", "first"], tmp_path).out
 
 
 def test_ranks_wait_for_each_other_without_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

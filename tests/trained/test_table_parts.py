@@ -17,6 +17,7 @@ from runner.durable.directory import RunDirectory
 from runner.loading.fetcher import Fetcher
 from runner.trained.batch_predictions import PredictedBatch, PredictedRows, SplitBatches
 from runner.trained.table_parts import TableParts
+from tests.commands_here import run_here
 from tests.faults.crash_states import states
 from tests.faults.histories import History, Promise, check
 from tests.forkserver import CompletedCommand, ForkServer
@@ -37,7 +38,7 @@ STOP = """
 
 
 @pytest.fixture(scope="module")
-def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     text = TASK.read_text(encoding="utf-8").replace(
         "import os\n", "import os\nimport signal\nfrom pathlib import Path\n"
@@ -48,7 +49,7 @@ def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     text = text.replace(points, f'{points} + Path("shifted").exists()')
     text = text.replace('"name": names,', '"name": names, "drawn": torch.rand(len(label)),')
     (folder / "tables.py").write_text(text, encoding="utf-8")
-    result = server.run("train --task tables.py run=one checkpoint.every=1", folder)
+    result = run_here("train --task tables.py run=one checkpoint.every=1", folder)
     assert result.code == 0, result.err
     return folder
 
@@ -81,7 +82,7 @@ def parts_in(folder: Path) -> list[Path]:
     return sorted((folder / PREDICTIONS / "incomplete").glob("*/part-*.json"))
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("", ""), ("parallelism=ddp parallelism.world_size=2", "parallelism=ddp parallelism.world_size=3"),
@@ -136,7 +137,8 @@ def test_shards_of_separate_commands_continue(server: ForkServer, trained: Path)
     assert summary["kept"] == 16
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     ["inference.batch_size=2", "inference.scale=3.0", "inference.seed=1", "task.item=token", "checkpoint=5", "code",

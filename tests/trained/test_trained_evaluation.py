@@ -27,8 +27,9 @@ from runner.records.events import Console
 from runner.trained import trained_evaluation
 from runner.trained.trained_evaluation import evaluate_run
 from runner.trained.trained_run import find_source
+from tests.commands_here import run_here
 from tests.engine.task_of_averages import build
-from tests.forkserver import CompletedCommand, ForkServer
+from tests.forkserver import CompletedCommand
 
 TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
 ON_CPU = ("device=cpu", "monitor=off", "backend.threads=1", "evaluate.every=2")
@@ -37,16 +38,16 @@ EMA = ("averaging=ema", "averaging.decay=0.9")
 EPS = torch.finfo(torch.float64).eps
 
 
-def train(server: ForkServer, folder: Path, *args: str) -> dict[str, float]:
-    result = server.run(["train", "--task", str(TASK), "run=mine", "updates=6", *ON_CPU, *args], folder)
+def train(folder: Path, *args: str) -> dict[str, float]:
+    result = run_here(["train", "--task", str(TASK), "run=mine", "updates=6", *ON_CPU, *args], folder)
     assert result.code == 0, result.err
     metrics = json.loads((folder / "outputs" / "mine" / "run.json").read_text())["metrics"]
     assert isinstance(metrics, dict)
     return metrics
 
 
-def evaluated(server: ForkServer, folder: Path, *args: str) -> dict[str, Any]:
-    result = server.run(["evaluate", *args, "--json"], folder)
+def evaluated(folder: Path, *args: str) -> dict[str, Any]:
+    result = run_here(["evaluate", *args, "--json"], folder)
     assert result.code == 0, result.err
     record = json.loads(result.out)
     assert isinstance(record, dict)
@@ -64,18 +65,17 @@ def by_hand(folder: Path, update: int, split: str) -> float:
     return float(total) / float(items)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("args", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
-def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
-    args: tuple[str, ...], server: ForkServer, tmp_path: Path
-) -> None:
-    metrics = train(server, tmp_path, *args)
-    record = evaluated(server, tmp_path, "checkpoint=last")
+def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(args: tuple[str, ...], tmp_path: Path) -> None:
+    metrics = train(tmp_path, *args)
+    record = evaluated(tmp_path, "checkpoint=last")
     assert record["metrics"] == metrics
     assert record["update"] == 6
 
 
-def test_a_run_is_evaluated_from_another_folder_with_its_data(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_is_evaluated_from_another_folder_with_its_data(tmp_path: Path) -> None:
     task = """import torch, runner
 class Mine(runner.Task):
     def __init__(self, context):
@@ -93,25 +93,26 @@ def build(context):
     (here / "reads_numbers.py").write_text(task)
     torch.save(torch.ones(32, 1), here / "numbers.pt")
     args = ["train", "--task", "reads_numbers.py", "run=mine", "data.path=numbers.pt", "updates=2", *ON_CPU]
-    result = server.run(args, here)
+    result = run_here(args, here)
     assert result.code == 0, result.err
     arguments = [f"output_root={here / 'outputs'}", "run=mine", "checkpoint=last"]
-    assert evaluated(server, there, *arguments)["metrics"] == evaluated(server, here, *arguments)["metrics"]
+    assert evaluated(there, *arguments)["metrics"] == evaluated(here, *arguments)["metrics"]
 
 
-def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
-    uninterrupted = train(server, tmp_path, "scheduler=constant")
-    train(server, tmp_path / "resumed", "scheduler=constant", "updates=3")
-    train(server, tmp_path / "resumed", "scheduler=constant", "resume_allow=[updates]")
+    uninterrupted = train(tmp_path, "scheduler=constant")
+    train(tmp_path / "resumed", "scheduler=constant", "updates=3")
+    train(tmp_path / "resumed", "scheduler=constant", "resume_allow=[updates]")
     for folder in (tmp_path, tmp_path / "resumed"):
-        assert evaluated(server, folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
+        assert evaluated(folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
-def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path, *args)
-    record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
+def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], tmp_path: Path) -> None:
+    train(tmp_path, *args)
+    record = evaluated(tmp_path, "split=test", "checkpoint=last")
     assert record["samples"] == 37
     assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
     assert record["metrics"]["test/largest"] == float(build().dataset("test").tensors[1].max()), "metrics(split)"
@@ -119,6 +120,7 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: Fork
     assert json.loads(written.read_text()) == record
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
@@ -131,43 +133,39 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: Fork
     ],
     ids=" ".join,
 )
-def test_an_evaluation_does_not_require_a_valid_division_of_an_update(
-    args: tuple[str, ...], server: ForkServer, tmp_path: Path
-) -> None:
-    train(server, tmp_path, "global_batch_size=2")
-    loss = evaluated(server, tmp_path, "checkpoint=last", "split=test", *args)["metrics"]["test/loss"]
+def test_an_evaluation_does_not_require_a_valid_division_of_an_update(args: tuple[str, ...], tmp_path: Path) -> None:
+    train(tmp_path, "global_batch_size=2")
+    loss = evaluated(tmp_path, "checkpoint=last", "split=test", *args)["metrics"]["test/loss"]
     assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
 
 
-def test_a_run_of_ranks_with_a_smaller_last_micro_batch_is_evaluated_by_one_process(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    train(server, tmp_path, *TWO_RANKS, "global_batch_size=10", "micro_batch_size=4")
-    loss = evaluated(server, tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
+def test_a_run_of_ranks_with_a_smaller_last_micro_batch_is_evaluated_by_one_process(tmp_path: Path) -> None:
+    train(tmp_path, *TWO_RANKS, "global_batch_size=10", "micro_batch_size=4")
+    loss = evaluated(tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
     assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
     opened = open_run("--task", TASK, tmp_path / "outputs" / "mine").model("last")
     saved = checkpoint.load(checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)).tensors("model")
     assert all(torch.equal(value, saved[name]) for name, value in opened.state_dict().items())
 
 
-def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluate_uses_the_best_checkpoint_by_default(tmp_path: Path) -> None:
     args = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
-    train(server, tmp_path, *args)
+    train(tmp_path, *args)
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
     losses = {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = max(losses, key=lambda update: losses[update])
     assert best != 6, "the test needs a run whose last checkpoint is not its best"
-    result = evaluated(server, tmp_path)
+    result = evaluated(tmp_path)
     assert (result["update"], result["marks"][0]) == (best, "best")
     assert result["metrics"]["val/loss"] == losses[best]
-    assert evaluated(server, tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
-    assert evaluated(server, tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
+    assert evaluated(tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
+    assert evaluated(tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
 
 
 def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(server, tmp_path)
+    train(tmp_path)
     clock = SimpleNamespace(perf_counter=itertools.count(100, 5).__next__)
     monkeypatch.setattr(trained_evaluation, "time", clock)
     monkeypatch.chdir(tmp_path)
@@ -176,18 +174,18 @@ def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
     assert json.loads(written.read_text())["seconds"] == 5
 
 
-def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path)
+def test_evaluate_needs_no_run_if_weights_are_given(tmp_path: Path) -> None:
+    train(tmp_path)
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)
     save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
     args = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
-    record = evaluated(server, tmp_path, *args)
-    assert record["metrics"] == evaluated(server, tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
+    record = evaluated(tmp_path, *args)
+    assert record["metrics"] == evaluated(tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
     assert (tmp_path / "outputs/given/evaluations/test-weights.json").is_file()
-    assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
+    assert refused(tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
-def test_given_weights_are_used_as_at_the_end_of_the_phase(server: ForkServer, tmp_path: Path) -> None:
+def test_given_weights_are_used_as_at_the_end_of_the_phase(tmp_path: Path) -> None:
     save_file(build().model.state_dict(), tmp_path / "w.safetensors")
     begun = (
         "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update - progress.total\n"
@@ -196,52 +194,54 @@ def test_given_weights_are_used_as_at_the_end_of_the_phase(server: ForkServer, t
     shown = '"begun": (float(self.begun == ("train", 0)) * len(batch[0]), len(batch[0]))'
     (tmp_path / TASK.name).write_text(text.replace('        return {"loss"', f'        return {{{shown}, "loss"'))
     given = ("--task", TASK.name, "weights=w.safetensors", *ON_CPU)
-    assert evaluated(server, tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1
+    assert evaluated(tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "method", ["evaluate(self, model, batch)", "begin_update(self, progress)", "begin_phase(self, phase)"]
 )
-def test_an_error_in_the_task_is_reported_with_its_line(method: str, server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path)
+def test_an_error_in_the_task_is_reported_with_its_line(method: str, tmp_path: Path) -> None:
+    train(tmp_path)
     text, place = TASK.read_text(), f"    def {method}:\n"
     if place not in text:
         text = text.replace("    def loss(", f"{place}        pass\n\n    def loss(")
     (tmp_path / TASK.name).write_text(text.replace(place, f"{place}        self.undefined.clear()\n"))
-    result = refused(server, tmp_path, "mine", "--task", TASK.name)
+    result = refused(tmp_path, "mine", "--task", TASK.name)
     assert result.code == 70
     assert f"{TASK.name}:" in result.err
     assert "self.undefined.clear()" in result.err
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
-def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
     (tmp_path / TASK.name).write_text(text)
-    train(server, tmp_path, "--task", TASK.name, *args)
-    result = server.run(["evaluate", "--json"], tmp_path)
+    train(tmp_path, "--task", TASK.name, *args)
+    result = run_here(["evaluate", "--json"], tmp_path)
     assert json.loads(result.out)["split"] == "val"
     assert "loading" in result.err
 
 
-def refused(server: ForkServer, folder: Path, *args: str) -> CompletedCommand:
-    result = server.run(["evaluate", *args], folder)
+def refused(folder: Path, *args: str) -> CompletedCommand:
+    result = run_here(["evaluate", *args], folder)
     assert "Traceback" not in result.err
     return result
 
 
 @pytest.mark.slow
-def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_path: Path) -> None:
+def test_a_misspelled_split_is_a_configuration_error(tmp_path: Path) -> None:
     lacks = "if split not in ('train', 'val'): raise InputMissing('there is none', where='data.path', fix='add it')"
     text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
     own = tmp_path / "own.py"
     own.write_text(text.replace("import torch\n", "import torch\nfrom runner.base.errors import InputMissing\n", 1))
-    result = server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
+    result = run_here(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
     assert result.code == 0, result.err
-    misspelled = refused(server, tmp_path, "split=vall")
+    misspelled = refused(tmp_path, "split=vall")
     assert misspelled.code == 78
     assert "val?" in misspelled.err
-    assert refused(server, tmp_path, "split=test").code == 66
+    assert refused(tmp_path, "split=test").code == 66
 
 
 MISSING: list[tuple[str, str, type[AccelRunError]]] = [
@@ -291,43 +291,40 @@ def test_a_split_of_another_name_is_evaluated_only_if_the_task_declares_it(
     assert main(["evaluate", "split=rare"]) == 0
 
 
-def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
-    assert refused(server, tmp_path, "split=dev").code == 78
-    assert refused(server, tmp_path, "split=../x").code == 78
-    assert refused(server, tmp_path, "checkpoint=bset").code == 78
-    missing = refused(server, tmp_path, "checkpoint=5")
+def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(tmp_path: Path) -> None:
+    train(tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
+    assert refused(tmp_path, "split=dev").code == 78
+    assert refused(tmp_path, "split=../x").code == 78
+    assert refused(tmp_path, "checkpoint=bset").code == 78
+    missing = refused(tmp_path, "checkpoint=5")
     assert missing.code == 66
     assert all(number in missing.err for number in ("2", "4", "6 (")), missing.err
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 4)
     (path / "model.safetensors").write_bytes(b"damaged")
-    damaged = refused(server, tmp_path, "checkpoint=4")
+    damaged = refused(tmp_path, "checkpoint=4")
     assert damaged.code == 65
     assert "damaged: 4" in damaged.err
 
 
-def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(tmp_path: Path) -> None:
     raises = "        if self.split == 'test' and len(batch[0]) > 2:\n            raise ERROR\n"
     text = TASK.read_text().replace('        return {"loss"', f'{raises}        return {{"loss"')
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise torch.OutOfMemoryError("CUDA out of memory")'))
-    train(server, tmp_path, "--task", TASK.name, "micro_batch_size=8")
-    record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
+    train(tmp_path, "--task", TASK.name, "micro_batch_size=8")
+    record = evaluated(tmp_path, "split=test", "checkpoint=last")
     assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
-    assert refused(server, tmp_path, "split=test", "on_oom=stop").code == 80
+    assert refused(tmp_path, "split=test", "on_oom=stop").code == 80
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise ValueError("of the task")'))
-    assert server.run(["evaluate", "split=test"], tmp_path).code == 70, "other errors are not retried"
+    assert run_here(["evaluate", "split=test"], tmp_path).code == 70, "other errors are not retried"
 
 
-def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(tmp_path: Path) -> None:
     sizes = tmp_path / "sizes"
-    counted = f'        open({str(sizes)!r}, "a").write(f"{{len(batch[0])}} ")\n        return {{"loss"'
+    written = f'        with open({str(sizes)!r}, "a") as file:\n            file.write(f"{{len(batch[0])}} ")\n'
+    counted = f'{written}        return {{"loss"'
     (tmp_path / TASK.name).write_text(TASK.read_text().replace('        return {"loss"', counted))
-    train(server, tmp_path, "--task", TASK.name, "micro_batch_size=8")
-    before = evaluated(server, tmp_path)["metrics"]["val/loss"]
+    train(tmp_path, "--task", TASK.name, "micro_batch_size=8")
+    before = evaluated(tmp_path)["metrics"]["val/loss"]
     row = ReducedMicroBatch("train", 2, None, 4, 8, 1, "evaluation")
     others = (
         replace(row, use="training", size=1), replace(row, asked=4, size=1), replace(row, world_size=2, size=1),
@@ -338,6 +335,6 @@ def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
         sizes.write_text("")
         with RunDirectory.create_or_open(tmp_path / "outputs", "mine") as run:
             write_reductions(run, list(rows))
-        result = evaluated(server, tmp_path)["metrics"]["val/loss"]
+        result = evaluated(tmp_path)["metrics"]["val/loss"]
         assert max(map(int, sizes.read_text().split())) == largest
         assert result == pytest.approx(before, rel=2 * 64 * EPS)

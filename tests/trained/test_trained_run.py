@@ -20,7 +20,7 @@ from runner.durable.directory import RunDirectory
 from runner.host.gc_pause import paused_collection
 from runner.records.events import Console
 from runner.trained.trained_run import load_trained_model, open_trained
-from tests.forkserver import ForkServer
+from tests.commands_here import run_here
 
 TASK = """
 import torch
@@ -53,12 +53,12 @@ class Noted(Regression):
 
 
 @pytest.fixture(scope="module")
-def folder(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a trained run `mine`, beside its task `noted.py` and its weights `w.safetensors`."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "noted.py").write_text(TASK)
     args = ["train", "--task", "noted.py", "run=mine", f"output_root={folder}", "device=cpu", "monitor=off"]
-    result = server.run(args, folder)
+    result = run_here(args, folder)
     assert result.code == 0, result.err
     last = checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", 5))
     save_file(last.tensors("model"), folder / "w.safetensors")
@@ -127,19 +127,19 @@ def test_opening_a_run_enables_garbage_collection(folder: Path) -> None:
         assert gc.isenabled()
 
 
-def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder: Path, server: ForkServer) -> None:
+def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder: Path) -> None:
     """The report shows the metrics of the last evaluation, but inference uses the best checkpoint."""
     task = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
     args = ["train", "--task", str(task), f"output_root={folder}", "device=cpu", "monitor=off", "updates=6"]
     args += ["evaluate.every=2", "checkpoint.every=2"]
-    worse = server.run([*args, "run=worse", "checkpoint.best_is=max"], folder)
-    better = server.run([*args, "run=better"], folder)
+    worse = run_here([*args, "run=worse", "checkpoint.best_is=max"], folder)
+    better = run_here([*args, "run=better"], folder)
     assert (worse.code, better.code) == (0, 0), worse.err
     assert "update-0000000002" in worse.out
     assert "update-00000000" not in better.out
 
 
-def test_a_model_keeps_the_modules_of_a_precision_of_the_user(server: ForkServer, tmp_path: Path) -> None:
+def test_a_model_keeps_the_modules_of_a_precision_of_the_user(tmp_path: Path) -> None:
     table = """
 from torch import nn
 
@@ -159,7 +159,7 @@ PRECISIONS = {"doubled": ("fp32", doubled)}
 """
     (tmp_path / "noted.py").write_text(TASK + table)
     overrides = ("run=mine", f"output_root={tmp_path}", "device=cpu", "monitor=off", "precision=doubled")
-    result = server.run(["train", "--task", "noted.py", *overrides], tmp_path)
+    result = run_here(["train", "--task", "noted.py", *overrides], tmp_path)
     assert result.code == 0, result.err
     weights = checkpoint.load(checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 5)).tensors("model")
     model = load_trained_model(RunDirectory.find(tmp_path, "mine"), request_of(tmp_path, "run=mine"), "last")
