@@ -38,7 +38,7 @@ def ddp(
 
     Gradients are summed over the ranks and divided by the total number of items.
 
-    shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
+    shares      how an update is divided among the ranks: equally, by memory, by measured speed, or as in [19,13]
     """
     return Replicated(world, is_lockstep=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
@@ -62,11 +62,11 @@ def fsdp(
     """Fully sharded data parallel: each rank holds a shard of parameters, gradients and optimizer state.
 
     world_size             number of ranks; auto: one per GPU; more than one rank needs torch 2.13
-    shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
+    shares                 how an update is divided among the ranks: equally, or as in [19,13]; parameters are always
                            sharded evenly
-    shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
-                           auto: the ranks of one machine, if all machines have equally many, the shards fit, and an
-                           update is not predicted to be slower than with all
+    shard_size             number of ranks that together hold one copy of the model: all; a number that divides
+                           world_size; auto: the ranks of one machine if all machines have equally many ranks, the
+                           shards fit, and an update is not predicted to be slower than with all; otherwise all
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            dtype in which parameters are communicated; a 16-bit dtype must match precision
     gradients              full: keep unsharded gradients, and reduce them after the last micro-batch of an update;
@@ -111,8 +111,8 @@ def pipeline(
 ) -> Parallel:
     """Pipeline parallelism: each rank holds some of the layers, for models that do not fit on a single device.
 
-    stages      ranks that hold one copy of the model together: all, a number that divides world_size, or auto: the
-                number with the shortest predicted update among those that fit; on a CPU or with memory=budget, all.
+    stages      number of ranks that together hold one copy of the model: all; a number that divides world_size; auto:
+                the number with the shortest predicted update among those that fit; on a CPU or with memory=budget, all.
                 With several copies, each processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage, such as [8,6]; null: determined by balance
@@ -137,7 +137,7 @@ def pipeline(
 
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:
-    """Let the plan choose: single on one device; else ddp, fsdp or pipeline, by the memory of model and devices."""
+    """Let the plan choose: single on one device; else ddp, fsdp or pipeline, depending on what fits into memory."""
     raise AssertionError("the plan must replace parallelism=auto before it is used")
 
 

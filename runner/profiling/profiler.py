@@ -240,13 +240,13 @@ def trace(
     record_shapes: bool = False,
     only: bool = False,
 ) -> Profiler:
-    """Profile operators, modules and waits in a few updates of each phase; write the results to profile/ of the run.
+    """Profile operators, modules and waits in a few updates of each phase; write results to profile/ in the run folder.
 
     skip           warm-up updates that are not recorded
-    updates        number of updates timed without a profiler, then with operators recorded, then with modules recorded
+    updates        number of updates in each stage: timed without a profiler, recorded by operator, recorded by module
     depth          modules nested deeper than this count toward their parent
     sort_by        sort operators by self time, total time (including children) or calls
-    with_stack     record the line of the task for each operator (slower, larger files)
+    with_stack     record the line of task code that called each operator (slower, larger files)
     record_shapes  separate operators by input shapes
     only           end each phase after its profile; nothing is evaluated or saved
     """

@@ -84,7 +84,7 @@ def build(
     categories: tuple[str, ...] | None = None,
     fold: PositiveInt = 1,
 ) -> Task:
-    """A transformer that finds the keypoints of a category not seen in training, defined by one picture.
+    """A transformer that finds the keypoints of a category not seen in training, given one annotated image.
 
     size        tiny: a small residual network on 64 x 64 images, for two CPU cores; full: ResNet-50 and 6 + 6 layers
     attention   attention to image features: dense or deformable; null: dense for tiny, deformable for full

@@ -69,7 +69,7 @@ def build(
 
     size               tiny: for two CPU cores; 124m, 350m: the published sizes
     tokenizer          byte: 256 tokens; bpe: byte-pair encoding, trained once on the text; needs the package tokenizers
-    vocab_size         tokens in the vocabulary; null: 50257 as published, the tokenizer's for tiny
+    vocab_size         tokens in the vocabulary; null: that of the tokenizer for tiny, else 50257 as published
     block_size         context length: tokens per sample; null: depends on size (tiny 64, others 1024)
     dropout            dropout probability after the embedding and at the end of each branch
     attention_dropout  dropout probability of attention weights; above 0, training uses no fused attention kernel
@@ -150,13 +150,13 @@ class GPT(Task):
     ) -> Iterator[Prediction]:
         """Yield continuations of a prompt.
 
-        prompt          text to continue; empty: the beginning of a document. With token shards, whose encoding is not
-                        known: token numbers
+        prompt          text to continue; empty: the beginning of a document. With token shards, whose encoding is
+                        unknown, use token IDs
         samples         number of continuations
-        max_new_tokens  maximum number of new tokens per continuation; the end of a document ends it earlier
+        max_new_tokens  maximum number of new tokens per continuation; generation also ends at the end of a document
         temperature     divides the logits: below 1 favors likely tokens, 0 is greedy decoding
         top_k           sample from the k most likely tokens only; null: from all
-        batch_size      continuations generated at once: more raise throughput and latency, the results stay the same
+        batch_size      continuations generated at once; affects throughput and latency, not the results
         """
         tokenizer = self.corpus.tokenizer
         prompt_tokens = tokenizer.encode(prompt)

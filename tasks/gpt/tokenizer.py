@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a byte-pair encoding trained on the text, or token numbers if there is no text."""
+"""Tokenizers: bytes, a byte-pair encoding trained on the text, or token IDs if there is no text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Numbers:
     def encode(self, text: str) -> list[int]:
         tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]
         if any(not 0 <= token < self.num_tokens for token in tokens):
-            what = f"must be token numbers from 0 to {self.num_tokens - 1} with spaces between them, but is {text!r}"
+            what = f"must be token IDs from 0 to {self.num_tokens - 1} with spaces between them, but is {text!r}"
             raise ConfigError(Problem(what, "inference.prompt", "the encoding of token shards is not known here"))
         return tokens
 

@@ -60,7 +60,7 @@ def build(
     diversity: NonNegative = 0.05,
     statistics: Literal["float32", "float64"] = "float32",
 ) -> Task:
-    """Statistics of all pixels in one pass, then a detector of targets that starts from them.
+    """Compute statistics of all pixels in one pass, then train a target detector that starts from them.
 
     size           number of cubes x height x width x channels: tiny 96 x 64 x 64 x 24, small 200 x 128 x 128 x 50, full
                    1000 x 256 x 256 x 100

@@ -63,7 +63,7 @@ def build(
 
     size               tiny: width 128, for two CPU cores; full: the published width 512; both have 3 + 3 layers;
                        gpt2: 12 + 12 layers of width 768, as in GPT-2 small
-    data               pairs: of the standard library, or of data.path; random: random tokens, to measure speed
+    data               pairs: from the standard library, or from data.path; random: random tokens, to measure speed
     packed             true: several pairs per row, no masks; false: as published, one padded pair per row, with masks
     vocab_size         tokens in the shared vocabulary; null: 5000 as published, 2000 for tiny
     source_length      maximum number of source tokens; longer sources are truncated

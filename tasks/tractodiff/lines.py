@@ -16,7 +16,9 @@ Array = np.ndarray[Any, Any]
 
 
 def mdf(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean direct-flip distance (...) of lines (..., P, 3): mean point distance in the better direction.
+    """Return the minimum average direct-flip distance (MDF) (...) of lines (..., P, 3).
+
+    This is the mean distance between corresponding points, in the better of the two orientations.
 
     Source: Garyfallidis et al., QuickBundles, Frontiers in Neuroscience 6:175, 2012, section 2.2.
     """

@@ -1,7 +1,7 @@
 """Tractography by diffusion: predict the next 16 points of a streamline from local image data and previous steps.
 
-Items are segments of streamlines. The metric is the mean direct-flip distance to the true points; the baseline
-continues straight.
+Items are segments of streamlines. The metric is the minimum average direct-flip distance (MDF) to the true points;
+the baseline continues straight.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class TractoDiff(Task):
         advance     points to keep of each segment of 16 points before the next segment is sampled
         max_points  maximum number of points on each side of a seed
         shard       track only batches b with b % num_shards == shard
-        num_shards  ranks that share the batches
+        num_shards  number of shards into which the batches are divided
         """
         if advance > NUM_POINTS:
             what = f"must be at most {NUM_POINTS}, the points of a segment, but is {advance}"

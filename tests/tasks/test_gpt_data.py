@@ -330,7 +330,7 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
         (prediction,) = task.predict(task.model.eval(), torch.Generator(), **options)
         assert prediction.text.startswith("17 4 ")
         assert all(0 <= int(word) < 50257 for word in prediction.text.split())
-        with pytest.raises(ConfigError, match="token numbers"):
+        with pytest.raises(ConfigError, match="token IDs"):
             list(task.predict(task.model, torch.Generator(), prompt="def"))
 
 
