@@ -64,7 +64,7 @@ def files_of(directory: Path) -> set[str]:
     return {str(file) for file in files if file.parts[0] != "evaluations"}
 
 
-def test_a_run_from_python_has_the_bits_of_the_command(run: Run, folder: Path, server: ForkServer) -> None:
+def test_a_run_from_python_equals_a_run_of_the_command_bit_for_bit(run: Run, folder: Path, server: ForkServer) -> None:
     typed = ("run=typed", f"output_root={folder}", "optimizer.lr=0.02", "evaluate.every=2", "seed=3")
     assert server.run(["train", *WORDS, *typed], folder).code == 0
     bits = [
@@ -119,7 +119,7 @@ def test_a_run_is_opened_by_name_and_by_directory(run: Run, folder: Path) -> Non
         open_run("nothing", output_root=folder)
 
 
-def test_errors_are_those_of_the_command(folder: Path, server: ForkServer) -> None:
+def test_functions_raise_the_errors_that_the_command_reports(folder: Path, server: ForkServer) -> None:
     for args, kind in ((["no_such_key=1"], ConfigError), (["resume=nowhere", "run=new"], InputMissing)):
         typed = server.run(["train", *WORDS, f"output_root={folder}", *args], folder)
         with pytest.raises(kind) as caught:
@@ -128,7 +128,7 @@ def test_errors_are_those_of_the_command(folder: Path, server: ForkServer) -> No
         assert all(problem.what in typed.err for problem in caught.value.problems)
 
 
-def test_an_error_of_the_task_is_raised_with_its_place(tmp_path: Path) -> None:
+def test_an_error_in_the_task_is_raised_with_file_and_line(tmp_path: Path) -> None:
     text = TASK.read_text().replace("        x, y = batch\n", "        raise ValueError('broken')\n")
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(TaskFault) as caught:
@@ -139,7 +139,7 @@ def test_an_error_of_the_task_is_raised_with_its_place(tmp_path: Path) -> None:
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_open_run_says_which_newer_runs_have_no_update(tmp_path: Path) -> None:
+def test_open_run_lists_newer_runs_without_updates(tmp_path: Path) -> None:
     for name, files in (("first", ("run.json", "metrics.jsonl")), ("broken", ("run.json",))):
         (tmp_path / name).mkdir()
         for file in files:
@@ -150,7 +150,9 @@ def test_open_run_says_which_newer_runs_have_no_update(tmp_path: Path) -> None:
         assert open_run(output_root=tmp_path).name == "first"
 
 
-def test_open_run_does_not_warn_of_a_run_that_has_not_ended(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_open_run_does_not_warn_about_a_run_that_has_not_ended(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     (tmp_path / "waiting").mkdir()
     (tmp_path / "waiting" / "run.json").write_text('{"state": "submitted"}\n')
     assert open_run("waiting", output_root=tmp_path).state == "submitted"
@@ -235,7 +237,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
+def test_an_optuna_study_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
     optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -280,7 +282,7 @@ print(json.dumps([each.metrics["loss"] for each in found]))
 
 
 @pytest.mark.long
-def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> None:
+def test_a_ray_tune_trial_equals_the_same_run_bit_for_bit(run: Run, folder: Path) -> None:
     pytest.importorskip("ray.tune", reason="the package ray is not installed", exc_type=ImportError)
     given = json.dumps([WORDS, SETTINGS, str(folder)])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "RAY_AUTH_MODE": "disabled"}
@@ -302,7 +304,7 @@ def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> None:
+def test_keyword_values_become_overrides_that_compose_to_the_same_values(tmp_path: Path) -> None:
     from runner.api import build_argv
     from runner.config.configuration import compose
     from runner.config.request import Request
@@ -320,7 +322,9 @@ def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> No
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_task_is_given_by_the_path_of_its_file(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_may_be_given_as_the_path_of_its_file(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(TASK, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     run = train(*WORDS[3:], "updates=1", task=kind("mine.py"), run="a")
@@ -409,7 +413,7 @@ def test_the_stop_button_of_a_notebook_saves_the_run_which_can_be_resumed(tmp_pa
     assert open_run("cell", output_root=tmp_path / "outputs").state == "finished"
 
 
-def test_metrics_are_those_of_the_last_evaluation_only(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_metrics_include_only_those_of_the_last_evaluation(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "first")
     rows = [
         {"update": 2, "val/loss": 3.0, "val/accuracy": 0.5},
@@ -443,7 +447,7 @@ class Points(Task):
 """
 
 
-def test_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points.py").write_text(POINTS)
     run = train("--task", Path("points.py"), "backend.threads=1", updates=1, device="cpu", monitor="off", run="r")
@@ -459,7 +463,9 @@ def test_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: 
     assert len(folders) == len(set(folders))
 
 
-def test_opening_a_model_keeps_the_modules_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_model_keeps_modules_that_the_program_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as those of a training run that opens its teacher: their classes would not be those of its objects."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points_to_keep.py").write_text(POINTS)
@@ -471,7 +477,7 @@ def test_opening_a_model_keeps_the_modules_of_the_program(tmp_path: Path, monkey
     assert sys.modules.get("tools_of_program") is tools
 
 
-def test_a_run_is_usable_from_another_working_directory(
+def test_a_run_can_be_used_after_the_working_directory_changes(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
@@ -482,7 +488,7 @@ def test_a_run_is_usable_from_another_working_directory(
         assert torch.equal(next(other.model().parameters()), next(run.model().parameters()))
 
 
-def test_paths_are_arguments_and_other_types_are_refused(run: Run, folder: Path) -> None:
+def test_open_run_accepts_paths_and_train_refuses_other_types(run: Run, folder: Path) -> None:
     assert open_run(folder / "first").path == run.path
     for wrong in ({"updates": 3}, 3, None):
         with pytest.raises(ConfigError, match="updates=200"):
@@ -490,13 +496,13 @@ def test_paths_are_arguments_and_other_types_are_refused(run: Run, folder: Path)
 
 
 @pytest.mark.parametrize("value", [{1}, object(), Run, np.longdouble(0.5)])
-def test_values_without_a_form_on_the_command_line_are_refused(value: object) -> None:
+def test_values_that_cannot_be_written_as_overrides_are_refused(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         train(max_grad_norm=value)
     assert [problem.where for problem in caught.value.problems] == ["max_grad_norm"]
 
 
-def test_a_run_is_no_argument_of_train(run: Run) -> None:
+def test_train_refuses_a_run_as_positional_argument(run: Run) -> None:
     with pytest.raises(ConfigError):
         train(run, updates=4)
 
@@ -523,7 +529,7 @@ def test_a_task_object_is_refused() -> None:
         (OmegaConf.create([1, 2]), [1, 2]), (torch.tensor(3), 3), (np.bool_(True), True),
     ],
 )  # fmt: skip
-def test_strings_and_arrays_keep_their_type(given: Any, expected: object) -> None:
+def test_keyword_strings_and_arrays_keep_their_type(given: Any, expected: object) -> None:
     from runner.api import build_argv
     from runner.config.override_grammar import parse_override
 
@@ -531,7 +537,7 @@ def test_strings_and_arrays_keep_their_type(given: Any, expected: object) -> Non
     assert parse_override(argument).value() == expected
 
 
-def test_a_run_is_an_argument(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_accept_a_run_instead_of_its_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert evaluate(run, split="val", checkpoint="last") == run.metrics
     assert open_run(run).path == run.path

@@ -46,7 +46,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     num_microbatches=st.integers(1, 6),
     rest=st.integers(0, 5),
 )
-def test_a_split_model_computes_what_the_unsplit_one_does(
+def test_a_split_model_computes_the_same_as_the_unsplit_model(
     num_layers: int, num_stages: int, num_microbatches: int, rest: int
 ) -> None:
     if num_layers < num_stages:
@@ -67,7 +67,7 @@ def test_a_split_model_computes_what_the_unsplit_one_does(
             assert_close(result[name], grad, terms)
 
 
-def test_an_optimizer_trains_it_as_the_unsplit_model() -> None:
+def test_an_optimizer_updates_a_split_model_like_the_unsplit_model() -> None:
     whole = ten_layers()
     piped = PipelineParallel(copy.deepcopy(whole), 3, ["cpu", "cpu"])
     x = torch.randn(7, 8, dtype=torch.float64)
@@ -130,7 +130,7 @@ class End(nn.Module):
         return Parts(F.linear(x, self.embedding.weight), [{"mean": x.mean(-1)}])
 
 
-def test_layers_may_be_named_share_weights_and_return_anything() -> None:
+def test_layers_may_be_listed_share_weights_and_return_any_structure() -> None:
     torch.manual_seed(0)
     model = Tied().double().eval()
     tokens = torch.randint(0, 5, (6, 3))
@@ -143,7 +143,7 @@ def test_layers_may_be_named_share_weights_and_return_anything() -> None:
     assert not torch.equal(piped.train()(tokens).logits, expected.logits)
 
 
-def test_modes_reach_modules_inside_layers_that_the_model_does_not_have() -> None:
+def test_train_and_eval_reach_modules_that_only_the_layers_contain() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     layers = [model[0], nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), model[1]]
     piped = PipelineParallel(model, 2, ["cpu"] * 2, layers=layers).eval()
@@ -152,7 +152,7 @@ def test_modes_reach_modules_inside_layers_that_the_model_does_not_have() -> Non
     assert not torch.equal(piped.train()(x), piped.eval()(x))
 
 
-def test_weights_of_another_device_are_borrowed() -> None:
+def test_a_stage_computes_with_copies_of_weights_of_another_device() -> None:
     """On the `meta` device, which computes shapes only; mixing in a CPU tensor would fail."""
     model = Tied()
     stage = DeviceStage([End(model.embedding)], torch.device("meta"))
@@ -210,13 +210,13 @@ def test_models_that_cannot_be_split_are_reported(make: Any, text: str) -> None:
     assert raised.value.exit_code == 78
 
 
-def test_layers_are_balanced_by_time_with_an_example_and_a_split_that_is_given_needs_none() -> None:
+def test_an_example_balances_layers_by_time_and_a_given_split_needs_no_example() -> None:
     example = (torch.randn(4, 8, dtype=torch.float64),)
     assert len(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", example=example).split.sizes) == 2
     assert str(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", split=[3, 7]).split) == "3 : 7"
 
 
-def test_foreign_layers_are_refused() -> None:
+def test_layers_that_lack_parameters_of_the_model_are_refused() -> None:
     with pytest.raises(TaskFault, match="must contain exactly the parameters of the model, but lacks 9"):
         PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
 
@@ -237,7 +237,7 @@ def test_a_model_that_fits_one_device_is_not_split() -> None:
     assert re.findall(r"[\d.]+ MiB", made.reason) == ["0.011 MiB", "921.6 MiB"]
 
 
-def test_equal_devices_of_one_process_are_not_split_without_need() -> None:
+def test_a_model_that_fits_is_not_split_over_equal_devices_of_one_process() -> None:
     made, _ = chosen(ten_layers(), ["cpu", "cpu"], capacities=[GIB, GIB])
     assert made.strategy == "single"
     assert "2 processes" in made.reason
@@ -354,14 +354,14 @@ def test_a_single_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert "2 processes" in made.reason
 
 
-def test_both_are_lazy_names_of_the_package() -> None:
+def test_the_package_exports_both_names_without_importing_torch() -> None:
     assert runner.auto_parallelize is auto_parallelize
     assert runner.PipelineParallel is PipelineParallel
     check = "import sys, runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
 
 
-def test_the_size_of_a_model_cannot_be_given() -> None:
+def test_model_size_mb_is_refused() -> None:
     """A script may pass it: the message says what replaces it."""
     with pytest.raises(ConfigError, match="model_size_mb"):
         auto_parallelize(ten_layers(), ["cpu"], model_size_mb=5000)

@@ -118,7 +118,7 @@ def asks_a_shell(call: ast.Call) -> bool:
 
 
 @pytest.mark.slow
-def test_names_become_functions_at_the_named_places_only() -> None:
+def test_names_are_resolved_to_functions_only_at_the_listed_places() -> None:
     used = set()
     for path in FILES:
         file = str(path.relative_to(ROOT))
@@ -132,7 +132,7 @@ def test_names_become_functions_at_the_named_places_only() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_unpickles_and_no_shell_is_started() -> None:
+def test_no_module_imports_pickle_or_starts_a_shell() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         file = str(path.relative_to(ROOT))
@@ -171,7 +171,7 @@ def test_nothing_unpickles_and_no_shell_is_started() -> None:
 
 
 @pytest.mark.slow
-def test_options_are_called_through_the_one_table_function() -> None:
+def test_options_are_called_only_through_call_option() -> None:
     for path in FILES:
         if path.name == "choice.py":
             continue
@@ -198,7 +198,7 @@ KNOWN_TABLES = {
      "f = getattr", "builtins.eval(text)", "map(eval, texts)", "module.__dict__[name]()", "globals()[name]()", "vars(m)[name](1)",
      "from builtins import eval as f", "sys.modules[name].__dict__[x]()"],
 )  # fmt: skip
-def test_the_check_detects_each_way(source: str) -> None:
+def test_the_check_detects_each_way_to_resolve_a_name(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 

@@ -46,14 +46,16 @@ def of_losses(losses: list[float]) -> list[Any]:
     return [row(number, loss) for number, loss in enumerate(losses, 1)]
 
 
-def test_identical_losses_are_equal_regardless_of_their_time(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_the_same_losses_are_identical_regardless_of_their_timings(
+    run: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in of_losses(LOSSES)]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", slower)]) == 0
     assert "identical   4 updates" in capsys.readouterr().out
 
 
-def test_one_bit_is_a_difference(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_of_one_bit_is_reported(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [*LOSSES[:2], math.nextafter(LOSSES[2], 2.0), LOSSES[3]]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
@@ -71,7 +73,7 @@ def test_the_first_and_the_largest_difference_are_reported(run: Made, capsys: py
     assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", messages, re.M)
 
 
-def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
+def test_a_shorter_run_is_not_identical_and_common_updates_are_compared(
     run: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(LOSSES[:2]))]) == 1
@@ -80,7 +82,7 @@ def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
     assert re.search(r"^identical +2 updates", messages, re.M)
 
 
-def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_rows_are_counted_and_their_updates_are_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     rows = of_losses(LOSSES)
     damaged = [rows[0], '{"update": 2, "phase": "tr', {**rows[2], "train/loss": "1.25"}, "[]", rows[3]]
 
@@ -90,7 +92,7 @@ def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: p
     assert re.search(r"^B lacks +2 updates .* 2 to 3", messages, re.M)
 
 
-def test_the_last_row_of_an_update_counts_in_a_resumed_run(run: Made) -> None:
+def test_the_last_row_of_an_update_is_compared_if_a_run_was_resumed(run: Made) -> None:
     rows = of_losses(LOSSES)
     resumed = [*rows[:2], row(3, 7.0), *rows[2:]]
 
@@ -114,7 +116,7 @@ def test_updates_of_two_phases_are_not_mixed_up(run: Made) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(None, 0), (1.0, 1)])
-def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None, code: int) -> None:
+def test_a_non_finite_value_equals_only_the_same_value(run: Made, theirs: float | None, code: int) -> None:
     assert compare.main([run("a", [row(1, None)]), run("b", [row(1, theirs)])]) == code
 
 
@@ -131,7 +133,7 @@ def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None
         (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run cannot be set"),
     ],
 )
-def test_bad_input_is_one_message_and_an_exit_code(
+def test_bad_input_is_reported_in_one_message_with_an_exit_code(
     run: Made,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
@@ -205,7 +207,7 @@ def test_checked_out_commits_are_removed(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(("fails", "code"), [("78", 78), ("1", 70)])
-def test_a_failed_training_is_not_a_difference(
+def test_a_failed_run_is_not_reported_as_a_difference(
     repository: Path, capsys: pytest.CaptureFixture[str], fails: str, code: int
 ) -> None:
     assert compare.main(["--commits", "one", "same", "--", "updates=3", f"fails={fails}"]) == code
@@ -214,7 +216,7 @@ def test_a_failed_training_is_not_a_difference(
 
 @pytest.mark.long
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of the project")
-def test_a_real_training_repeats_at_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_is_reproducible_at_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = ["task=gpt", "task.size=tiny", "updates=2", "global_batch_size=4", "device=cpu", "monitor=off"]
 

@@ -366,7 +366,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # ---------------------------------------------------------------- tests
 
 
-def test_every_block_has_a_kind() -> None:
+def test_every_code_block_has_a_known_language() -> None:
     for block in BLOCKS:
         assert block.language in ("", "sh", "python", "yaml", "text"), f"{block}: {block.language}"
         if block.language == "text":
@@ -450,7 +450,7 @@ def test_documented_python_compiles_and_imports_existing_names(block: Block) -> 
 @pytest.mark.parametrize(
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
 )
-def test_commands_in_sentences_are_accepted(each: Said) -> None:
+def test_commands_in_prose_are_accepted(each: Said) -> None:
     for args in commands(filled(each.text)):
         if args[0].startswith("scripts/") and len(args) == 1:  # mentioned, not called
             assert (ROOT / args[0]).exists()
@@ -464,7 +464,7 @@ def test_commands_in_sentences_are_accepted(each: Said) -> None:
 @pytest.mark.parametrize(
     "each", [each for each in SAID if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
 )
-def test_settings_for_users_of_other_tools_compose(each: Said) -> None:
+def test_settings_that_replace_flags_of_other_tools_compose(each: Said) -> None:
     understood(["train", *shlex.split(each.text)])
 
 
@@ -484,24 +484,24 @@ def test_flags_of_other_scripts_get_suggestions() -> None:
     assert {flag.replace("-", "_") for flag in flags} - known_keys() - set(FOREIGN_KEYS) == set()
 
 
-def test_the_readme_has_every_command() -> None:
+def test_the_readme_lists_every_command() -> None:
     messages = {args[1] for each in SAID if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]}
     assert {name for name, (_, summary) in COMMANDS.items() if summary} - messages == set()
 
 
-def test_the_table_of_groups_has_every_group_with_every_option() -> None:
+def test_the_table_of_groups_lists_every_group_with_all_its_options() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
     messages = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
     assert messages == {group: set(list_options(group)) for group in GROUPS}
 
 
-def test_the_page_about_doctor_has_every_check() -> None:
+def test_the_doctor_page_lists_every_check() -> None:
     text = (DOCS / "doctor.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(name, check.summary, check.why) for name, check in CHECKS.items()]
 
 
-def test_settings_in_sentences_exist() -> None:
+def test_settings_named_in_prose_exist() -> None:
     unknown = []
     for each in SAID:
         result = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
@@ -550,14 +550,14 @@ def linked(page: Path) -> set[Path]:
     return {(page.parent / target).resolve() for target in targets if target and "://" not in target}
 
 
-def test_the_index_has_every_page_and_the_readme_the_index() -> None:
+def test_the_index_links_every_page_and_the_readme_links_the_index() -> None:
     index, folders = DOCS / "README.md", {DOCS / "decisions", RESULTS}
     expected = folders | {page for page in DOCS.rglob("*.md") if page != index and page.parent not in folders}
     assert expected - linked(index) == set()
     assert index in linked(ROOT / "README.md")
 
 
-def test_the_page_of_the_design_has_every_folder_of_the_runner() -> None:
+def test_the_design_page_lists_every_folder_of_runner() -> None:
     (layout,) = (block.text for block in blocks(DOCS / "design.md") if block.language == "text")
     messages = set(re.findall(r"^ {2}(?:cli\.py )?(\w+)/", layout, re.MULTILINE))
     assert messages == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
@@ -571,7 +571,7 @@ def test_decisions_have_unique_numbers() -> None:
         assert first.startswith(f"# {path.name[:4]} ") or not re.match(r"# \d", first)
 
 
-def test_figures_of_the_readme_are_in_the_named_results() -> None:
+def test_numbers_in_the_readme_are_in_the_linked_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = dict(re.findall(r"^\[(\w+)\]: (docs/results/\S+)$", text, re.MULTILINE))
     rows = re.findall(r"^\|.+\| (.+) \| `(scripts/\S+|accel-run [^`]+)` \| \[[\d-]+\]\[(\w+)\] \|$", text, re.MULTILINE)
@@ -592,7 +592,7 @@ def test_results_name_their_scripts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_prose_can_be_read_as_text(page: Path) -> None:
+def test_lines_of_prose_fit_a_terminal(page: Path) -> None:
     """In a terminal too: no line of a paragraph exceeds 140 columns, except for images."""
     lines = page.read_text().splitlines()
     paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]

@@ -51,18 +51,18 @@ def uses_of_vendors(source: str) -> Iterator[int]:
     ["torch.cuda.synchronize()", "a = torch.cuda", "import torch.cuda as c", "from torch import cuda",
      "from torch.cuda import Stream", "torch.xpu.synchronize()"],
 )  # fmt: skip
-def test_each_way_to_name_a_vendors_module_is_seen(source: str) -> None:
+def test_every_way_to_use_a_vendor_module_is_detected(source: str) -> None:
     assert list(uses_of_vendors(source)) == [1]
     assert not list(uses_of_vendors("torch.backends.cuda.is_built()\ntorch.device('cuda')\ntorch.version.cuda"))
 
 
-def test_modules_of_vendors_are_named_in_one_file() -> None:
+def test_vendor_modules_of_torch_are_used_in_one_file_only() -> None:
     """Vendors differ: that file has a method for each device operation of accel-run, implemented for each vendor."""
     result = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
     assert result == {"runner/base/accelerator.py"}
 
 
-def test_paths_of_modules_exist_wherever_they_are_named() -> None:
+def test_module_paths_named_in_text_exist() -> None:
     """In code, comments and docs: renaming a module must leave no stale path."""
     pages: list[Path] = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "README.md"]
     packages = "|".join(sorted({floor.split(".")[0] for floor in FLOORS} - {"cli", "auto_parallel", "__main__"}))
@@ -77,6 +77,6 @@ def test_paths_of_modules_exist_wherever_they_are_named() -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "docs", "scripts", "conf", "runner"])
-def test_of_the_folders_of_a_checkout_only_the_tasks_are_in_the_package(folder: str) -> None:
+def test_tasks_is_the_only_folder_of_a_checkout_in_the_package(folder: str) -> None:
     assert find_spec("runner.tasks.gpt.data") is not None
     assert find_spec(f"runner.{folder}") is None

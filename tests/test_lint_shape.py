@@ -39,7 +39,7 @@ def test_import_cycles_of_any_length_are_found() -> None:
     assert (result.rule, result.subject.split()) == ("cycle", [f"runner.base.{name}" for name in "abc"])
 
 
-def test_a_name_of_two_modules_or_two_public_classes_is_found() -> None:
+def test_duplicate_names_of_modules_and_public_classes_are_found() -> None:
     texts = {
         "runner/base/a.py": "class One: ...\nclass _Private: ...",
         "runner/config/a.py": "class One: ...\nclass _Private: ...",
@@ -50,7 +50,7 @@ def test_a_name_of_two_modules_or_two_public_classes_is_found() -> None:
     assert sorted(finding.key for finding in result) == [("name", "One"), ("name", "a")]
 
 
-def test_settings_after_the_star_fields_of_a_class_and_lines_up_to_the_limit_are_allowed() -> None:
+def test_keyword_only_parameters_few_fields_and_lines_up_to_the_limit_are_allowed() -> None:
     texts = {
         "runner/base/a.py": "def f(a, b, c, d, e, f, *, g, h): ...\nclass A:\n    def g(self, a, b, c, d, e, f): ...",
         "runner/base/b.py": f"class B:\n{FIELDS}",
@@ -61,7 +61,7 @@ def test_settings_after_the_star_fields_of_a_class_and_lines_up_to_the_limit_are
     assert list(findings([parse(path, text) for path, text in texts.items()])) == []
 
 
-def test_imports_inside_functions_are_counted_outside_of_commands() -> None:
+def test_imports_inside_functions_count_except_in_commands() -> None:
     late = "def f():\n    import a\n    def g():\n        from b import c, d\n"
     modules = [parse("runner/base/a.py", late * MAX_LATE), parse("runner/commands/b.py", late)]
     (found,) = late_imports(modules)
@@ -72,6 +72,6 @@ def test_imports_inside_functions_are_counted_outside_of_commands() -> None:
     assert [each.rule for each in late_imports([parse("runner/base/a.py", "")])] == ["late"]
 
 
-def test_a_name_that_does_not_belong_to_the_top_level_is_found() -> None:
+def test_unexpected_top_level_entries_are_found() -> None:
     found = top_level(["--task", "README.md", "runner/base/a.py", "out/a.txt", "out/b.txt"])
     assert [each.subject for each in found] == ["--task", "out"]

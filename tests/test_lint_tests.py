@@ -102,13 +102,13 @@ def test_correct_code_has_no_findings(source: str, tmp_path: Path, capsys: pytes
     ],
 )
 @pytest.mark.parametrize("above", [True, False])
-def test_an_exception_names_its_rule_and_a_reason(comment: str, code: int, above: bool, tmp_path: Path) -> None:
+def test_an_exception_must_name_its_rule_and_a_reason(comment: str, code: int, above: bool, tmp_path: Path) -> None:
     line = "time.sleep(60)"
     (tmp_path / "test_excused.py").write_text(f"{comment}\n{line}\n" if above else f"{line}  {comment}\n")
     assert lint_tests.main([str(tmp_path)]) == code
 
 
-def test_each_rule_of_the_help_is_planted() -> None:
+def test_each_documented_rule_has_a_planted_violation() -> None:
     rules = [
         line.split()[0] for line in (lint_tests.__doc__ or "").partition("Rules:\n\n")[2].split("\n\n")[0].splitlines()
     ]

@@ -36,13 +36,13 @@ def every_mutant() -> list[Mutant]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_target_has_mutants(target: str) -> None:
+def test_each_target_has_mutants(target: str) -> None:
     assert any(mutant.path.startswith(target) for mutant in every_mutant())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RESTORING))
-def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
+def test_each_restoring_function_has_statements_that_can_be_removed(name: str) -> None:
     owners = {
         mutant.function for mutant in every_mutant() if mutant.operator == "not restored"
         and name in (mutant.function.rpartition(".")[2], f"{Path(mutant.path).stem}.{mutant.function}")
@@ -52,7 +52,7 @@ def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "old", "new"), BY_HAND)
-def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
+def test_each_handwritten_change_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
     source = (ROOT / path).read_text()
     result = [
         mutant for mutant in every_mutant() if (mutant.path, mutant.before, mutant.after) == (path, old, new)
@@ -64,7 +64,7 @@ def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: 
 
 
 @pytest.mark.slow
-def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
+def test_every_field_with_a_listed_fresh_value_is_saved_in_checkpoints() -> None:
     saved = {
         key.value for path in target_files(ROOT) for node, _, function in places(ast.parse((ROOT / path).read_text()))
         if function == SAVING and isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)
@@ -73,7 +73,7 @@ def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
 
 
 @pytest.mark.slow
-def test_survivors_with_a_reason_are_mutants() -> None:
+def test_every_listed_survivor_is_still_a_mutant() -> None:
     known = {(each.path, each.function, shown(each.before), shown(each.after)) for each in every_mutant()}
     listed = {(row["path"], row["function"], row["before"], row["after"]) for row in
               tomllib.loads(EQUIVALENT.read_text())["mutant"]}  # fmt: skip

@@ -31,7 +31,7 @@ FRAGMENTS = sorted(path for path in (ROOT / "changelog.d").iterdir() if path.nam
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/measure/*.py")), ids=lambda path: path.stem)
-def test_a_script_imports_only_what_exists(path: Path) -> None:
+def test_scripts_import_only_existing_names(path: Path) -> None:
     """Most are not executed by any test: measurements take minutes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("runner", "tests"):
@@ -72,7 +72,7 @@ def test_the_citation_has_the_required_fields() -> None:
     assert all(isinstance(citation[key], str) for key in ("message", "title", "abstract"))
 
 
-def test_packages_of_the_checks_are_pinned() -> None:
+def test_packages_used_by_the_checks_are_pinned() -> None:
     lines = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {plain(line.partition("==")[0]) for line in lines if "==" in line}
     extras = PROJECT["project"]["optional-dependencies"]
@@ -138,7 +138,7 @@ def test_pre_commit_hooks_match_the_check_script() -> None:
     assert all(hook["pass_filenames"] is False for hook in repository["hooks"])
 
 
-def test_editorconfig_has_the_line_length_of_the_formatter() -> None:
+def test_editorconfig_and_the_formatter_have_the_same_line_length() -> None:
     parser = configparser.ConfigParser()
     parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text(encoding="utf-8"))
     assert parser["top"]["root"] == "true"
@@ -168,7 +168,7 @@ def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
     assert ("ENTRYPOINT", '["accel-run"]') in result
 
 
-def test_the_image_has_the_compilers_that_compile_needs() -> None:
+def test_the_image_contains_the_compilers_that_torch_compile_needs() -> None:
     """Debian's g++ depends on gcc, which Triton's launchers need; Python's images have Python.h."""
     arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
     assert "g++" in shlex.split(arguments["PACKAGES"].strip('"'))
@@ -187,7 +187,7 @@ def test_packages_of_the_image_are_pinned() -> None:
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_image_has_no_secret_and_only_required_files() -> None:
+def test_the_image_contains_only_required_files_and_no_secret() -> None:
     result = instructions()
     assert not [
         rest for word, rest in result if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)

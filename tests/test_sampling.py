@@ -100,7 +100,7 @@ def test_slow_cases_and_tests_run_on_request(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_cases_depends_on_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = collected(file).names
     assert collected(file).names == first
     chosen = set()
@@ -119,12 +119,14 @@ def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
-def test_a_named_case_runs(case: str, file: Path) -> None:
+def test_a_case_that_is_named_on_the_command_line_runs(case: str, file: Path) -> None:
     assert collected(file, f"::{case}").names == [case]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_value_of_a_parameter_is_in_the_choice(seed: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_value_of_a_parameter_is_in_some_chosen_case(
+    seed: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tallies, "SEED", seed)
     chosen = [name[len("test_product[") : -1].split("-") for name in collected(file).of("test_product")]
     assert {other for other, _ in chosen} == {"0", "1"}

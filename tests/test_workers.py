@@ -63,7 +63,7 @@ def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 @pytest.mark.slow
-def test_outcomes_and_texts_are_those_of_the_tests(session: Any) -> None:
+def test_outcomes_and_failure_texts_of_worker_tests_reach_the_session(session: Any) -> None:
     outcomes = {name: outcome for name, (outcome, _) in session.found.items()}
     assert outcomes["test_good.py::test_one"] == outcomes["test_good.py::test_two"] == "passed"
     assert outcomes["test_bad.py::test_fails"] == "failed"
@@ -82,7 +82,7 @@ def test_a_test_that_kills_its_process_fails_and_the_other_files_run(session: An
     assert session.code == pytest.ExitCode.TESTS_FAILED
 
 
-def test_each_file_runs_once_in_one_process_which_is_not_the_session(session: Any) -> None:
+def test_each_file_runs_once_in_a_process_separate_from_the_session(session: Any) -> None:
     assert sorted(name for name, _, _ in session.log) == sorted(FILES)
     assert len({parent for _, _, parent in session.log}) == 1
     assert len({pid for _, pid, _ in session.log}) == 2

@@ -207,7 +207,7 @@ def may_be(call: ast.Call, name: str, file: str) -> bool:
 
 
 @pytest.mark.slow
-def test_files_are_written_at_the_named_places_only() -> None:
+def test_files_are_written_only_at_the_listed_places() -> None:
     result = {
         place
         for path in FILES
@@ -234,7 +234,7 @@ def test_files_are_written_at_the_named_places_only() -> None:
      "import os\nos.fsencode(path.rename(other))", "import os\nos.open(path.replace(other), os.O_RDONLY)", "_system.unlink(path)",
      "from safetensors.torch import save_file\nsave_file(tensors, path)", "figure.savefig(path)"],
 )  # fmt: skip
-def test_the_check_detects_each_way(source: str) -> None:
+def test_the_check_detects_each_way_to_write_a_file(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 

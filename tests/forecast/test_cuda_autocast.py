@@ -62,6 +62,6 @@ def test_softmax_copies_bfloat16_but_not_float16(run, name, of_module, dtype, ha
     assert [block.size for block in run.recorder.blocks] == [result.nbytes] * (1 + num_copies)
 
 
-def test_softmax_has_the_requested_format(run):
+def test_softmax_has_the_requested_dtype(run):
     with CudaAutocastMode(), torch.autocast("cpu", torch.float16):
         assert F.log_softmax(make_weight(run, torch.float16), -1, dtype=torch.float64).dtype == torch.float64

@@ -251,7 +251,7 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
 @pytest.mark.parametrize(
     "strategy", ["single", "ddp", "fsdp parallelism.evaluation=sharded parallelism.gradients=full"]
 )
-def test_a_block_is_recomputed_only_if_the_rank_is_predicted_not_to_fit_without_it(script, tmp_path, strategy):
+def test_a_block_is_recomputed_only_if_the_rank_would_otherwise_not_fit(script, tmp_path, strategy):
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
     gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}", 2**34, capability=(9, 0)) for index in range(4))
@@ -290,7 +290,7 @@ def test_checkpointed_blocks_hold_no_converted_weights(script, tmp_path):
     ],
     ids=" ".join,
 )
-def test_the_prediction_equals_the_count_of_the_real_run(script, args):
+def test_predicted_memory_equals_the_bytes_counted_in_a_real_run(script, args):
     configuration = composed(*args)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
@@ -298,7 +298,7 @@ def test_the_prediction_equals_the_count_of_the_real_run(script, args):
 
 
 @pytest.mark.slow
-def test_the_prediction_of_statistics_equals_the_count_of_the_real_run(script):
+def test_predicted_memory_of_a_statistics_phase_equals_the_bytes_counted_in_a_real_run(script):
     configuration = composed(file=SCRIPT.parents[2] / "tests" / "stand_ins" / "task_of_fits.py")
     found = forecast(configuration, script.HERE, [4])
     assert all(traced.is_exact for traced in found)
@@ -310,7 +310,7 @@ def test_the_prediction_of_statistics_equals_the_count_of_the_real_run(script):
 @pytest.mark.parametrize(
     ("device", "precision"), [("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16"), ("cuda", "fp16")]
 )
-def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(script, device, precision):
+def test_a_model_that_cannot_be_built_on_fake_tensors_is_measured_in_all_phases(script, device, precision):
     file = Path(__file__).with_name("task_that_needs_real_weights.py")
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
     args = (f"precision={precision}", f"micro_batch_size={NUM_MEASURED}", "global_batch_size=4", "prefetch=none")
@@ -343,7 +343,7 @@ def test_reading_a_sample_is_timed_without_the_first_read(script, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
+def test_predicted_memory_of_a_coupled_loss_includes_all_its_micro_batches(script):
     """Inputs and embeddings of an update are kept throughout."""
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_clip.py"
     configuration = composed(file=file)
@@ -356,7 +356,7 @@ def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
 
 
 @pytest.mark.slow
-def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(script):
+def test_predicted_memory_of_several_objectives_equals_the_bytes_counted_in_a_real_run(script):
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_gan.py"
     configuration = composed(file=file)
     (traced,) = forecast(configuration, script.HERE, [4])
@@ -364,7 +364,7 @@ def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(s
 
 
 @pytest.mark.slow
-def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path):
+def test_averaged_weights_take_as_much_memory_as_the_trained_weights(script, tmp_path):
     file = tmp_path / "averaged.py"
     file.write_text(STACKED)
     without, averaged = (
@@ -374,7 +374,7 @@ def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path):
     assert averaged.total - without.total == without.parameters
 
 
-def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
+def test_shapes_that_depend_only_on_data_are_traced_exactly(script, tmp_path):
     file = tmp_path / "above_data.py"
     file.write_text(DATA_DEPENDENT)
     configuration = composed(file=file)
@@ -383,7 +383,7 @@ def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
     assert traced.peak.total == script.counted(configuration, [4])["train", 4]
 
 
-def test_memory_that_depends_on_weights_is_measured_and_marked(script, tmp_path):
+def test_memory_that_depends_on_weights_is_measured_and_marked_as_inexact(script, tmp_path):
     file = tmp_path / "above.py"
     file.write_text(UNTRACEABLE)
     configuration = composed(file=file, micro=NUM_MEASURED)
@@ -405,7 +405,7 @@ def test_the_forecast_of_a_task_that_retains_tensors_is_not_exact(script, tmp_pa
     assert "keeps 16 KiB" in traced.why_not  # 2 passes of 16 x 128 values
 
 
-def test_batches_of_different_length_are_marked(script, tmp_path):
+def test_batches_of_different_length_are_marked_as_inexact(script, tmp_path):
     """Only the first batches of a run are traced; a later one may be longer."""
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN)
@@ -415,7 +415,7 @@ def test_batches_of_different_length_are_marked(script, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "lengths", "repeat"), [("same", "[8] * 16", True), ("other", "range(8, 24)", False)])
-def test_convolutions_and_whether_their_shapes_repeat_are_known(script, tmp_path, name, lengths, repeat):
+def test_convolutions_are_counted_and_repeated_shapes_are_recognized(script, tmp_path, name, lengths, repeat):
     file = tmp_path / f"convolving_{name}_lengths.py"
     file.write_text(CONVOLVING.replace("LENGTHS", lengths))
     (traced,) = forecast(composed(file=file, micro=2), script.HERE, [2])
@@ -461,7 +461,7 @@ def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
 
 
 @pytest.mark.slow
-def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
+def test_a_norm_on_a_gpu_saves_its_input_in_float32(script, tmp_path):
     """Autocast on a CPU keeps the input in the half format; 8 channels of 32 x 32 in 4 samples."""
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
@@ -601,7 +601,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
 
 
 @pytest.mark.slow
-def test_stages_are_those_of_the_ranks_that_another_launcher_starts(script, tmp_path):
+def test_a_pipeline_has_a_stage_for_each_rank_that_another_launcher_starts(script, tmp_path):
     file = tmp_path / "piped.py"
     file.write_text(PIPED)
     configuration = compose(Request(("global_batch_size=8", "device=cpu", "parallelism=pipeline"), file))
@@ -612,7 +612,7 @@ def test_stages_are_those_of_the_ranks_that_another_launcher_starts(script, tmp_
 
 
 @pytest.mark.slow
-def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
+def test_interpolated_memory_is_an_upper_bound_between_two_traced_sizes(script, tmp_path):
     """Only the whole share in one pass needs no memory for accumulated gradients."""
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
@@ -635,7 +635,7 @@ def test_a_schedule_longer_than_the_traced_updates_is_traced(script, tmp_path, l
 
 
 @pytest.mark.slow
-def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp_path):
+def test_only_operators_that_launch_kernels_are_counted(script, tmp_path):
     """Four blocks of two linear layers and a GELU, a last layer, a square and two sums, on 3-dimensional batches."""
     file = tmp_path / "counted.py"
     file.write_text(STACKED)
@@ -652,7 +652,7 @@ def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp
 
 
 @pytest.mark.slow
-def test_peak_is_that_of_the_events(script):
+def test_the_peak_equals_the_maximum_over_the_recorded_events(script):
     (traced,) = forecast(composed("task=gpt"), script.HERE, [2])
     alive, now, most = {}, 0, 0
     for block, size in traced.events:

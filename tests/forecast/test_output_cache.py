@@ -153,13 +153,13 @@ def traced(operations: Operations, cached: bool) -> object:
     ],
     ids=lambda one: one.__name__.strip("_"),
 )
-def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -> None:
+def test_cached_operations_are_traced_like_computed_ones(operations: Operations) -> None:
     assert traced(operations, cached=True) == traced(operations, cached=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
-def test_operations_that_torch_decomposes_are_traced_as_computed_ones(dtype: torch.dtype, affine: bool) -> None:
+def test_operations_that_torch_decomposes_are_traced_like_computed_ones(dtype: torch.dtype, affine: bool) -> None:
     """Grid samples, and gradients of a group norm with float32 weights, as autocast passes them."""
 
     def compute() -> list[Tensor]:
@@ -192,7 +192,7 @@ def test_device_queries_are_not_counted_as_operations() -> None:
     assert not recorder.work
 
 
-def test_only_the_tensor_that_is_written_loses_its_values() -> None:
+def test_only_a_tensor_that_is_written_to_loses_its_known_values() -> None:
     run = FakeRun(AllocationRecorder())
     with run:
         with run.fake_parameters():
@@ -220,7 +220,7 @@ def test_bytes_of_products_are_counted_separately(cached: bool) -> None:
     assert work.moved_bytes - work.product_bytes >= 2 * 4 * (4 * 8 + 4 * 8), "relu reads and writes, ones writes"
 
 
-def test_operations_are_cached_once() -> None:
+def test_each_operation_is_cached_once() -> None:
     """Entries in the cache of torch, which all fake modes share, would take as long as the operations themselves."""
     before = FakeTensorMode.cache_info()
     traced(_norms, cached=True)

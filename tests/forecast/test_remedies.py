@@ -37,7 +37,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
 
 
 @pytest.mark.slow
-def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_beyond_the_time_limit_are_reported_as_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     result, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
     assert {change.overrides[0].partition("=")[0] for change in result} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
@@ -45,7 +45,9 @@ def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pyte
     assert (untried, traces) == ([], 2)
 
 
-def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_is_not_proposed_if_recomputing_all_blocks_would_not_suffice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     result, untried, traces = tried(monkeypatch, 0.5, 0.0)
     assert [change.overrides[0].partition("=")[0] for change in result] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
@@ -67,9 +69,7 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
 
 
 @pytest.mark.parametrize("samples", [64, 61])
-def test_the_size_that_is_recommended_on_a_cpu_is_a_setting_that_fits(
-    samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_micro_batch_size_recommended_on_a_cpu_fits(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There, auto does not depend on the memory, and 61 has no divisor."""
     needs = MemoryNeeds({"train": demand(*range(1, samples + 1))})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
@@ -126,7 +126,7 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     assert "optimizer=adamw8bit" not in change.overrides
 
 
-def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_with_another_precision_is_timed_in_that_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit matrix products are faster by the ratio in the profile."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
@@ -138,7 +138,7 @@ def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) 
     assert [change.factor for change in result] == sorted(change.factor or 0.0 for change in result)
 
 
-def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """memory=checkpoint is another option of the group of memory.fraction."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)

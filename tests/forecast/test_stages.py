@@ -112,7 +112,7 @@ def test_only_possible_numbers_of_stages_are_traced(file: Path, args: tuple[str,
     assert make_plan(settings, there, needs=needs).batch.stages == stages_of(needs)
 
 
-def test_a_plan_with_a_trace_has_the_stages_of_a_run_on_a_cpu_which_traces_nothing(file: Path) -> None:
+def test_a_traced_plan_has_the_same_stages_as_an_untraced_run_on_a_cpu(file: Path) -> None:
     settings = configuration(file, "device=cpu")
     assert not should_trace_memory(settings, HERE)
     needs = predict_needs(settings, HERE, alternatives=True)

@@ -98,7 +98,7 @@ def test_dropout_masks_are_not_computed(tmp_path: Path) -> None:
     assert run_in_subprocess(largest_computed, configuration) < 8 * 4096
 
 
-def test_a_memory_budget_that_suffices_needs_no_more_traces_than_none(tmp_path: Path) -> None:
+def test_a_sufficient_memory_budget_needs_no_more_traces_than_no_budget(tmp_path: Path) -> None:
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
     args = ("micro_batch_size=8", "global_batch_size=16", "device=cpu")

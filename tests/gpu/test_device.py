@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 # ---------------------------------------------------------------- memory
 
 
-def test_memory_in_use_equals_the_size_of_tensors(device: torch.device) -> None:
+def test_memory_in_use_equals_the_size_of_the_tensors(device: torch.device) -> None:
     accelerator = get_accelerator(device)
     accelerator.empty_cache()
     accelerator.reset_peak_memory()
@@ -63,7 +63,7 @@ def test_memory_in_use_equals_the_size_of_tensors(device: torch.device) -> None:
     assert accelerator.peak_memory() == before
 
 
-def test_total_memory_is_that_of_the_driver(device: torch.device) -> None:
+def test_total_memory_matches_the_driver(device: torch.device) -> None:
     accelerator = get_accelerator(device)
     memory, total = accelerator.free_memory(), accelerator.total_bytes()
     assert memory is not None
@@ -95,7 +95,7 @@ def test_out_of_memory_is_detected_and_explained(device: torch.device) -> None:
     assert result.total_bytes == memory.total
 
 
-def test_names_are_those_of_the_driver() -> None:
+def test_device_properties_match_those_of_torch() -> None:
     for index, known in enumerate(torch_devices()):
         accelerator = get_accelerator(torch.device("cuda", index))
         assert accelerator.name() == known.name
@@ -105,7 +105,7 @@ def test_names_are_those_of_the_driver() -> None:
     assert cuda_is_initialized()
 
 
-def test_the_driver_has_the_properties_of_each_device(device: torch.device) -> None:
+def test_the_driver_and_torch_report_the_same_properties(device: torch.device) -> None:
     """NVML, which the monitor and the plan read, against torch: name, memory, UUID, capability and PCI address."""
     known = list(torch_devices())[device.index]
     properties: Any = torch.cuda.get_device_properties(device)
@@ -133,7 +133,7 @@ def test_the_state_of_generators_is_restored(device: torch.device) -> None:
     assert torch.equal(torch.randn(100, device=device), first)
 
 
-def test_separate_draws_do_not_advance_the_gpu_generator(device: torch.device) -> None:
+def test_draws_in_seeded_generators_do_not_advance_the_gpu_generator(device: torch.device) -> None:
     accelerator = get_accelerator(device)
     before = accelerator.generator_state()
     assert before is not None
@@ -147,7 +147,7 @@ def test_separate_draws_do_not_advance_the_gpu_generator(device: torch.device) -
     assert torch.equal(before, after)
 
 
-def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device) -> None:
+def test_a_repeated_update_draws_the_same_random_numbers(device: torch.device) -> None:
     norm: Any = torch.nn.BatchNorm1d(4)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm).to(device)
     beginning = UpdateSnapshot(model, device)
@@ -169,14 +169,14 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_a_copy_of_the_state_on_the_host_is_equal(dtype: torch.dtype, device: torch.device) -> None:
+def test_host_buffer_copies_are_exact(dtype: torch.dtype, device: torch.device) -> None:
     room = HostBuffer()
     for shape in ((3,), (17, 5), (1024, 1024)):
         tensor = torch.randint(0, 2, shape, device=device).to(dtype)
         assert torch.equal(room.copy(tensor), tensor.cpu())
 
 
-def test_an_async_copy_has_the_values_at_its_call(device: torch.device) -> None:
+def test_an_async_copy_has_the_values_at_the_time_of_the_call(device: torch.device) -> None:
     numbers = torch.arange(4.0, device=device)
     arriving = start_copy(numbers)
     numbers += 1
@@ -209,14 +209,14 @@ class Numbers(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_worker_that_is_forked_after_the_gpu_was_used_reads_on_the_host(pins: bool, device: torch.device) -> None:
+def test_a_worker_forked_after_cuda_initialization_can_read_cpu_data(pins: bool, device: torch.device) -> None:
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cpu"), batch_size=2, num_workers=1, multiprocessing_context="fork", pin_memory=pins)
     read = torch.cat([batch.to(device, non_blocking=pins) for batch in loader])
     assert read[:, 0].tolist() == list(range(8))
 
 
-def test_a_forked_worker_that_uses_the_gpu_gets_a_message(device: torch.device) -> None:
+def test_a_forked_worker_that_uses_the_gpu_raises_an_error_with_advice(device: torch.device) -> None:
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cuda"), num_workers=1, multiprocessing_context="fork")
     batches: Any = iter(loader)
@@ -231,7 +231,7 @@ def test_a_forked_worker_that_uses_the_gpu_gets_a_message(device: torch.device) 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", sorted(KERNELS, key=lambda name: name != "math"))
-def test_an_attention_kernel_runs_if_it_has_no_objection(kernel: str, dtype: torch.dtype) -> None:
+def test_an_attention_kernel_runs_exactly_if_there_is_no_refusal_reason(kernel: str, dtype: torch.dtype) -> None:
     where, shape = torch.device("cuda", 0), (1, 2, 64, 64)
     if is_stand_in() and kernel != "math":
         assert isinstance(refusal_reason(kernel, dtype, where), str)

@@ -17,7 +17,7 @@ PLAIN = "precision=fp32 prefetch=none"
 @pytest.mark.parametrize(
     "args", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
 )
-def test_the_parts_of_a_run_add_up_to_it(args: str, runs: Runs) -> None:
+def test_timed_parts_of_a_run_add_up_to_its_total_time(args: str, runs: Runs) -> None:
     result = read_record(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {args}")).evidence
     assert result is not None
     (phase,) = result.phases
@@ -31,7 +31,7 @@ def test_the_parts_of_a_run_add_up_to_it(args: str, runs: Runs) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_device_events_cost_no_synchronization() -> None:
+def test_recording_device_events_does_not_synchronize() -> None:
     """The events of a part enclose two events of the test, and are enclosed by two others, on the device's clock."""
     device = torch.device("cuda")
     size = 128 if is_stand_in() else 1024  # a GPU's clock has a resolution of half a microsecond

@@ -38,7 +38,7 @@ DDP = "parallelism=ddp precision=fp32 backend=deterministic"
         "parallelism=fsdp", "parallelism=pipeline micro_batch_size=4", "parallelism=auto micro_batch_size=auto",
     ],
 )  # fmt: skip
-def test_two_gpus_have_the_curve_of_one(args: str, runs: Runs) -> None:
+def test_two_gpus_have_the_same_loss_curve_as_one(args: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
     two = losses(runs.straight(DDP)) if args == DDP else runs.curve("two", f"precision=fp32 {args}")
     assert two == pytest.approx(one, rel=SAME_CURVE)
@@ -63,7 +63,7 @@ def test_batch_norm_over_two_gpus_uses_the_complete_batch(runs: Runs) -> None:
 
 @SEVERAL
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs) -> None:
+def test_all_ranks_repeat_an_update_if_one_rank_is_out_of_memory(rank: int, runs: Runs) -> None:
     whole = losses(runs.straight(DDP))
     short = runs.curve("short", f"{DDP} task.short_in=forward task.rank={rank}")
     assert short == pytest.approx(whole, rel=SAME_CURVE)
@@ -71,7 +71,7 @@ def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_stopped_and_resumed_ranks_have_the_same_curve(strategy: str, runs: Runs) -> None:
+def test_stopped_and_resumed_ranks_have_the_loss_curve_of_an_uninterrupted_run(strategy: str, runs: Runs) -> None:
     args = DDP.replace("ddp", strategy)
     uninterrupted, stopped = runs.straight(args), runs.stopped(args)
     assert runs.end("resume stopped").code == 0
@@ -80,7 +80,7 @@ def test_stopped_and_resumed_ranks_have_the_same_curve(strategy: str, runs: Runs
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_two_gpus_evaluate_a_run_like_one(strategy: str, runs: Runs) -> None:
+def test_two_gpus_evaluate_a_run_like_one_gpu(strategy: str, runs: Runs) -> None:
     runs.copy_of_straight(PLAIN)
     seen = []
     for args in ("", f"device=cuda parallelism={strategy} parallelism.world_size=2"):
@@ -98,7 +98,7 @@ def test_each_rank_has_a_separate_gpu(runs: Runs) -> None:
 
 
 @SEVERAL
-def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
+def test_a_run_on_two_gpus_resumes_on_one(runs: Runs) -> None:
     stopped = runs.stopped(DDP)
     half = weights(stopped)
     result = runs.end("resume stopped parallelism=single device=cuda:0 resume_allow=[parallelism]")
@@ -108,7 +108,7 @@ def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "auto"])
-def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: Runs) -> None:
+def test_every_strategy_has_the_same_losses_on_one_gpu(strategy: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
     args = f"parallelism={strategy} precision=fp32" + (" parallelism.world_size=1" if strategy != "auto" else "")
     env = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -116,7 +116,7 @@ def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: R
     assert same == pytest.approx(one, rel=PROMISED[torch.float32])
 
 
-def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Runs) -> None:
+def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_loss_curve_of_one_rank(runs: Runs) -> None:
     """Not with fsdp, whose collectives crash gloo on a GPU (torch 2.11)."""
     one = losses(runs.straight(PLAIN))
     args = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32"]

@@ -27,12 +27,12 @@ SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
-def test_an_update_that_was_out_of_memory_is_repeated_with_the_same_result(place: str, runs: Runs) -> None:
+def test_an_update_repeated_after_out_of_memory_has_the_same_result(place: str, runs: Runs) -> None:
     short = runs.curve("short", f"{PLAIN} task.short_in={place}")
     assert short == pytest.approx(losses(runs.straight(PLAIN)), rel=SAME_CURVE)
 
 
-def test_on_oom_stop_ends_the_run_and_reports_who_holds_memory(runs: Runs) -> None:
+def test_on_oom_stop_ends_the_run_and_reports_what_uses_memory(runs: Runs) -> None:
     folder = runs.train("short", "device=cuda:0 task.short_in=forward on_oom=stop", code=80)
     error = json.loads((folder / "error.json").read_text())
     assert "GiB" in json.dumps(error)
@@ -58,7 +58,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs) -> None:
+def test_a_deterministic_run_is_reproducible_bit_for_bit(precision: str, runs: Runs) -> None:
     args = f"device=cuda:0 backend=deterministic {RANDOM} precision={precision}"
     first, second = weights(runs.straight(args)), weights(runs.train("second", args))
     for name, tensor in first.items():
@@ -72,12 +72,12 @@ def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs)
         *("dataloader.num_workers=auto", "dataloader.num_workers=2 dataloader.workers_above_ms=1000"),
     ],
 )
-def test_mechanics_do_not_change_the_curve(args: str, runs: Runs) -> None:
+def test_mechanics_do_not_change_the_loss_curve(args: str, runs: Runs) -> None:
     plain = losses(runs.straight(PLAIN))
     assert runs.curve("other", f"{PLAIN} {args}") == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
+def test_a_gpu_has_the_loss_curve_of_the_cpu(runs: Runs) -> None:
     on_cpu = runs.curve("cpu", "device=cpu precision=fp32")
     assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=OTHER_KERNELS)
 
@@ -85,7 +85,7 @@ def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
 # ---------------------------------------------------------------- choice of GPU, precision and kernels
 
 
-def test_the_chosen_format_is_native_to_the_capability(runs: Runs) -> None:
+def test_precision_auto_is_native_to_the_compute_capability(runs: Runs) -> None:
     capability = torch.cuda.get_device_capability(0)
     result = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
     assert result == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
@@ -122,14 +122,14 @@ def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: 
 
 
 @pytest.mark.parametrize("option", ["default", "regional"])
-def test_a_traced_model_learns_the_same(option: str, runs: Runs) -> None:
+def test_a_traced_model_has_the_same_loss_curve(option: str, runs: Runs) -> None:
     """With accumulation and evaluation, and without Triton: graphs of Dynamo and AOTAutograd, eager kernels."""
     plain = losses(runs.straight(PLAIN))
     args = f"{PLAIN} compile={option} compile.backend=aot_eager"
     assert runs.curve("traced", args) == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
+def test_an_8_bit_optimizer_learns_or_reports_its_missing_package(runs: Runs) -> None:
     args = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
     if find_spec("bitsandbytes") is None and find_spec("torchao") is None:
         runs.train("eight", args, code=78)
@@ -141,7 +141,7 @@ def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
 # ---------------------------------------------------------------- export and inference
 
 
-def test_an_exported_program_computes_like_the_model(runs: Runs) -> None:
+def test_an_exported_program_gives_the_outputs_of_the_model(runs: Runs) -> None:
     folder = runs.copy_of_straight(PLAIN)
     result = runs.end("export straight format=safetensors,program")
     assert result.code == 0, result.err

@@ -90,7 +90,7 @@ def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     assert torch.stack(right).tolist() == [size] * 16
 
 
-def test_page_locked_copies_have_no_gaps_and_keep_the_memory_format() -> None:
+def test_page_locked_copies_are_dense_and_keep_the_memory_format() -> None:
     images = torch.randn(4, 3, 8, 8)
     last = images.to(memory_format=torch.channels_last)
     given = [images, images[:, 1:], images[1:3], images[:, :1].expand(-1, 3, -1, -1), last, last[:, 1:], images[:, :0]]
@@ -102,7 +102,7 @@ def test_page_locked_copies_have_no_gaps_and_keep_the_memory_format() -> None:
     assert MicroBatch(torch.ones(2, requires_grad=True), last=True).pin_memory().batch.requires_grad
 
 
-def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
+def test_prefetching_changes_neither_batches_nor_losses() -> None:
     plain = [item.batch for item in islice(none(CUDA.device)(on_host()), 6)]
     ahead = [item.batch for item in islice(stream(CUDA.device)(on_host()), 6)]
     for mine, theirs in zip(ahead, plain, strict=True):
@@ -113,7 +113,7 @@ def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
 
 
 @pytest.mark.parametrize("precision", [fp32, tf32, bf16, fp16])
-def test_every_precision_learns(precision: Any) -> None:
+def test_training_reduces_the_loss_in_every_precision(precision: Any) -> None:
     if precision in (tf32, bf16) and torch.cuda.get_device_capability(CUDA.device) < (8, 0):
         pytest.skip("needs capability 8.0")
     losses = [float(loss_of(step)) for step in steps(precision, stream, 60)]
@@ -150,7 +150,7 @@ def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetc
     assert [row["update"] for row in rows] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_row_is_the_same_from_the_device_as_from_the_host() -> None:
+def test_metric_rows_are_the_same_for_tensors_on_the_device_and_on_the_host() -> None:
     rows: list[Row] = []
     for device in ("cuda", "cpu"):
         world = World(torch.device(device))

@@ -56,7 +56,7 @@ except SystemLimit as error:
 
 
 @pytest.mark.parametrize(("mib", "code"), [(200, Exit.SYSTEM), (1000, Exit.DONE)])
-def test_a_module_is_imported_if_another_process_can_import_it(mib: int, code: Exit, tmp_path: Path) -> None:
+def test_torch_is_imported_only_if_a_trial_process_can_import_it(mib: int, code: Exit, tmp_path: Path) -> None:
     """With a module of 256 MiB in place of PyTorch, which takes seconds."""
     (tmp_path / "torch.py").write_text(MODULE)
     result = run_program(IMPORTS.format(value=mib), tmp_path)
@@ -84,7 +84,7 @@ together.wait()
 """
 
 
-def test_threads_share_an_arena(tmp_path: Path) -> None:
+def test_threads_share_a_malloc_arena(tmp_path: Path) -> None:
     """Otherwise, malloc reserves at least 64 MiB for each."""
     result = run_program(THREADS, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -94,7 +94,7 @@ def test_threads_share_an_arena(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.2, 0.66, 0.7, 0.8, 0.87, 0.92, 0.97, 1.0])
-def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
+def test_every_limit_below_what_the_import_needs_is_refused_with_the_same_message(
     share: float, import_mib: int, tmp_path: Path
 ) -> None:
     result = run_within(int(share * import_mib), tmp_path, *LINE, "dataloader.num_workers=0")
@@ -106,7 +106,7 @@ def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
 
 
 @pytest.mark.slow
-def test_a_run_fits_into_a_little_more_than_the_import_needs(import_mib: int, tmp_path: Path) -> None:
+def test_a_run_needs_little_more_address_space_than_the_import(import_mib: int, tmp_path: Path) -> None:
     # With an arena of malloc per thread, threads of the worker would take 64 MiB each, and others could not start.
     if torch.version.cuda:
         pytest.skip("a CUDA build loads further libraries in the first update")
@@ -133,6 +133,6 @@ raise SystemExit(main())
 """
 
 
-def test_a_command_ends_though_a_worker_that_ignores_sigterm_is_left(tmp_path: Path) -> None:
+def test_a_command_ends_although_a_worker_ignores_sigterm(tmp_path: Path) -> None:
     program = [sys.executable, "-c", IGNORES, "runs"]
     assert subprocess.run(program, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0

@@ -23,7 +23,7 @@ def enabled() -> Iterator[None]:
     gc.enable()
 
 
-def test_the_pause_ends_with_the_context_and_after_an_error() -> None:
+def test_the_pause_ends_when_the_context_exits_or_raises() -> None:
     with paused_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -51,7 +51,9 @@ def test_collection_that_the_user_disabled_stays_disabled() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["unknown"], ["plan", "--help"]])
-def test_the_command_line_collects_again_at_its_end(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_enabled_again_when_a_command_ends(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(cli, "refuse_secrets", lambda *args: seen.append(gc.isenabled()))
     monkeypatch.setattr(sys, "argv", ["accel-run", *arguments])
@@ -63,7 +65,7 @@ def test_the_command_line_collects_again_at_its_end(arguments: list[str], monkey
     assert gc.isenabled()
 
 
-def test_a_run_has_started_after_its_first_update_whatever_the_screen_does(
+def test_garbage_collection_is_enabled_after_the_first_update_even_if_the_screen_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []

@@ -34,16 +34,16 @@ def load(other_cores: float, *, own_cores: float = 1.0, seconds: float = 2.0, nu
 
 
 @pytest.mark.parametrize(("other_cores", "measured"), [(0.0, 0.0), (1.25, 1.25), (-0.1, 0.0), (9.0, 4.0)])
-def test_the_load_is_what_the_run_did_not_use(other_cores: float, measured: float) -> None:
+def test_other_load_is_the_cpu_time_not_used_by_the_run(other_cores: float, measured: float) -> None:
     assert load(other_cores).cores() == pytest.approx(measured)
 
 
-def test_a_short_time_is_not_measured() -> None:
+def test_the_load_of_a_short_time_is_unknown() -> None:
     assert load(1.0, seconds=0.05).cores() is None
     assert load(1.0, seconds=0.05).describe() == ""
 
 
-def test_the_cores_of_a_quota_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_under_a_cpu_quota_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_load, "has_cpu_quota", lambda cores: True)
     assert load(1.0).cores() is None
     assert choose_wait_policy(load(3.0)) == ""
@@ -77,14 +77,14 @@ def test_by_default_there_is_a_thread_for_each_physical_core(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_the_choice_of_the_user_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_policy_set_by_the_user_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert choose_wait_policy(load(3.0)) == ""
     assert "OMP_WAIT_POLICY" not in os.environ or name == "OMP_WAIT_POLICY"
 
 
-def test_a_run_measures_its_own_processes_as_its_own() -> None:
+def test_processes_of_the_run_do_not_count_as_other_load() -> None:
     """All CPU time between two samples of a run on a machine without other processes is that of its tree."""
     own = [0.0]
     started = OtherLoad(lambda: own[0], busy_s=lambda: own[0], clock=lambda: own[0], num_cores=1)
@@ -92,7 +92,7 @@ def test_a_run_measures_its_own_processes_as_its_own() -> None:
     assert started.cores() == 0.0
 
 
-def test_the_limit_of_a_cgroup_below_the_cores_is_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cgroup_limit_below_the_number_of_cores_is_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.host import run_queue
 
     for amount, is_quota in ((0.5, True), (1.0, False)):

@@ -138,7 +138,7 @@ def test_the_end_does_not_wait_for_a_stalled_reader(pipe: Pipe) -> None:
     assert "output" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_both_streams_of_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_and_stderr_into_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = os.fdopen(os.dup(pipe.writer), "w", encoding="utf-8")
     monkeypatch.setattr(sys, "stderr", twin)
     written, got = lines_of(3_000), bytearray()
@@ -152,7 +152,7 @@ def test_both_streams_of_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pyte
     assert got.decode().splitlines() == written
 
 
-def test_other_writes_to_the_descriptor_do_not_block_either(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_writes_to_the_descriptor_do_not_block(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "STALLED_S", 0.0)
     with printing(pipe, is_read=True):
         print("x" * 200_000)
@@ -185,7 +185,7 @@ def test_a_forked_process_does_not_repeat_queued_lines(pipe: Pipe) -> None:
     assert text.count("from the child") == 1
 
 
-def test_a_vanished_reader_does_not_end_the_run(pipe: Pipe) -> None:
+def test_a_reader_that_exits_does_not_end_the_run(pipe: Pipe) -> None:
     os.close(pipe.reader)
     with printing(pipe):
         print("x" * 200_000)
@@ -227,7 +227,7 @@ def test_a_terminal_of_another_user_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_socket_is_an_output_too() -> None:
+def test_output_to_a_socket_works() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, os.fdopen(theirs.fileno(), "w", closefd=False) as stream:
         ours.settimeout(LIMIT_S)
@@ -240,7 +240,7 @@ def test_a_socket_is_an_output_too() -> None:
     assert got.decode().splitlines() == lines_of(10_000)
 
 
-def test_a_file_has_every_line(tmp_path: Path) -> None:
+def test_output_to_a_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "out.log"
     path.write_text("before\n")
     with path.open("a") as stream, printing(stream):

@@ -31,7 +31,7 @@ NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
         (QueueSample(wait_s=0.1, busy_s=0.9, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # the CPU clocks are coarse
     ],
 )
-def test_time_lost_to_others_is_separated_from_own_time(after: QueueSample, behind_s: float) -> None:
+def test_run_queue_wait_is_separated_from_cpu_time(after: QueueSample, behind_s: float) -> None:
     assert RunQueueWait.wait_for_others_s(NOTHING, after) == pytest.approx(behind_s)
 
 
@@ -42,7 +42,7 @@ def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block_s", [0.0, 0.25])
-def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
+def test_waits_outside_the_measured_block_do_not_count(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
     """Each sample itself waits for 5 ms; other processes are always busy."""
     waited, busy = [0.0], itertools.count(1.0)
 

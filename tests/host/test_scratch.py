@@ -87,7 +87,7 @@ def test_a_given_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
-def test_the_cache_is_chosen_inside_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_set_only_inside_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/given")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     with private_compile_cache():
@@ -105,7 +105,7 @@ def test_a_process_that_has_sent_tensors_to_a_spawned_worker_ends_without_an_err
 
 
 @pytest.mark.slow
-def test_the_default_that_torch_sets_is_not_a_given_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_set_by_torch_does_not_count_as_given(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import of torch._dynamo sets it: parallelism=fsdp imports it before the ranks start."""
     monkeypatch.delenv(VARIABLES[0])
     program = "import os, torch._dynamo; from runner.host.scratch import check_compile_cache, private_compile_cache\n"
@@ -118,7 +118,7 @@ def test_the_default_that_torch_sets_is_not_a_given_folder(home: Path, monkeypat
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
+def test_a_given_folder_without_write_permission_is_refused_naming_its_variable(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_compile_cache(variable)  # no folder is given
@@ -143,7 +143,7 @@ def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
         (errno.EMFILE, Exit.SYSTEM),
     ],
 )
-def test_a_named_folder_is_refused_with_the_code_of_any_other_folder(
+def test_an_unusable_given_folder_is_refused_with_the_exit_code_of_its_error(
     number: int, code: Exit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: object) -> None:

@@ -34,7 +34,7 @@ def test_a_short_wait_is_not_reported() -> None:
     assert messages == []
 
 
-def test_the_error_of_the_function_is_raised() -> None:
+def test_an_error_in_the_function_is_raised_in_the_caller() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         run_in_subprocess(late, on_wait=lambda: None, notify_after_s=0.0)
 

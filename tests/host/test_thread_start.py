@@ -26,7 +26,7 @@ def test_a_thread_that_ends_before_it_runs_does_not_block_its_starter(monkeypatc
     assert thread not in threading.enumerate()
 
 
-def test_a_thread_that_starts_runs_and_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_can_be_started_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_start, "WAITS", 100_000)
     results: list[int] = []
     thread = threading.Thread(target=results.append, args=(1,))
@@ -37,7 +37,7 @@ def test_a_thread_that_starts_runs_and_is_joined(monkeypatch: pytest.MonkeyPatch
         thread.start()
 
 
-def test_a_thread_without_init_is_refused_as_before() -> None:
+def test_a_thread_whose_init_was_not_called_is_refused_as_by_python() -> None:
     class Incomplete(threading.Thread):
         def __init__(self) -> None:
             pass

@@ -118,7 +118,7 @@ class NoAttachment:
         return False
 
 
-def test_flags_of_a_rank_grow_by_a_fixed_number_of_bytes_for_each_other_rank() -> None:
+def test_the_size_of_exchanged_flags_is_linear_in_the_number_of_ranks() -> None:
     def sent(num_ranks: int) -> int:
         world = RecordingWorld(num_ranks)
         exchange = Exchange(world, NoAttachment())  # type: ignore[arg-type]

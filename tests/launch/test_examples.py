@@ -96,7 +96,7 @@ def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
         yield f"{where} must be {schema.__name__}, but is {value!r}"
 
 
-def test_an_api_server_would_accept_the_manifest() -> None:
+def test_the_kubernetes_manifest_matches_the_api_schema() -> None:
     assert list(faults(MANIFEST, JOBSET)) == []
 
 
@@ -119,7 +119,7 @@ def test_an_invalid_kubernetes_manifest_is_detected(change: Any, messages: str) 
     assert messages in fault
 
 
-def test_the_numbers_of_the_manifest_agree() -> None:
+def test_numbers_in_the_manifest_are_consistent() -> None:
     (replicated,) = MANIFEST["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     pod = job["template"]["spec"]

@@ -95,13 +95,13 @@ def test_the_blocking_rank_is_the_one_the_others_wait_for(states: list[RankState
         (torch.nn.functional.__file__, "linear", False),
     ],
 )
-def test_waits_for_ranks_and_for_the_device_are_known_from_the_innermost_call(
+def test_the_innermost_call_distinguishes_waits_for_ranks_and_for_the_device(
     file: str, function: str, expected: bool
 ) -> None:
     assert waits_for_ranks(StackFrame(file, 1, function)) is expected
 
 
-def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
+def test_a_rank_in_a_debugger_counts_neither_as_stopped_nor_as_silent(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", TRACED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdin is not None
@@ -119,9 +119,7 @@ def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> N
         child.stdin.write("\n")
 
 
-def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_watched_before_its_first_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK_S", 1000.0)
     options = {"update_s": 2.0, "first_update_s": 30.0, "data_s": 2.0, "checkpoint_s": 4.0}
     plan: Any = SimpleNamespace(

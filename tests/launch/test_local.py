@@ -80,7 +80,7 @@ def _raise(text: str) -> None:
         (partial(_raise, "was ended by SIGKILL, exited early"), False),
     ],
 )
-def test_only_a_rank_that_was_killed_or_exited_without_an_error_failed_externally(
+def test_a_failure_is_an_early_exit_unless_the_rank_reported_an_error(
     act: Callable[[], object], exited_early: bool
 ) -> None:
     """The text of a task's exception does not matter."""
@@ -219,7 +219,7 @@ def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("codes", "together"), [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((75, 3), 3), ((3, 0), 3)])
-def test_the_exit_codes_of_all_ranks_give_one(codes: tuple[int, int], together: int) -> None:
+def test_exit_codes_of_ranks_are_combined_into_one(codes: tuple[int, int], together: int) -> None:
     ending = run_ranks(lambda member: (codes[member.rank], "told"))
     assert ending.code == together
     assert ending.results == tuple("told" if code in (0, 75) else None for code in codes)
@@ -319,7 +319,7 @@ def after_the_other(folder: Path, member: RankInfo, first: int = 1) -> None:
         wait_until(lambda: has_ended(folder, first))
 
 
-def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
+def test_the_first_of_two_failures_is_the_cause(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         after_the_other(tmp_path, member)
         raise ValueError(f"rank {member.rank} had enough")
@@ -359,7 +359,7 @@ def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
     assert (ending.code, ending.killed, ending.results) == (3, (0,), (None, None))
 
 
-def test_the_others_have_time_to_finish_what_they_write(tmp_path: Path) -> None:
+def test_the_other_ranks_can_finish_writing_after_a_failure(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         after_the_other(tmp_path, member)
         return (3 if member.rank else 0), member.rank
@@ -368,7 +368,7 @@ def test_the_others_have_time_to_finish_what_they_write(tmp_path: Path) -> None:
     assert (ending.code, ending.killed, ending.results) == (3, (), (0, None))
 
 
-def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_own_time(tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_it_is_killed_is_a_failure_at_its_own_time(tmp_path: Path) -> None:
     seen_s: list[float] = []
 
     def main(member: RankInfo) -> tuple[int, Any]:
@@ -387,7 +387,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
     assert began + ending.failures[1].seconds <= seen_s[0]
 
 
-def test_a_stopped_rank_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_a_rank_stopped_by_sigstop_does_not_delay_the_end(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         note_pid(tmp_path, member)
         if member.rank == 0:
@@ -417,7 +417,7 @@ def test_if_all_errors_are_consequences_the_silent_rank_is_also_named() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
-def test_a_crashed_rank_has_its_own_traceback(crash: Callable[[], object], name: str) -> None:
+def test_the_traceback_of_a_crashed_rank_is_reported(crash: Callable[[], object], name: str) -> None:
     def crashing_function() -> None:
         crash()
 
@@ -428,7 +428,7 @@ def test_a_crashed_rank_has_its_own_traceback(crash: Callable[[], object], name:
     assert "in crashing_function" in str(to_error(ending))
 
 
-def test_problems_of_a_rank_are_returned_with_its_name_and_exit_code() -> None:
+def test_problems_of_a_rank_are_returned_with_its_number_and_exit_code() -> None:
     problems = (Problem("is 4", "model.depth", "use 3"), Problem("is missing"))
 
     def fail() -> None:
@@ -584,7 +584,7 @@ def test_a_signal_while_a_rank_starts_leaves_no_rank(
     assert family() == before
 
 
-def test_processes_of_others_are_not_killed() -> None:
+def test_processes_that_no_rank_started_are_not_killed() -> None:
     with subprocess.Popen(["sleep", "60"]) as mine:
         assert run_ranks(on_rank(1, partial(sys.exit, 3))).code == 3
         assert mine.poll() is None
@@ -681,7 +681,7 @@ def test_one_stop_signal_makes_every_rank_save_once_and_exit_with_75(
 
 
 @pytest.mark.usefixtures("often_reminded")
-def test_a_stop_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
+def test_a_stop_signal_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
     with supervisor(saves_when_asked(tmp_path, deaf=True), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, signal.SIGINT)
@@ -690,7 +690,7 @@ def test_a_stop_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
-def test_a_second_stop_signal_ends_all_at_once_with_130(
+def test_a_second_stop_signal_kills_all_ranks_immediately_with_130(
     first: signal.Signals, second: signal.Signals, tmp_path: Path
 ) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
@@ -736,7 +736,7 @@ def test_a_suspended_run_continues(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ending").read_text())["results"] == [0, 1]
 
 
-def test_handlers_and_orphans_are_always_restored() -> None:
+def test_signal_handlers_and_process_attributes_are_always_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCHLD)
 
     def state() -> list[Any]:
@@ -767,7 +767,7 @@ def test_handlers_and_orphans_are_always_restored() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_process_with_threads_does_not_fork() -> None:
+def test_a_process_with_threads_does_not_fork_ranks() -> None:
     gate = threading.Event()
     thread = threading.Thread(target=gate.wait, name="debugger-7")
     thread.start()
@@ -784,7 +784,7 @@ def test_ranks_are_not_forked_from_another_thread() -> None:
         pool.submit(run_ranks, lambda member: (0, None)).result()
 
 
-def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_initialized_cuda_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SystemLimit, match="torchrun"):
         run_ranks(lambda member: (0, None))
@@ -792,7 +792,7 @@ def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.Monke
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
-def test_if_not_all_ranks_can_start_none_is_left(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_is_left_if_not_all_ranks_can_start(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = getattr(os, refused), []
 
     def limited(*given: int) -> Any:
@@ -831,7 +831,7 @@ def test_a_limit_on_open_files_that_is_too_small_is_reported() -> None:
     assert endings == sorted(endings, reverse=True)  # if one limit is large enough, every larger one is, too
 
 
-def test_a_rank_that_may_open_no_more_files_reports_the_limit() -> None:
+def test_a_rank_that_reaches_the_limit_of_open_files_reports_it() -> None:
     def main(member: RankInfo) -> NoReturn:
         if member.rank == 0:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

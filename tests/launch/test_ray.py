@@ -134,7 +134,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 TWO = ("launcher.nodes=2", "parallelism=ddp")
 
 
-def test_two_nodes_train_as_one_process_does(
+def test_two_nodes_train_like_one_process(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
     run = started(cluster, tmp_path, "pair", *TWO)

@@ -54,7 +54,7 @@ def test_the_local_launcher_trains_in_this_process() -> None:
     assert launch("launcher=local") is None
 
 
-def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
+def test_a_job_is_submitted_and_the_command_to_follow_it_is_printed(
     cluster: Path, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     args = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
@@ -76,7 +76,7 @@ def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
     screen(capsys.readouterr().out)
 
 
-def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(cluster: Path) -> None:
+def test_every_rank_runs_the_command_with_a_run_name_and_the_local_launcher(cluster: Path) -> None:
     launch("launcher=slurm", "launcher.time_min=30", "optimizer.lr=0.5", "task.size=tiny", "output_root=a b")
     code, given = run_script(cluster, 0)
     assert code == 0
@@ -123,13 +123,13 @@ def test_a_preempted_run_is_requeued(code: int, restarts: str, is_queued: bool, 
         assert (cluster / "scontrol").read_text() == "requeue 42\n"
 
 
-def test_a_fresh_start_happens_only_once(cluster: Path) -> None:
+def test_resume_fresh_becomes_auto_after_a_requeue(cluster: Path) -> None:
     launch("launcher=slurm", "resume=fresh", "run=a")
     assert run_script(cluster, 75)[1][-1] == "resume=fresh"
     assert run_script(cluster, 75, SLURM_RESTART_COUNT="1")[1][-1] == "resume=auto"
 
 
-def test_no_value_reaches_the_shell_as_code(cluster: Path) -> None:
+def test_no_value_is_executed_by_the_shell(cluster: Path) -> None:
     hostile = 'output_root="$(touch bad) ; `touch bad`"'
     launch("launcher=slurm", "run=a", hostile, "launcher.constraint='a100|(b&c)'")
     code, given = run_script(cluster, 0)
@@ -166,7 +166,7 @@ def test_a_job_starts_as_many_ranks_as_requested(cluster: Path) -> None:
     assert launch(*args) == 0, "one task starts the ranks itself"
 
 
-def test_a_rank_submits_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_submit_a_job(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -227,7 +227,7 @@ def test_an_unreachable_controller_is_not_a_configuration_error(
     assert way_out in problem.fix
 
 
-def test_a_fatal_error_about_the_job_is_a_configuration_error(cluster: Path) -> None:
+def test_a_fatal_sbatch_error_about_the_job_is_a_configuration_error(cluster: Path) -> None:
     (cluster / "says").write_text("sbatch: fatal: Invalid --gpus-per-node specification\n")
     with pytest.raises(ConfigError, match="rejected the job: Invalid --gpus-per-node specification\n"):
         launch("launcher=slurm", "run=a")
@@ -242,7 +242,7 @@ def test_a_refused_job_does_not_change_the_run_or_other_jobs(cluster: Path) -> N
     assert sorted((cluster / "outputs").rglob("*")) == before
 
 
-def test_without_submitit_the_extra_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_submitit_the_extra_to_install_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(MissingPackage, match=r"pip install .accel-run\[slurm\]"):
         launch("launcher=slurm", "run=a")

@@ -24,11 +24,11 @@ from tests.launch.forked import CompletedFork, forked, started_elsewhere
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
 
-def test_ranks_with_the_same_software_agree() -> None:
+def test_ranks_with_the_same_software_and_task_pass_the_check() -> None:
     check_agreement([SAME, dict(SAME), dict(SAME)])
 
 
-def test_unequal_software_is_named_by_rank() -> None:
+def test_different_software_is_reported_with_its_rank() -> None:
     with pytest.raises(ConfigError) as caught:
         check_agreement([SAME, {**SAME, "torch": "2.11.0"}, {**SAME, "task": "cape"}])
     assert caught.value.exit_code == Exit.CONFIG
@@ -91,7 +91,7 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
     assert ["optimizer.lrr=1" in rank.err for rank in result] == [True, False]
 
 
-def test_an_invalid_variable_of_every_rank_is_reported_once(
+def test_an_environment_variable_that_is_invalid_on_every_rank_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variables = {
@@ -107,7 +107,7 @@ def test_an_invalid_variable_of_every_rank_is_reported_once(
         assert ("MASTER_PORT" in capsys.readouterr().err) == (rank == "0")
 
 
-def test_only_ranks_of_a_machine_with_common_cores_share_them() -> None:
+def test_ranks_share_the_cores_of_a_machine_only_if_they_have_the_same_affinity() -> None:
     machines, cores = [0, 0, 0, 1], [{0, 1}, {0, 1}, {2, 3}, {0, 1}]
     assert [count_sharing(machines, cores, rank) for rank in range(4)] == [2, 2, 1, 1]
 
@@ -143,7 +143,7 @@ def test_ranks_wait_while_rank_0_traces_the_memory(tmp_path: Path, monkeypatch: 
         ("cpu", Choice("default", "default", {"first_update_s": 5000.0}), 60.0),
     ],
 )
-def test_collectives_of_gpus_do_not_time_out_before_the_watchdog_reports_a_hang(
+def test_gpu_collectives_do_not_time_out_before_the_watchdog_reports_a_hang(
     device: str, watchdog: Choice, least_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL would abort the waiting rank, and its message does not name the one that hangs."""
@@ -220,7 +220,9 @@ def predictions(folder: Path) -> list[str]:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("parameters", "world_size"), [(SHARDED, 2), (WHOLE, 1)])
-def test_ranks_started_elsewhere_compute_each_prediction_once(parameters: str, world_size: int, tmp_path: Path) -> None:
+def test_ranks_of_another_launcher_compute_each_prediction_once(
+    parameters: str, world_size: int, tmp_path: Path
+) -> None:
     train_predictor(tmp_path, parameters)
     result = ranks(tmp_path, [], [], line=["inference", "r"], num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[0].err + result[1].err
@@ -231,7 +233,7 @@ def test_ranks_started_elsewhere_compute_each_prediction_once(parameters: str, w
 
 
 @pytest.mark.slow
-def test_a_process_started_elsewhere_computes_the_shard_that_it_names(tmp_path: Path) -> None:
+def test_a_rank_of_another_launcher_computes_its_requested_shard(tmp_path: Path) -> None:
     train_predictor(tmp_path, SHARDED)
     args = [[f"inference.shard={shard}", "inference.num_shards=3"] for shard in (0, 2)]
     result = ranks(tmp_path, *args, line=["inference", "r"], num_local_ranks=2)
@@ -240,7 +242,7 @@ def test_a_process_started_elsewhere_computes_the_shard_that_it_names(tmp_path: 
 
 
 @pytest.mark.slow
-def test_rank_0_predicts_alone_after_a_training(tmp_path: Path) -> None:
+def test_rank_0_predicts_alone_after_training(tmp_path: Path) -> None:
     train_predictor(tmp_path, SHARDED)
     args = ["--task", "task.py"]
     result = ranks(tmp_path, args, args, line=["both", *TRAIN[1:]], num_local_ranks=2)

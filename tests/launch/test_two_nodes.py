@@ -76,7 +76,7 @@ def summed(rank: int) -> list[float]:
         return result
 
 
-def test_ranks_on_two_machines_add_their_tensors(namespaces: tuple[str, str], tmp_path: Path) -> None:
+def test_ranks_on_two_machines_sum_their_tensors(namespaces: tuple[str, str], tmp_path: Path) -> None:
     result = run_in(namespaces, summed, tmp_path)
     assert [one.error for one in result] == ["", ""]
     assert [one.value for one in result] == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 2
@@ -95,7 +95,7 @@ def test_the_interface_is_the_one_towards_rank_0_unless_it_was_given(
     assert [one.value for one in run_in(namespaces, chosen, tmp_path)] == [given or CABLE] * 2
 
 
-def test_rank_0_that_resolves_itself_to_loopback_uses_the_outgoing_interface(
+def test_rank_0_uses_the_outgoing_interface_if_its_name_resolves_to_loopback(
     namespaces: tuple[str, str], tmp_path: Path
 ) -> None:
     def chosen(rank: int) -> str:
@@ -111,7 +111,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
 
 
 def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    """Otherwise test_ranks_on_two_machines_add_their_tensors could pass over a shared loopback."""
+    """Otherwise test_ranks_on_two_machines_sum_their_tensors could pass over a shared loopback."""
 
     def interfaces(rank: int) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())
@@ -148,7 +148,7 @@ def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path
     assert "MASTER_PORT" in result.error
 
 
-def test_ranks_join_if_their_agents_have_counted_different_numbers_of_restarts(tmp_path: Path) -> None:
+def test_ranks_join_although_their_agents_count_different_numbers_of_restarts(tmp_path: Path) -> None:
     """A node that returns has a new agent, whose count of restarts begins at 0 again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
