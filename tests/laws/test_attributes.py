@@ -67,7 +67,7 @@ UNUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
-def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
+def test_an_attribute_that_later_passes_use_stops_the_run_with_a_fix(
     kept: str, body: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = trained(kept, body, server, tmp_path)
@@ -78,7 +78,7 @@ def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
-def test_an_attribute_of_the_task_is_state_too(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
+def test_attributes_of_the_task_count_as_state(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
     """A center of DINO, or a counter for annealing, would silently start again when a run resumes."""
     result = trained(kept, body.replace("self.training", "model.training"), server, tmp_path, task=OF_TASK)
     assert result.code == 70, result
@@ -96,7 +96,7 @@ DATA = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kept", DATA.values(), ids=DATA)
-def test_data_that_the_task_keeps_is_not_copied(kept: str, server: ForkServer, tmp_path: Path) -> None:
+def test_data_stored_in_the_task_is_not_copied(kept: str, server: ForkServer, tmp_path: Path) -> None:
     """A memory map of a file larger than memory ended the process."""
     result = trained(kept, "x = x * (1 + 0 * float(self.kept[0]))", server, tmp_path, task=OF_TASK)
     assert result.code == 0, result.err
@@ -201,7 +201,7 @@ STATES = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("made", "code"), STATES.values(), ids=STATES)
-def test_state_that_a_checkpoint_cannot_store_is_refused_before_training(
+def test_state_that_a_checkpoint_cannot_contain_is_refused_before_training(
     made: str, code: int, server: ForkServer, tmp_path: Path
 ) -> None:
     built = TASK.replace("        super().__init__()\n", f"        super().__init__()\n        {made}\n")

@@ -94,7 +94,7 @@ def test_clipping_each_parameter_equals_a_plain_loop_bit_for_bit(sizes: list[int
     assert [call[:3] for call in calls] == [(update, "", NAMES) for update in range(UPDATES)]
 
 
-def test_on_unequal_ranks_the_update_equals_a_plain_loop_bit_for_bit(tmp_path: Path) -> None:
+def test_an_update_with_unequal_shares_equals_a_plain_loop_bit_for_bit(tmp_path: Path) -> None:
     def rank(world: World) -> list[Any]:
         ranks = ("parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[7,1]")
         return trained(tmp_path / "ranks", *ranks, world=world)
@@ -107,7 +107,7 @@ def test_on_unequal_ranks_the_update_equals_a_plain_loop_bit_for_bit(tmp_path: P
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_split_models_have_the_same_update(strategy: str, tmp_path: Path) -> None:
+def test_sharded_and_pipelined_models_have_the_same_update(strategy: str, tmp_path: Path) -> None:
     def rank(world: World) -> list[Any]:
         ranks = (f"parallelism={strategy}", "parallelism.world_size=2", "hook.record.enabled=false")
         with open_phase(request_of(tmp_path / "ranks", *ranks), world) as phase:
@@ -141,7 +141,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(saved(tmp_path / "parts"), saved(tmp_path / "straight"))
 
 
-def test_gradients_are_clipped_before_the_call_and_free_of_autograd(tmp_path: Path) -> None:
+def test_gradients_are_clipped_before_the_call_and_detached_from_autograd(tmp_path: Path) -> None:
     args = ("max_grad_norm=0.125", "hook.clip_each.enabled=false", "hook.record.decays=true")
     norms = [norm for *_, norm in trained(tmp_path, *args)]
     assert 0.1249 < max(norms) < 0.125  # clipping adds 1e-6 to the norm
@@ -168,7 +168,7 @@ def test_an_update_that_overflows_has_infinite_gradients_and_is_skipped(tmp_path
 
 
 @pytest.mark.parametrize("place", ["loss", "step"])
-def test_an_update_that_is_repeated_after_out_of_memory_is_called_once(place: str, tmp_path: Path) -> None:
+def test_before_step_is_called_once_for_an_update_repeated_after_out_of_memory(place: str, tmp_path: Path) -> None:
     trained(tmp_path / "one")
     with open_phase(request_of(tmp_path / "short")) as phase:
         work: Any = phase.work
@@ -187,7 +187,7 @@ def test_an_update_that_is_repeated_after_out_of_memory_is_called_once(place: st
     assert_equal(saved(tmp_path / "short"), saved(tmp_path / "one"), PROMISED[torch.float64])
 
 
-def test_hooks_that_do_not_override_it_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_do_not_override_before_step_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(Hook, "before_step", lambda *args: calls.append(args))
     with open_phase(request_of(tmp_path, "hook.clip_each.enabled=false", "hook.record.enabled=false")) as phase:
@@ -206,7 +206,7 @@ def test_a_parameter_whose_gradient_is_removed_is_left_out_of_the_step(tmp_path:
     assert unchanged == ["0.bias", "2.bias"]
 
 
-def test_an_error_in_it_names_the_file_and_line(tmp_path: Path) -> None:
+def test_an_error_in_before_step_names_the_file_and_line(tmp_path: Path) -> None:
     task = tmp_path / "task_with_error.py"
     text = TASK.read_text().replace("weight.grad *= (LIMIT", "weight.gradient *= (LIMIT")
     task.write_text(text)
@@ -216,7 +216,7 @@ def test_an_error_in_it_names_the_file_and_line(tmp_path: Path) -> None:
     assert f"{task.name}:{line}" in caught.value.problems[0].where
 
 
-def test_a_signature_without_the_objective_is_refused(tmp_path: Path) -> None:
+def test_before_step_without_the_objective_parameter_is_refused(tmp_path: Path) -> None:
     task = tmp_path / "task_without_objective.py"
     task.write_text(
         TASK.read_text().replace("def before_step(self, parameters, objective)", "def before_step(self, parameters)")
@@ -226,7 +226,7 @@ def test_a_signature_without_the_objective_is_refused(tmp_path: Path) -> None:
     assert task.name in caught.value.problems[0].where
 
 
-def test_the_parameters_are_those_that_the_phase_trains(tmp_path: Path) -> None:
+def test_before_step_receives_the_parameters_that_the_phase_trains(tmp_path: Path) -> None:
     task = tmp_path / "task_whose_hook_sees_two_phases.py"
     task.write_text(TASK.read_text() + '\n\nPHASES = {"head": {"trains": ["2"]}}\n')
     calls = trained(tmp_path, "hook.clip_each.enabled=false", task=task)

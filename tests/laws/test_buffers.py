@@ -120,7 +120,7 @@ def after(world_size: int, change: Callable[[Kept, int, int], None], updates: in
     return run_ranks(rank, world_size)
 
 
-def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
+def test_all_ranks_have_the_buffers_of_rank_0_after_every_update() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean += rank + 1.5
         model.seen += 10 * rank + 1
@@ -137,7 +137,7 @@ def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
         assert actual["constant"] == [[0, 1, 2]] * 2
 
 
-def test_a_buffer_created_in_a_forward_pass_is_that_of_rank_0() -> None:
+def test_a_buffer_created_in_a_forward_pass_is_taken_from_rank_0() -> None:
     def rank(world: World) -> Any:
         model = Kept()
         model.register_buffer("late", None)
@@ -164,7 +164,7 @@ def test_a_persistent_buffer_created_on_one_rank_is_refused_on_all() -> None:
     assert run_ranks(rank, 2) == [True, True]
 
 
-def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
+def test_batch_norm_statistics_are_averaged_over_the_ranks() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         if rank < 2:  # the third rank has no samples
             model.norm(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * (1 + rank))
@@ -192,14 +192,14 @@ def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_
         assert all(isinstance(messages, str) for messages in actual)
 
 
-def test_a_persistent_buffer_that_grows_differently_is_refused_on_all_ranks() -> None:
+def test_a_persistent_buffer_that_grows_differently_on_each_rank_is_refused_on_all() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.zeros(3 + rank * update)
 
     assert all(isinstance(messages, str) and "mean" in messages for messages in after(2, change))
 
 
-def test_a_persistent_buffer_that_grows_equally_is_that_of_rank_0() -> None:
+def test_a_persistent_buffer_that_grows_equally_on_all_ranks_is_taken_from_rank_0() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.full((3 + update,), rank + 5.0)
 

@@ -173,7 +173,7 @@ class Scaled(Clip):
 
 
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
-def test_couple_may_change_the_embeddings_in_place(shares: tuple[int, ...], micro: int) -> None:
+def test_couple_may_modify_the_embeddings_in_place(shares: tuple[int, ...], micro: int) -> None:
     test_ranks_shares_and_accumulation_equal_a_plain_loop(Scaled, torch.float64, shares, micro)
 
 
@@ -302,7 +302,7 @@ def test_a_failure_of_one_rank_discards_the_update_on_all() -> None:
     assert run_ranks(outcome, 2) == [[], ["planted"]]
 
 
-def test_only_activations_of_one_micro_batch_are_stored() -> None:
+def test_activations_of_only_one_micro_batch_are_stored() -> None:
     """Measured by hooks on saved tensors: the peak of saved bytes does not grow with the number of micro-batches."""
 
     def most(micro: int, num: int) -> int:
@@ -330,7 +330,7 @@ def test_only_activations_of_one_micro_batch_are_stored() -> None:
     assert most(8, 1) == most(8, 4) < most(32, 1)
 
 
-def test_random_draws_of_the_coupling_are_the_same_on_all_ranks() -> None:
+def test_random_draws_in_couple_are_the_same_on_all_ranks() -> None:
     class Drawn(Clip):
         def couple(self, embeddings: Any) -> tuple[Tensor, int]:
             weights = torch.rand(len(embeddings[0]), 1, dtype=embeddings[0].dtype)

@@ -128,7 +128,7 @@ def test_a_mean_with_a_count_of_1_is_not_reported(name: str, size: int) -> None:
 @pytest.mark.parametrize("precision", [fp32, bf16])
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("sigmoid", "neighbors", "cross_correlation")])
-def test_a_mean_with_a_count_of_samples_is_refused(name: str, size: int, precision: Any) -> None:
+def test_a_mean_with_the_number_of_samples_as_count_is_refused(name: str, size: int, precision: Any) -> None:
     found = message(lambda pair: (ROWS[name](*pair).mean(), len(pair[0])), size, precision=precision)
     assert "couple() returns a mean" in found
     assert "loss_is_additive" in found
@@ -155,7 +155,7 @@ def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
     assert message(prototypes, size, classes=classes) == ""
 
 
-def test_the_check_reads_enough_samples_for_a_small_micro_batch() -> None:
+def test_the_check_reads_more_samples_if_the_micro_batch_is_small() -> None:
     assert "couple() returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
     assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
 
@@ -180,7 +180,7 @@ def test_the_check_limits_the_samples_that_it_compares() -> None:
     assert max(sizes) == 128  # 32 samples, taken four times
 
 
-def test_a_loss_that_is_zero_if_rows_are_repeated_is_not_reported() -> None:
+def test_a_loss_that_is_zero_for_repeated_rows_is_not_reported() -> None:
     def nearest(pair: Any) -> Any:
         codes = pair[0]
         distances = (codes[:, None] - codes).abs().sum(2) + torch.eye(len(codes)) * 100

@@ -259,7 +259,7 @@ def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool
     "view", [lambda data: data, lambda data: data.t(), lambda data: data[:2], lambda data: data[1:]],
     ids=["all", "transposed", "start", "end"],
 )  # fmt: skip
-def test_a_frozen_parameter_that_shared_memory_with_a_trained_one_shares_it_again(view: Any) -> None:
+def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_afterwards(view: Any) -> None:
     """It may be a part of the trained one, or its transpose, as the tied weight of a decoder."""
     model: Any = nn.Module()
     model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
@@ -293,7 +293,7 @@ def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
     assert most == 4
 
 
-def test_a_frozen_parameter_that_passes_change_only_later_is_refused() -> None:
+def test_a_frozen_parameter_that_only_later_forward_passes_change_is_refused() -> None:
     """A copy of each frozen parameter, in case a later pass changes it, would cost too much."""
     task: Any = LateFrozen(torch.float64)
     updates = train_updates(
@@ -307,7 +307,7 @@ def test_a_frozen_parameter_that_passes_change_only_later_is_refused() -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 100])
-def test_what_changes_between_updates_is_neither_refused_nor_restored(
+def test_state_changed_between_updates_is_neither_refused_nor_restored(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a hook that moves a momentum encoder after each update, and `couple` that fills a queue."""
@@ -337,7 +337,7 @@ def test_what_changes_between_updates_is_neither_refused_nor_restored(
     )
 
 
-def test_second_passes_see_the_state_before_couple() -> None:
+def test_second_forward_passes_see_the_state_before_couple() -> None:
     """`couple` moves a center that `embed` subtracts."""
     task: Any = Dropped(torch.float64)
     task.model.register_buffer("center", torch.zeros(WIDTH, dtype=torch.float64))
@@ -392,7 +392,7 @@ class Momentum(Clip):
 
 
 @pytest.mark.parametrize("shares", [(32,), (16, 16)], ids=str)
-def test_a_frozen_parameter_that_forward_passes_change_equals_that_of_a_plain_loop(shares: tuple[int, ...]) -> None:
+def test_a_frozen_parameter_changed_in_forward_passes_equals_that_of_a_plain_loop(shares: tuple[int, ...]) -> None:
     """Each rank runs four micro-batches, which change the parameter four times per update."""
     micro = GLOBAL // len(shares) // 4
     actual = run_ranks(

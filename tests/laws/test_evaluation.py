@@ -59,7 +59,7 @@ ROUNDED = allowed(torch.float64, 11)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 100])
-def test_each_item_counts_once_for_any_batch_size(batch_size: int) -> None:
+def test_each_item_counts_once_with_any_batch_size(batch_size: int) -> None:
     assert measured(Sampling(), batch_size)["mean"] == pytest.approx(
         sum(range(4, 11)) / 7, rel=allowed(torch.float64, 11)
     )
@@ -97,7 +97,7 @@ class Replaying(Sampling):
         return {"mean": (self.output[0], self.output[1])}
 
 
-def test_sums_in_reused_memory_are_counted() -> None:
+def test_sums_that_the_next_batch_overwrites_are_added_correctly() -> None:
     assert measured(Replaying(), 4)["mean"] == pytest.approx(5.0, rel=ROUNDED)
 
 
@@ -136,7 +136,9 @@ class BootstrappedMetric(Bootstrapped):
 
 
 @pytest.mark.parametrize("kind", [BootstrappedLoss, BootstrappedMetric])
-def test_code_after_the_last_batch_does_not_affect_training_and_repeats(kind: type[Bootstrapped]) -> None:
+def test_random_code_after_the_last_batch_is_reproducible_and_does_not_affect_training(
+    kind: type[Bootstrapped],
+) -> None:
     task = kind()
     task.model.train()
     before = torch.get_rng_state(), *(buffer.clone() for buffer in task.model.buffers())
@@ -148,7 +150,7 @@ def test_code_after_the_last_batch_does_not_affect_training_and_repeats(kind: ty
     assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=allowed(torch.float32, 11))
 
 
-def test_a_coupled_loss_uses_modules_with_autocast() -> None:
+def test_modules_called_in_couple_run_under_autocast() -> None:
     task = BootstrappedLoss()
     precision = bf16(WORLD, task.model)
     with pytest.MonkeyPatch.context() as patch:

@@ -80,7 +80,7 @@ def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[i
         assert distance(whole, one) <= PROMISED[torch.float64]
 
 
-def test_a_metric_that_one_rank_lacks_has_no_items_there() -> None:
+def test_a_rank_without_a_metric_contributes_no_items_to_it() -> None:
     """After the first update, a rank may have no item of a name."""
 
     def reduced(world: World) -> list[list[float]]:
@@ -106,7 +106,7 @@ def test_dummy_passes_do_not_count() -> None:
 @pytest.mark.parametrize(
     "third", [3.0, {"x": 1.0}, {"x": (torch.zeros(2), 1)}, {1: (1.0, 1)}, {"loss": (1.0, 1)}, None], ids=repr
 )
-def test_a_third_value_of_another_kind_is_refused(third: Any) -> None:
+def test_an_invalid_third_value_of_a_loss_is_refused(third: Any) -> None:
     def wrong(model: nn.Module, batch: Tensor) -> Any:
         return model(batch).sum(), len(batch), third
 
@@ -145,7 +145,7 @@ class Points(Task):
 """
 
 
-def test_rows_hold_the_mean_over_their_updates_also_after_a_resume(server: ForkServer, tmp_path: Path) -> None:
+def test_rows_contain_the_mean_over_their_updates_even_after_a_resume(server: ForkServer, tmp_path: Path) -> None:
     rows = []
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 6, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
@@ -165,7 +165,7 @@ def test_rows_hold_the_mean_over_their_updates_also_after_a_resume(server: ForkS
 
 
 @pytest.mark.parametrize(("pair", "code"), [("(x.mean(), len(x))", 70), ("(x.mean(), 1)", 0)])
-def test_a_further_metric_that_is_a_mean_is_refused(pair: str, code: int, server: ForkServer, tmp_path: Path) -> None:
+def test_an_extra_metric_that_is_a_mean_is_refused(pair: str, code: int, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE.replace("(x.sum(), x.numel())", pair))
     result = server.run("train --task mine.py run=mine device=cpu monitor=off updates=1", tmp_path)
     assert result.code == code, result.err

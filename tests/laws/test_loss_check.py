@@ -258,13 +258,13 @@ MEANS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("precision", [fp32, bf16])
-def test_a_sum_and_an_undecidable_loss_are_not_reported(name: str, precision: Any) -> None:
+def test_sums_and_undecidable_losses_are_not_reported(name: str, precision: Any) -> None:
     assert said(SUMS[name], precision=precision) == ""
 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_with_a_count_is_refused_with_the_reduction_to_use(name: str) -> None:
+def test_a_mean_with_a_count_is_refused_and_the_reduction_is_suggested(name: str) -> None:
     assert "loss() returns a mean" in said(MEANS[name])
     assert 'reduction="sum"' in said(MEANS[name])
 
@@ -284,7 +284,7 @@ def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precis
     assert "count" in result.reason
 
 
-def test_a_loss_that_is_not_a_sum_is_refused_with_the_attribute_that_allows_it() -> None:
+def test_a_loss_that_is_not_a_sum_is_refused_and_the_attribute_that_allows_it_is_named() -> None:
     assert "loss_is_additive" in said(contrastive)
 
 
@@ -301,7 +301,7 @@ def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_packed_samples_are_collated_again_as_halves(reduction: str) -> None:
+def test_packed_samples_are_split_into_halves_by_collating_again(reduction: str) -> None:
     x, y = batch_of()
     samples = list(zip(x, y, strict=True))
 
@@ -356,7 +356,7 @@ def test_a_penalty_that_is_added_once_per_batch_is_warned_about(precision: Any) 
     assert not any(check(penalized(0.01, per_item=True)))
 
 
-def test_a_small_deviation_of_weights_in_half_precision_is_undecided() -> None:
+def test_a_small_deviation_with_half_precision_weights_is_undecided() -> None:
     model = model_of().bfloat16()
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -477,7 +477,7 @@ def sizes(batch: Any) -> Any:
         "a packed sequence",
     ],
 )
-def test_a_batch_that_may_not_consist_of_rows_is_not_split(batch: Any) -> None:
+def test_a_batch_without_a_clear_row_dimension_is_not_split(batch: Any) -> None:
     assert sizes(batch) is None
 
 
@@ -535,7 +535,7 @@ def trained(
         "parallelism=pipeline parallelism.world_size=2",
     ],
 )
-def test_the_check_changes_no_bit_of_the_training(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_the_check_changes_no_bit_of_the_results(args: str, server: ForkServer, tmp_path: Path) -> None:
     with_check, losses = trained(server, tmp_path / "with", args, "")
     without, other = trained(server, tmp_path / "without", args, OFF)
     assert losses == other
@@ -570,7 +570,7 @@ class Mean(Task):
 
 
 @pytest.mark.parametrize("args", ["ddp parallelism.batch_norm=sync", "fsdp parallelism.evaluation=sharded"])
-def test_ranks_that_gather_no_model_check_the_loss_without_validation_data(
+def test_ranks_that_do_not_gather_the_model_check_the_loss_without_validation_data(
     args: str, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "mean_on_ranks.py").write_text(MEAN)
@@ -583,7 +583,7 @@ def test_ranks_that_gather_no_model_check_the_loss_without_validation_data(
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
-def test_reading_a_second_sample_changes_no_bit_of_the_training(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_reading_a_second_sample_changes_no_bit_of_the_results(args: str, server: ForkServer, tmp_path: Path) -> None:
     with_check, losses = trained(server, tmp_path / "with", args, "", TASK)
     without, other = trained(server, tmp_path / "without", args, OFF, TASK)
     assert losses == other
@@ -645,7 +645,7 @@ def test_a_loss_that_changes_its_batch_in_place_trains_on_the_unchanged_one(kind
         "mean with a count",
     ],
 )
-def test_a_further_metric_may_have_a_constant_count(third: Callable[..., Any], is_refused: bool) -> None:
+def test_an_extra_metric_may_have_a_constant_count(third: Callable[..., Any], is_refused: bool) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="sum"), len(y), {"further": third(x, y)}

@@ -105,7 +105,7 @@ def test_a_mean_of_batches_is_reported() -> None:
         ({"a": 1.0}, {"a": 1.0 + 1e-4}, False),
     ],
 )
-def test_results_are_equal_if_all_their_numbers_are(
+def test_results_are_equal_if_all_their_numbers_are_equal(
     one: dict[str, float], other: dict[str, float], expected: bool
 ) -> None:
     assert are_equal_numbers(one, other) == are_equal_numbers(other, one) == expected
@@ -132,7 +132,7 @@ def constant_count(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]
         (constant_count, "len(y)"),
     ],
 )
-def test_a_mean_is_refused_with_the_change(evaluate: Evaluate, fix: str) -> None:
+def test_a_mean_is_refused_with_a_fix(evaluate: Evaluate, fix: str) -> None:
     with pytest.raises(TaskFault) as result:
         checked(evaluate)
     assert fix in str(result.value)
@@ -199,7 +199,7 @@ def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_
     )
 
 
-def test_a_declared_metric_that_evaluate_lacks_is_found_before_the_first_update(
+def test_a_declared_metric_missing_from_evaluate_is_found_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Task, "metrics", lambda self, split: {"auroc": Gather(lambda scores, labels: scores.mean())})
@@ -214,7 +214,7 @@ def test_an_invalid_metric_is_found_before_the_first_update(metrics: Any) -> Non
         checked(lambda self, model, batch: {"mine": model(batch[0]), "other": model(batch[0])}, metrics=metrics)
 
 
-def test_the_function_of_gather_is_not_called_with_the_samples_of_the_check() -> None:
+def test_the_check_does_not_call_the_function_of_gather() -> None:
     """It may return None for a few samples, or write files."""
     calls: list[Tensor] = []
     checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": Gather(calls.append)})
@@ -257,7 +257,7 @@ def test_a_sum_per_class_passes_the_check() -> None:
     assert not checked(evaluate)
 
 
-def test_what_a_metric_does_not_accept_is_found_before_the_first_update() -> None:
+def test_predictions_that_a_metric_refuses_are_found_before_the_first_update() -> None:
     metric = pytest.importorskip("torchmetrics").AUROC(task="binary")
     with pytest.raises(TaskFault):
         checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": metric})
@@ -305,7 +305,7 @@ def test_an_undeclared_state_is_found_before_the_first_update(counted: Callable[
     assert all("num_samples" in message for message in found)
 
 
-def test_a_kept_metric_may_keep_attributes_that_its_result_does_not_depend_on() -> None:
+def test_a_reused_metric_may_have_attributes_that_do_not_affect_its_result() -> None:
     class Kept(pytest.importorskip("torchmetrics").MeanMetric):  # type: ignore[misc]
         kind = np.float64
 
@@ -319,7 +319,7 @@ def test_a_kept_metric_may_keep_attributes_that_its_result_does_not_depend_on() 
     assert not any(run_ranks(lambda world: message_of(world, lambda: {"own": Kept()}), 2))
 
 
-def test_an_attribute_of_a_library_need_not_be_declared() -> None:
+def test_an_attribute_set_by_a_library_need_not_be_declared() -> None:
     running = pytest.importorskip("torchmetrics").wrappers.Running
     mean = pytest.importorskip("torchmetrics").MeanMetric
     for message in run_ranks(lambda world: message_of(world, lambda: {"own": running(mean(), window=2)}), 2):

@@ -167,7 +167,7 @@ def test_values_that_were_not_summed_over_the_samples_are_refused(size: int) -> 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
-def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
+def test_a_coupled_loss_is_evaluated_on_batches_as_large_as_an_update(size: int, world_size: int) -> None:
     result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
     task = Contrast()
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_a_metric_that_evaluate_does_not_return_is_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [{"auroc.x": Gather(auroc)}, {}], ids=["two metrics", "a metric and a sum"])
-def test_a_name_of_a_metric_that_shadows_another_is_refused(other: dict[str, Gather]) -> None:
+def test_a_metric_name_that_shadows_another_is_refused(other: dict[str, Gather]) -> None:
     class Twice(Points):
         def metrics(self, split: str) -> Any:
             return {"auroc": Gather(lambda scores, labels: {"x": 1.0}), **other}
@@ -306,7 +306,7 @@ class SeveralNumbers(Points):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
+def test_each_number_of_a_metric_with_several_has_a_name(world_size: int) -> None:
     (first, *others) = run_ranks(lambda world: measured(world, SeveralNumbers(), 5), world_size)
     task = SeveralNumbers()
     with torch.no_grad():
@@ -381,7 +381,7 @@ class Words(torchmetrics.Metric):
         return float(len(self.words))
 
 
-def test_states_that_cannot_be_merged_are_refused_only_with_several_ranks() -> None:
+def test_metric_states_that_cannot_be_merged_are_refused_only_on_several_ranks() -> None:
     class Texts(Points):
         def metrics(self, split: str) -> Any:
             return {"words": Words()}
@@ -414,7 +414,7 @@ class Unreduced(torchmetrics.Metric):
         return self.total / self.count
 
 
-def test_a_metric_without_a_reduction_of_its_states_is_refused_on_ranks() -> None:
+def test_a_metric_whose_states_have_no_reduction_is_refused_on_several_ranks() -> None:
     class Means(Points):
         def metrics(self, split: str) -> Any:
             return {"mean": Unreduced()}
@@ -529,7 +529,7 @@ def with_metric(metric: nn.Module) -> Task:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
-def test_an_undeclared_state_is_refused_only_with_several_ranks(kind: type[nn.Module], number: int) -> None:
+def test_an_undeclared_state_is_refused_only_on_several_ranks(kind: type[nn.Module], number: int) -> None:
     def refused(world: World) -> str:
         with pytest.raises(TaskFault) as caught:
             measured(world, with_metric(kind()), 8, number=number)
@@ -572,7 +572,7 @@ class Objects(Total):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Inferred, Last, Objects])
-def test_an_attribute_that_the_result_does_not_depend_on_is_not_a_state(kind: type[nn.Module]) -> None:
+def test_an_attribute_that_does_not_affect_the_result_is_not_a_state(kind: type[nn.Module]) -> None:
     alone = measured(ALONE, with_metric(kind()), 8)
     for result in run_ranks(lambda world: measured(world, with_metric(kind()), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
@@ -627,13 +627,13 @@ class CountedUnderLock(torchmetrics.MeanMetric):
 
 
 @pytest.mark.parametrize("wrap", [lambda metric: metric, torchmetrics.MinMaxMetric], ids=["metric", "part"])
-def test_a_kept_metric_with_a_lock_starts_empty_in_each_evaluation(wrap: Callable[[Any], Any]) -> None:
+def test_a_reused_metric_with_a_lock_is_reset_before_each_evaluation(wrap: Callable[[Any], Any]) -> None:
     task = with_metric(wrap(CountedUnderLock()))
     first = measured(ALONE, task, 8)
     assert measured(ALONE, task, 8) == first
 
 
-def test_a_metric_of_too_many_numbers_is_refused() -> None:
+def test_a_metric_with_too_many_numbers_is_refused() -> None:
     class Large(Points):
         def metrics(self, split: str) -> Any:
             return {"auroc": torchmetrics.ConfusionMatrix(task="multiclass", num_classes=200)}
@@ -647,7 +647,7 @@ def test_a_metric_of_too_many_numbers_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
+def test_a_reused_metric_is_reset_before_each_evaluation(world_size: int) -> None:
     def twice(world: World) -> list[dict[str, float]]:
         task = Measured()
         measured(world, task, 8, number=20)
@@ -658,13 +658,13 @@ def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids])
-def test_a_kept_metric_starts_empty_although_reset_does_not_clear_its_attributes(kind: type[nn.Module]) -> None:
+def test_a_reused_metric_is_reset_even_if_its_reset_method_does_not_clear_its_attributes(kind: type[nn.Module]) -> None:
     task = with_metric(kind())
     results = [measured(ALONE, task, 8) for _ in range(2)]
     assert results[0] == results[1]
 
 
-def test_a_coupled_loss_that_is_not_a_number_counts_as_measured() -> None:
+def test_a_coupled_loss_of_nan_counts_as_measured() -> None:
     class Diverged(Contrast):
         def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:
             return embeddings.sum() * math.nan, len(embeddings)

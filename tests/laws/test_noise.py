@@ -82,7 +82,7 @@ def check_same(runs: Runs, name: str) -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -> None:
+def test_mechanics_do_not_change_a_run_that_draws_random_numbers(way: str, runs: Runs) -> None:
     name = way.replace(" ", "-").replace(",", "")
     check_same(runs.done(name, *WAYS[way]), name)
     if way.startswith("out of memory"):
@@ -95,7 +95,7 @@ def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -
 @pytest.mark.parametrize(
     "more", [["micro_batch_size=8"], ["parallelism=ddp", RANKS, "parallelism.shares=[9,7]"]], ids=str
 )
-def test_a_run_that_draws_is_the_same_after_a_stop(end: str, more: list[str], runs: Runs) -> None:
+def test_a_stop_does_not_change_a_run_that_draws_random_numbers(end: str, more: list[str], runs: Runs) -> None:
     name = f"{end}-{len(more)}"
     args = [f"task.end={end}", "checkpoint.every=2", *more]
     result = runs.run(name, *args)
@@ -106,7 +106,7 @@ def test_a_run_that_draws_is_the_same_after_a_stop(end: str, more: list[str], ru
     check_same(runs, name)
 
 
-def test_another_seed_gives_other_draws(runs: Runs) -> None:
+def test_another_seed_gives_other_random_numbers(runs: Runs) -> None:
     """Otherwise the comparisons above would prove nothing."""
     runs.done("seed", "seed=1")
     assert runs.rows("seed")[1]["train/loss"] != pytest.approx(runs.rows("whole")[1]["train/loss"], rel=1e-3)

@@ -244,7 +244,7 @@ def test_ranks_shares_and_accumulation_equal_a_plain_loop(
         assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
 
 
-def test_parameters_of_no_objective_are_not_changed() -> None:
+def test_parameters_without_an_objective_are_not_changed() -> None:
     before = weights_of(Distilled(torch.float32).model)
     after = trained(ALONE, Distilled, shares=(32,), micro=8, dtype=torch.float32)["weights"]
     same = {name for name in before if before[name] == after[name]}
@@ -312,7 +312,7 @@ def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
     assert result.value.exit_code == 78
 
 
-def test_an_unknown_module_is_answered_with_those_of_the_model() -> None:
+def test_an_unknown_module_is_reported_with_the_modules_of_the_model() -> None:
     task = type("Wrong", (Adversarial,), {"declared": {"critic": {"trains": ["value_function"]}}})(torch.float32)
     with pytest.raises(ConfigError) as result:
         specs_of(task)
@@ -320,7 +320,7 @@ def test_an_unknown_module_is_answered_with_those_of_the_model() -> None:
     assert {"gen", "disc"} <= set(problem.fix.replace(",", " ").split())
 
 
-def test_a_frozen_module_is_not_answered_with_another_one() -> None:
+def test_a_frozen_module_is_reported_without_suggesting_another_one() -> None:
     task = Adversarial(torch.float32)
     for weight in task.model.disc.parameters():
         weight.requires_grad_(False)
@@ -346,7 +346,7 @@ def test_problems_of_all_objectives_are_reported_together() -> None:
     assert {problem.where for problem in result.value.problems} == {f"OBJECTIVES[{name!r}]" for name in declared}
 
 
-def test_objectives_may_share_parameters_that_each_of_them_declares() -> None:
+def test_objectives_may_share_parameters_that_each_objective_declares() -> None:
     shares = {"shares": ["disc.0"]}
     shared = {"disc": {"trains": ["disc"], **shares}, "gen": {"trains": ["gen", "disc.0"], **shares}}
     task = type("Shared", (Adversarial,), {"declared": shared})(torch.float32)
@@ -369,7 +369,7 @@ def test_a_tied_parameter_belongs_to_each_objective_that_lists_one_of_its_names(
             assert (len(disc), len(gen)) == (4, 5)
 
 
-def test_updates_skipped_in_earlier_phases_follow_a_resume() -> None:
+def test_updates_skipped_in_earlier_phases_are_known_after_a_resume() -> None:
     """A checkpoint restores the position of the phase after the objectives are built."""
     whole = Position("train")
     first, second = (ObjectivePosition(whole, 1, keeps_precision=keeps) for keeps in (True, False))

@@ -38,7 +38,7 @@ orders = st.builds(
 
 
 @given(orders)
-def test_every_sample_is_seen_once_per_epoch_and_each_update_closes_once(order: Order) -> None:
+def test_every_sample_is_seen_once_per_epoch_and_each_update_has_one_last_micro_batch(order: Order) -> None:
     if order.updates_per_epoch == 0:
         return
     for epoch in (0, 1):
@@ -118,7 +118,7 @@ def test_workers_do_not_change_the_batches(kind: str) -> None:
     assert all(torch.equal(mine.batch, theirs.batch) for mine, theirs in zip(result, expected, strict=True))
 
 
-def test_reading_ahead_does_not_touch_the_global_generators() -> None:
+def test_prefetching_does_not_advance_the_global_generators() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     for kind in ("0", "2", "thread"):
@@ -139,7 +139,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
-def test_a_bad_sample_is_named(kind: str) -> None:
+def test_a_bad_sample_is_reported_by_its_index(kind: str) -> None:
     reader = loader(kind, Squares())
     with pytest.raises(DataError, match="sample 7 cannot be read: ValueError: cut off"):
         list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
@@ -165,7 +165,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_cached_samples_equal_those_that_were_read(where: str) -> None:
+def test_cached_samples_equal_the_samples_that_were_read(where: str) -> None:
     order = Order(30, 8, 8, seed=1)
     plain = list(islice(loader("0", Rows()).batches(order.from_update(0)), 6))
     kept = list(islice(loader("0", Rows(), cache=where).batches(order.from_update(0)), 6))
@@ -180,9 +180,7 @@ def test_samples_that_change_are_not_cached() -> None:
 
 
 @given(st.integers(1, 100), st.none() | st.integers(1, 120))
-def test_the_samples_of_an_evaluation_are_distinct_and_of_the_requested_number(
-    num_samples: int, wanted: int | None
-) -> None:
+def test_an_evaluation_has_the_requested_number_of_distinct_samples(num_samples: int, wanted: int | None) -> None:
     chosen = spread_evenly(num_samples, wanted)
     assert len(chosen) == len(set(chosen)) == min(num_samples, wanted or num_samples)
     assert set(chosen) <= set(range(num_samples))
@@ -206,7 +204,7 @@ def test_ranks_start_with_different_seeds() -> None:
 
 
 @pytest.mark.parametrize("sizes", [range(1, 300), [10**3, 2**12 - 1, 2**12, 2**12 + 1, 99_991]], ids=["small", "large"])
-def test_a_keyed_permutation_has_each_sample_once(sizes: Iterable[int]) -> None:
+def test_a_keyed_permutation_contains_each_sample_once(sizes: Iterable[int]) -> None:
     for size in sizes:
         result = KeyedPermutation(seed=size, epoch=1, num_samples=size)[:size]
         assert np.array_equal(np.sort(result), np.arange(size))
@@ -214,7 +212,7 @@ def test_a_keyed_permutation_has_each_sample_once(sizes: Iterable[int]) -> None:
 
 @pytest.mark.slow
 @given(st.integers(1, 10**10), st.integers(0, 2**40), st.integers(0, 200))
-def test_any_part_of_a_keyed_permutation_is_computed_alone(size: int, seed: int, count: int) -> None:
+def test_any_slice_of_a_keyed_permutation_can_be_computed_alone(size: int, seed: int, count: int) -> None:
     order = KeyedPermutation(seed, 3, size)
     first = seed % size
     whole = order[first : first + count]
@@ -234,13 +232,13 @@ def surplus(counts: Any, categories: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_every_permutation_of_a_few_samples_is_as_likely(size: int) -> None:
+def test_all_permutations_of_a_few_samples_are_equally_likely(size: int) -> None:
     result = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
     assert surplus(result.values(), math.factorial(size)) < 4  # false alarm: once in 30,000 choices of 4,000 seeds
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 2**25 + 12345, 10**10])
-def test_places_and_steps_of_a_large_order_are_uniform(size: int) -> None:
+def test_indices_and_their_differences_in_a_large_order_are_uniform(size: int) -> None:
     for epoch in (0, 1):
         result = KeyedPermutation(7, epoch, size)[size // 3 : size // 3 + 100_000]
         steps = np.diff(result) % size
@@ -251,7 +249,7 @@ def test_places_and_steps_of_a_large_order_are_uniform(size: int) -> None:
     assert not np.array_equal(KeyedPermutation(7, 0, size)[:100], KeyedPermutation(8, 0, size)[:100])
 
 
-def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
+def test_the_order_of_ten_billion_samples_takes_no_memory() -> None:
     order = Order(10**10, 64, 16, seed=3)
     tracemalloc.start()
     try:
@@ -265,7 +263,7 @@ def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
     assert peak < 1 << 20
 
 
-def test_orders_of_up_to_16_million_samples_are_those_of_earlier_versions() -> None:
+def test_orders_of_up_to_16_million_samples_are_the_same_as_in_earlier_versions() -> None:
     """Runs of earlier versions can be resumed, with equal results."""
     assert Order(KEYED_ABOVE, 8, 8, seed=3).update_sampler.content == ""
     assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).update_sampler.content == KEYED
@@ -283,7 +281,7 @@ def begun(folder: Path) -> list[Any]:
         return list(phase.order.micro_batches(2))
 
 
-def test_a_run_keeps_its_kind_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_kind_of_permutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a run of a version without keyed permutations, for any number of samples."""
     as_array = begun(tmp_path / "array")
     monkeypatch.setattr(module, "KEYED_ABOVE", 8)

@@ -55,7 +55,7 @@ def build(*, overwrites: bool = False) -> Task: return Small(overwrites)
 
 
 @pytest.mark.parametrize("args", ["", "max_grad_norm=1 scheduler=plateau averaging=ema precision=bf16"])
-def test_an_output_that_the_next_call_overwrites_changes_no_number(
+def test_results_are_the_same_if_the_next_call_overwrites_an_output(
     args: str, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK)

@@ -133,7 +133,7 @@ def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], mic
     updates=st.integers(1, 4),
 )
 @settings(max_examples=25 if IS_LONG else 5)
-def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
+def test_any_split_over_ranks_equals_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
     """Random shares, micro-batches and epoch lengths, including uneven updates and ranks without samples."""
     shares = tuple(parts)
     given = {"shares": shares, "updates": updates, "num_samples": num_samples}
@@ -145,7 +145,7 @@ def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int
             assert distance(alone[key], result[key]) < PROMISED[torch.float64], key
 
 
-def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
+def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total, count = token_loss(model, batch)
         return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
@@ -164,7 +164,7 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     assert results[0]["norms"][1:] == results[1]["norms"][1:]
 
 
-def test_bfloat16_stays_close() -> None:
+def test_losses_of_ranks_in_bfloat16_stay_close_to_one_process() -> None:
     alone = trained(ALONE, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16)
     for result in run_ranks(
         lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2

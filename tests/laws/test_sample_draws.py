@@ -110,7 +110,7 @@ class Normalized:
 
 
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_the_reader_does_not_change_how_sums_of_a_sample_are_rounded(kind: str) -> None:
+def test_the_reader_does_not_change_the_rounding_of_sums_in_a_sample(kind: str) -> None:
     dataset, order, num_threads = Normalized(), Order(SIZE, 8, 8, seed=4), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -138,13 +138,13 @@ def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_reading_from_any_update_on_gives_the_same_draws(kind: str, reference: Draws) -> None:
+def test_reading_can_start_at_any_update_with_the_same_draws(kind: str, reference: Draws) -> None:
     for start in (1, 4):
         result = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
         assert result == {key: reference[key] for key in result}
 
 
-def test_seeds_epochs_samples_and_splits_draw_different_numbers() -> None:
+def test_draws_differ_between_seeds_epochs_samples_and_splits() -> None:
     def first(seed: int, epoch: int, index: int, split: str) -> tuple[float, ...]:
         fetcher = Fetcher(Drawing(), torch.utils.data.default_collate, bad_samples="stop", split=split)
         return tuple(fetcher[MicroBatchKey(epoch, [index], last=True, seed=seed)].batch[0, 2:].tolist())
@@ -201,14 +201,14 @@ class Processes(Drawing):
 
 
 @pytest.mark.parametrize("kind", ["1", "thread"])
-def test_no_data_set_code_runs_concurrently_with_the_model_in_its_process(kind: str) -> None:
+def test_dataset_code_never_runs_concurrently_with_the_model_in_one_process(kind: str) -> None:
     """Generators are global in a process: draws of two concurrent threads could not be separated."""
     batches = read(reader(kind, Processes()), Order(SIZE, 8, 3, seed=4), updates=2)
     assert os.getpid() not in {int(process) for item in batches for process in item.batch}
 
 
 @pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
-def test_a_data_set_that_starts_to_draw_late_is_detected(generator: str) -> None:
+def test_a_dataset_that_starts_to_draw_late_is_detected(generator: str) -> None:
     draw: dict[str, Callable[[], float]] = {
         "torch": lambda: torch.rand(()).item(), "numpy": np.random.random, "python": random.random,
     }  # fmt: skip
@@ -269,7 +269,7 @@ def mixed(samples: list[Tensor]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
-def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
+def test_draws_in_collate_depend_on_the_samples_of_the_batch(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Drawing(), mixed), order))
     assert draws_of(read(reader(kind, Drawing(), mixed), order)) == expected
@@ -279,7 +279,7 @@ def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
     assert len({tuple(numbers[4:]) for numbers in expected.values()}) == len(list(order.micro_batches(0))) * 5 + 3 * 2
 
 
-def test_batches_of_other_samples_are_collated_with_other_draws() -> None:
+def test_batches_that_differ_in_one_sample_are_collated_with_different_draws() -> None:
     fetcher = Fetcher(Drawing(), mixed, bad_samples="stop")
     first, second = (fetcher[MicroBatchKey(0, indices, last=True)].batch[-1].tolist() for indices in ([1, 2], [3, 2]))
     assert first[:6] == second[:6]
@@ -297,7 +297,7 @@ class Together(Drawing):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["1", "3", "thread"])
-def test_draws_for_a_complete_batch_depend_on_its_samples(kind: str) -> None:
+def test_draws_for_a_batch_depend_on_its_samples(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Together()), order))
     assert draws_of(read(reader(kind, Together()), order)) == expected
@@ -340,7 +340,7 @@ def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
     assert result == {key: numbers for key, numbers in reference.items() if key[0] == 0}
 
 
-def test_a_wrapper_of_a_batch_reader_reads_batches() -> None:
+def test_a_wrapper_of_a_dataset_with_getitems_reads_batches() -> None:
     class Counting(Drawing):
         num_batches = 0
 
@@ -366,7 +366,7 @@ class OnGpu(Drawing):
         return torch.tensor([self.epoch, index, drawn], dtype=torch.float64)
 
 
-def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_from_the_generator_of_the_current_gpu_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CPU generators stand in for those of two GPUs."""
     in_use, generators = [6], {6: torch.Generator(), 7: torch.Generator()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -464,7 +464,7 @@ def test_samples_with_nan_are_cached() -> None:
     assert all(map(torch.equal, *([each.batch[:, :3] for each in batches] for batches in (plain, kept))))
 
 
-def test_the_order_of_samples_equals_that_of_earlier_versions() -> None:
+def test_the_order_of_samples_is_the_same_as_in_earlier_versions() -> None:
     """Checkpoints do not contain the order: a resumed run computes it again."""
     assert permutation(0, 0, 8).tolist() == ORDERS[0]
     assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
@@ -500,14 +500,14 @@ BATCH = [[9321899, 11782550, 7220949]]
 
 
 @pytest.mark.parametrize(("dataset", "expected"), [(Numbers(), SAMPLES), (NumbersTogether(), BATCH)])
-def test_draws_equal_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
+def test_draws_are_the_same_as_in_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
     """Checkpoints do not contain draws of samples: a run resumed with a later version must draw the same."""
     fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
     batch = fetcher[MicroBatchKey(2, [3, 5], last=True, seed=4)].batch
     assert (dataset.first, batch) == (EPOCH, [*expected, COLLATED])
 
 
-def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
+def test_different_seeds_never_give_the_same_order_or_draws() -> None:
     """The two 32-bit words of a large seed must not be mistaken for a seed and an epoch, or a seed and a rank."""
     pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
     assert len({tuple(permutation(seed, epoch, 32).tolist()) for seed, epoch in pairs}) == len(pairs)

@@ -76,7 +76,7 @@ def test_every_option_has_a_test() -> None:
 
 
 @kinds
-def test_the_order_depends_on_seed_epoch_and_update_only(kind: str) -> None:
+def test_the_order_depends_only_on_seed_epoch_and_update(kind: str) -> None:
     one, other = order_of(kind), order_of(kind)
     last = 3 * one.updates_per_epoch
     backwards = {update: indices_of(one, update) for update in reversed(range(last))}
@@ -116,7 +116,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
 
 
 @kinds
-def test_ranks_in_lockstep_get_as_many_micro_batches(kind: str) -> None:
+def test_ranks_in_lockstep_get_equal_numbers_of_micro_batches(kind: str) -> None:
     ranks = [order_of(kind, shares=(5, 3), rank=rank, is_lockstep=True) for rank in range(2)]
     for update in range(ranks[0].updates_per_epoch):
         assert len({len(list(rank.micro_batches(update))) for rank in ranks}) == 1
@@ -133,7 +133,7 @@ def test_a_resumed_order_continues(kind: str) -> None:
 
 
 @kinds
-def test_samples_before_counts_drawn_samples(kind: str) -> None:
+def test_samples_before_is_the_number_of_samples_drawn(kind: str) -> None:
     order, counted = order_of(kind), 0
     for update in range(3 * order.updates_per_epoch):
         assert order.samples_before(update) == counted
@@ -185,7 +185,7 @@ def test_each_sample_is_drawn_once_per_epoch(kind: str) -> None:
         assert sorted(index for update in updates for index in indices_of(order, update)) == list(range(SIZE))
 
 
-def test_sequential_keeps_the_order_of_the_data_set() -> None:
+def test_sequential_keeps_the_order_of_the_dataset() -> None:
     order = order_of("sequential")
     assert [index for update in range(order.updates_per_epoch) for index in indices_of(order, update)] == [*range(SIZE)]
 
@@ -228,14 +228,14 @@ def test_weighted_without_replacement_draws_a_sample_at_most_once() -> None:
     assert outside(counts, 2000, WEIGHTS / WEIGHTS.sum()) == []  # the first draw is distributed as with replacement
 
 
-def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
+def test_a_sample_drawn_again_in_an_epoch_gets_different_random_numbers() -> None:
     sampler = weighted(samples(weights=[1.0, 1e-9]), num_samples=8)
     rows = torch.cat(read(0, Order(8, 8, 8, seed=0, sampler=sampler), 1, size=2))
     assert set(rows[:, 0].tolist()) <= {0.0, 1.0}
     assert len(set(rows[:, 1].tolist())) == 8
 
 
-def test_a_sample_repeated_by_a_custom_order_gets_other_random_numbers() -> None:
+def test_a_sample_repeated_by_a_custom_order_gets_different_random_numbers() -> None:
     facts = samples()
     sampler = facts.in_order(lambda seed, epoch: np.asarray([3, 1, 3, epoch, 3]), num_samples=5)
     assert sampler.draw(0, 1, 0) == [3, 1, 3 + SIZE, 1 + SIZE, 3 + 2 * SIZE]
@@ -244,7 +244,7 @@ def test_a_sample_repeated_by_a_custom_order_gets_other_random_numbers() -> None
 @pytest.mark.parametrize(
     "wrong", [range(SIZE - 1), range(SIZE + 1), range(1, SIZE + 1), [-1] * SIZE, [0.5] * SIZE, [[0]] * SIZE]
 )
-def test_an_epoch_without_an_index_for_each_place_is_refused(wrong: Any) -> None:
+def test_a_custom_order_without_one_valid_index_per_place_is_refused(wrong: Any) -> None:
     """A shorter epoch, for example, would otherwise give updates without samples."""
     sampler = samples().in_order(lambda seed, epoch: list(range(SIZE)) if epoch == 0 else list(wrong))
     assert sampler.draw(0, 0, 0) == list(range(8))
@@ -252,7 +252,7 @@ def test_an_epoch_without_an_index_for_each_place_is_refused(wrong: Any) -> None
         sampler.draw(0, 1, 0)
 
 
-def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> None:
+def test_every_prefix_of_a_mixture_has_its_shares_and_each_dataset_is_covered() -> None:
     """After p draws, the count of each of the S datasets is within S + 1 of its share of p."""
     shares = np.array([0.2, 0.5, 0.3])
     sampler = mixture(samples(), weights=[2, 5, 3])
@@ -270,7 +270,7 @@ def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> 
             assert len(set(mine[first : first + size])) == size  # every sample once before any is repeated
 
 
-def test_a_mixture_without_weights_draws_equally_from_each_data_set() -> None:
+def test_a_mixture_without_weights_draws_equally_from_each_dataset() -> None:
     sampler = mixture(samples(), num_samples=300)
     drawn = np.array([index % SIZE for window in range(38) for index in sampler.draw(0, 0, window)])
     assert [int((drawn < 40).sum()), int(((drawn >= 40) & (drawn < 50)).sum()), int((drawn >= 50).sum())] == [100] * 3
@@ -291,7 +291,7 @@ def test_length_buckets_put_samples_of_one_length_together() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_no_length_is_always_in_the_incomplete_update(drop_last: bool) -> None:
+def test_length_buckets_leave_out_no_sample_in_every_epoch(drop_last: bool) -> None:
     """With drop_last, the longest samples would otherwise never be used."""
     sampler = length_buckets(samples(drop_last=drop_last))
     whole = range(SIZE // 8)
@@ -306,7 +306,7 @@ def test_no_length_is_always_in_the_incomplete_update(drop_last: bool) -> None:
     batch=st.integers(1, 20),
     bucket=st.integers(1, 9),
 )
-def test_no_update_is_over_the_token_budget(lengths: list[int], tokens: int, batch: int, bucket: int) -> None:
+def test_no_update_exceeds_the_token_budget(lengths: list[int], tokens: int, batch: int, bucket: int) -> None:
     facts = samples(batch, lengths=lengths, weights=lengths)
     sampler = token_budget(facts, tokens=tokens, bucket=bucket)
     order = Order(len(lengths), batch, batch, seed=1, sampler=sampler)
@@ -318,7 +318,7 @@ def test_no_update_is_over_the_token_budget(lengths: list[int], tokens: int, bat
         assert sorted(index for each in drawn for index in each) == list(range(len(lengths)))
 
 
-def test_no_micro_batch_is_over_its_token_budget_and_the_update_stays_the_same() -> None:
+def test_no_micro_batch_exceeds_its_token_budget_and_updates_stay_the_same() -> None:
     whole, order = order_of("token_budget in micro-batches", micro=8), order_of("token_budget in micro-batches")
     for update in range(order.updates_per_epoch):
         micros = [micro.indices for micro in whole.micro_batches(update)]

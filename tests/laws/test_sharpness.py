@@ -96,7 +96,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_update_equals_that_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
+def test_an_update_equals_the_one_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
     expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
     result = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
     assert_close(result, expected, TOLERANCE)

@@ -97,7 +97,7 @@ def numbers_of(updates: list[list[MicroBatch]]) -> list[list[int]]:
     ("name", "num_shards", "shuffle"),
     [case for case in cases if case[0] != "torchdata" or case[1:] == (1, False)],
 )
-def test_a_stream_of_a_package_is_read_once_and_resumed(
+def test_a_stream_of_each_package_is_read_once_per_epoch_and_resumed(
     name: str, num_shards: int, shuffle: bool, tmp_path: Path
 ) -> None:
     dataset = PACKAGES[name](tmp_path, shuffle=shuffle)
@@ -143,7 +143,7 @@ def test_ranks_and_workers_divide_the_updates_of_a_package(
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path) -> None:
+def test_the_state_of_a_package_is_used_only_if_it_is_exact(name: str, tmp_path: Path) -> None:
     """The state of `datasets` does not include the buffer of `shuffle`, so it cannot restore the position."""
     plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
     assert (plain.has_state, plain.restore_error) == (name != "webdataset", "")
@@ -151,11 +151,11 @@ def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path
         assert verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=True))).restore_error
 
 
-def test_a_stream_of_hugging_face_knows_its_shards(tmp_path: Path) -> None:
+def test_the_shards_of_a_hugging_face_dataset_are_counted(tmp_path: Path) -> None:
     assert hugging_face(tmp_path, shuffle=False).num_shards == len(SIZES)
 
 
-def test_a_stream_is_not_divided_by_the_ranks_of_the_environment(
+def test_a_package_does_not_divide_its_stream_by_the_ranks_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -165,7 +165,7 @@ def test_a_stream_is_not_divided_by_the_ranks_of_the_environment(
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
 
 
-def test_a_streaming_dataset_of_mosaicml_is_read_by_index(tmp_path: Path) -> None:
+def test_a_mosaicml_streaming_dataset_is_read_by_index(tmp_path: Path) -> None:
     """Its iteration would divide the samples among processes that wait for each other."""
     streaming = pytest.importorskip("streaming", reason="mosaicml-streaming is not installed", exc_type=ImportError)
     with streaming.MDSWriter(out=str(tmp_path), columns={"number": "int"}, size_limit=200) as writer:

@@ -90,7 +90,7 @@ shards = pytest.mark.parametrize(("num_shards", "together"), [(1, 1), (2, 2), (3
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_round_robin_takes_each_element_once_and_in_turn(lengths: list[int]) -> None:
+def test_round_robin_takes_each_element_once_alternating_between_iterators(lengths: list[int]) -> None:
     turns = RoundRobin(lengths)
     expected = sorted((item, which) for which, length in enumerate(lengths) for item in range(length))
     assert [turns.locate(position)[::-1] for position in range(turns.total)] == expected
@@ -105,7 +105,7 @@ def test_round_robin_takes_each_element_once_and_in_turn(lengths: list[int]) -> 
     batch=st.integers(1, 12),
     drop_last=st.booleans(),
 )
-def test_every_sample_of_a_stream_is_in_one_update(
+def test_every_sample_of_a_stream_is_in_exactly_one_update(
     lengths: list[int], groups: int, batch: int, drop_last: bool
 ) -> None:
     sampler = StreamSampler(lengths * groups, len(lengths) * groups, len(lengths), batch, drop_last=drop_last)
@@ -157,7 +157,7 @@ def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int
 @shards
 @pytest.mark.parametrize("shares", [(5, 3), (4, 1, 3)], ids=str)
 @pytest.mark.parametrize("micro", [8, 2])
-def test_ranks_divide_the_updates_of_one_process(
+def test_ranks_divide_the_same_updates_as_one_process(
     kind: str, num_shards: int, together: int, shares: tuple[int, ...], micro: int
 ) -> None:
     source = source_of(KINDS[kind], num_shards)
@@ -202,7 +202,7 @@ def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, s
         assert torch.equal(torch.cat([part[number] for part in parts]), whole_update)
 
 
-def test_a_state_avoids_rereading() -> None:
+def test_a_saved_state_avoids_rereading_earlier_samples() -> None:
     skipped: list[int] = []
 
     class Counting(Stateful):
@@ -235,7 +235,7 @@ def test_dummy_micro_batches_repeat_read_samples() -> None:
     assert all(torch.equal(micros[first].batch, micros[first + 1].batch) for first in (0, 4, 8))
 
 
-def test_a_stream_does_not_touch_the_global_generators() -> None:
+def test_reading_a_stream_does_not_advance_the_global_generators() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     read(source_of(KINDS["shuffled"], 2), 5)
@@ -245,7 +245,7 @@ def test_a_stream_does_not_touch_the_global_generators() -> None:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_that_divides_itself_among_workers_is_divided_into_shards(num_shards: int, workers: int) -> None:
+def test_a_dataset_that_divides_itself_among_workers_is_read_as_shards(num_shards: int, workers: int) -> None:
     source = StreamSource("train", num_shards, ByWorker())
     result = torch.cat(rows(read(source, 8, workers=workers)))
     assert len(set(result[:64, 0].tolist())) == 64
@@ -259,7 +259,7 @@ def test_a_limit_uses_the_first_samples_of_each_epoch() -> None:
     assert sorted(torch.cat(rows(read(source, 6)))[20:, 0].tolist()) == NUMBERS[:20]
 
 
-def test_samples_for_an_evaluation_are_kept() -> None:
+def test_samples_for_an_evaluation_are_read_once_and_kept() -> None:
     source = source_of(Files, 1)
     assert [int(sample[0]) for sample in read_all_samples(source, None, SEED)] == NUMBERS
     assert len(read_all_samples(source, 7, SEED)) == 7
@@ -275,7 +275,7 @@ class Indexed(ByWorker):
         return NUMBERS[index]
 
 
-def test_an_iterable_without_index_is_a_stream() -> None:
+def test_an_iterable_without_getitem_is_a_stream() -> None:
     assert not is_stream(Indexed())
     assert all(map(is_stream, (ByWorker(), Files(FILES))))
     assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
@@ -311,7 +311,9 @@ class Raising(Files):
         (Files, 7, "shard 5 of the train stream has no samples"),
     ],
 )
-def test_a_stream_that_violates_its_contract_is_named(kind: Any, num_shards: int, what: str, workers: int) -> None:
+def test_a_stream_that_violates_its_contract_is_reported_with_the_reason(
+    kind: Any, num_shards: int, what: str, workers: int
+) -> None:
     with pytest.raises(DataError, match=what):
         read(source_of(kind, num_shards), 12, workers=workers)
 
@@ -322,7 +324,7 @@ def test_a_limit_is_divided_among_the_shards(limit: int, lengths: tuple[int, ...
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5), limit=st.integers(0, 70))
-def test_a_limit_takes_more_of_longer_shards_if_others_are_too_short(lengths: list[int], limit: int) -> None:
+def test_a_limit_takes_more_samples_from_longer_shards_if_others_are_too_short(lengths: list[int], limit: int) -> None:
     source = StreamSource("train", len(lengths), make=lambda _, shard, __: [0] * lengths[shard], limit=limit)
     limited = source.lengths()
     assert limited is not None
@@ -332,7 +334,7 @@ def test_a_limit_takes_more_of_longer_shards_if_others_are_too_short(lengths: li
     assert incomplete == sorted(incomplete, reverse=True)
 
 
-def test_a_shard_that_is_too_short_for_a_limit_is_named_with_the_limit() -> None:
+def test_a_shard_that_is_too_short_for_a_limit_is_reported_with_the_limit() -> None:
     with pytest.raises(DataError) as raised:
         read(source_of(Files, 3, limit=71), 12)
     assert "data.train_samples=71" in str(raised.value)
@@ -347,7 +349,7 @@ class RaisingLater(Files):
             raise ValueError("cut off")
 
 
-def test_a_sample_that_cannot_be_read_is_counted_in_its_pass() -> None:
+def test_an_unreadable_sample_is_reported_by_its_position_in_the_stream() -> None:
     with pytest.raises(DataError, match=r"sample 3 of the train stream"):
         read(source_of(RaisingLater, 1), 12)
 
@@ -402,7 +404,7 @@ def unknown() -> int:
 
 @pytest.mark.parametrize("length", [lambda: 71.0, lambda: None, lambda: -1, lambda: 1 << 70])
 @pytest.mark.parametrize("is_divided", [True, False])
-def test_a_length_that_is_no_number_of_samples_is_refused(
+def test_a_length_that_is_not_a_number_of_samples_is_refused(
     length: Any, is_divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not an unknown length, with which the stream would be read again from its beginning."""
@@ -444,7 +446,7 @@ def test_a_state_that_cannot_be_stored_is_reported() -> None:
     assert marks_after(read(source_of(Foreign, 1), 2))[0].state is None
 
 
-def test_a_lost_state_is_noted_and_the_samples_are_the_same() -> None:
+def test_a_lost_state_is_reported_and_the_samples_stay_the_same() -> None:
     source = source_of(Liar, 1)
     updates = read(source, 4)
     resumed = read(source, 1, start=3, marks=marks_after(updates[:3]))
@@ -453,7 +455,7 @@ def test_a_lost_state_is_noted_and_the_samples_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", [WithLength, Stateful])
-def test_different_samples_after_a_stop_are_refused(kind: type[Files]) -> None:
+def test_a_stream_with_different_samples_after_a_resume_is_refused(kind: type[Files]) -> None:
     marks = marks_after(read(source_of(kind, 1), 3))
     changed = StreamSource("train", 1, make=lambda *_: kind([[number + 1 for number in NUMBERS]]))
     with pytest.raises(DataError, match="differs from the one read before"):
@@ -470,7 +472,7 @@ STATES: list[Any] = [
 
 
 @pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
-def test_a_state_is_the_same_after_json(state: Any) -> None:
+def test_a_state_survives_serialization_to_json(state: Any) -> None:
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, dict):
             return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
@@ -509,7 +511,7 @@ _Divided.__module__, _Divided.__name__ = "streaming.base.dataset", "StreamingDat
     ],
     ids=["subset", "concatenated", "both"],
 )
-def test_a_dataset_with_the_share_of_a_rank_is_completed_or_refused(wrap: Callable[[Any], Any]) -> None:
+def test_a_dataset_limited_to_one_rank_is_completed_or_refused(wrap: Callable[[Any], Any]) -> None:
     assert len(undivided(_Divided())) == 72
     with pytest.raises(TaskFault):
         undivided(wrap(_Divided()))

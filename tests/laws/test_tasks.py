@@ -407,7 +407,7 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
 @pytest.mark.parametrize(
     "case", ["cape", "nmt packed", "nmt padded", "tractodiff unet", "hyperspectral rx", "hyperspectral svdd"]
 )
-def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable[[str], Task]) -> None:
+def test_a_pipeline_has_the_same_metrics_as_the_unsplit_model(case: str, fresh: Callable[[str], Task]) -> None:
     """Metrics that decode step by step too: each step is a pass through all stages."""
 
     def measured(world: World, parallel: Any) -> dict[str, tuple[float, float]]:
@@ -434,7 +434,9 @@ def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable
         *("hyperspectral rx", "hyperspectral svdd"),
     ],
 )
-def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, fresh: Callable[[str], Task]) -> None:
+def test_a_model_split_over_devices_of_one_process_gives_the_same_results(
+    case: str, fresh: Callable[[str], Task]
+) -> None:
     task = fresh(case)
     task.model.eval()
     calls: list[tuple[Any, Any]] = []
@@ -464,7 +466,7 @@ def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, 
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("case", DRAWS)
-def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
+def test_random_draws_of_a_task_change_its_loss(case: str, fresh: Callable[[str], Task]) -> None:
     """Otherwise the comparison above would prove nothing about random numbers."""
     task = fresh(case)
     losses = []
@@ -478,7 +480,7 @@ def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("case", READ)
-def test_cached_batches_are_those_read_and_are_not_read_again(
+def test_cached_batches_equal_the_batches_read_and_are_not_read_again(
     case: str, split: str, fresh: Callable[[str], Task]
 ) -> None:
     task = fresh(case)

@@ -95,7 +95,7 @@ def test_accumulation_does_not_change_the_update(
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_update_equals_that_of_the_mean_loss(ignored: bool) -> None:
+def test_the_update_equals_the_update_with_the_mean_loss(ignored: bool) -> None:
     by_hand = make_model()
     optimizer = torch.optim.AdamW(
         [
@@ -136,7 +136,7 @@ def test_a_smaller_last_update_weights_its_samples_equally() -> None:
     assert float(steps[0].grad_norm) == pytest.approx(float(norm), rel=PROMISED[torch.float64])
 
 
-def test_clipping_sees_the_same_norm_with_and_without_loss_scaling() -> None:
+def test_the_norm_for_clipping_does_not_depend_on_loss_scaling() -> None:
     norms = {}
     for name, precision, options in (("fp32", fp32, {}), ("fp16", fp16, {"init_scale": 1024.0})):
         model = make_model(torch.float32)
@@ -177,7 +177,7 @@ def test_an_overflow_skips_the_update_halves_the_scale_and_keeps_the_schedule() 
 
 
 @pytest.mark.parametrize("precision", [fp32, bf16, fp16])
-def test_every_precision_learns(precision: Any) -> None:
+def test_training_reduces_the_loss_in_every_precision(precision: Any) -> None:
     model = make_model(torch.float32)
     run = training(model, sample_loss, precision=precision)
     (x, y), *_ = data(1, ignored=False, dtype=torch.float32)
@@ -185,7 +185,7 @@ def test_every_precision_learns(precision: Any) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_losses_are_summed_exactly_in_any_format() -> None:
+def test_losses_are_summed_exactly_in_any_dtype() -> None:
     """256 + 1 is 256 in bfloat16, and a sum over micro-batches must not stagnate there."""
 
     def one(model: nn.Module, batch: Any) -> tuple[Tensor, int]:

@@ -66,7 +66,7 @@ def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -
     assert (good.level, good.facts["number"]) == ("info", 2)
 
 
-def test_an_xid_is_explained_and_reported_once() -> None:
+def test_an_xid_error_is_explained_and_reported_once() -> None:
     watch = watchful()
     messages = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
 
@@ -74,7 +74,7 @@ def test_an_xid_is_explained_and_reported_once() -> None:
     assert messages[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
 
 
-def test_an_xid_of_a_gpu_applies_to_its_instances() -> None:
+def test_an_xid_error_of_a_gpu_applies_to_its_mig_instances() -> None:
     cut = Gpu(3, "MIG-a", "slice")
     (notice,) = watchful(cut).check({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
 
@@ -83,14 +83,14 @@ def test_an_xid_of_a_gpu_applies_to_its_instances() -> None:
 
 
 @pytest.mark.parametrize("number", [*XIDS, 999])
-def test_every_xid_has_a_meaning_and_an_action(number: int) -> None:
+def test_every_known_xid_error_has_a_meaning_and_an_action(number: int) -> None:
     known = explain_xid(number)
 
     assert len(known.meaning.split()) > 2
     assert len(known.advice.split()) > 2
 
 
-def test_other_processes_on_a_gpu_are_listed_once_by_size(screen: Callable[..., None]) -> None:
+def test_other_processes_on_a_gpu_are_listed_once_sorted_by_memory(screen: Callable[..., None]) -> None:
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()

@@ -98,7 +98,7 @@ def test_an_amd_gpu_has_the_same_readings_as_nvml(monkeypatch: pytest.MonkeyPatc
     assert reading.keys() == {metric.name for metric in METRICS}
 
 
-def test_processes_have_their_memory_if_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_listed_with_their_memory_if_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch) as smi:
         assert smi.processes(smi.gpus[0]) == (GpuProcess(77, GIB), GpuProcess(78, None))
     with opened(monkeypatch, get_gpu_process_list=raising(10)) as smi:
@@ -121,7 +121,7 @@ def test_the_largest_integer_of_a_type_is_not_a_reading(monkeypatch: pytest.Monk
     assert result == {"ecc_corrected": None, "ecc_uncorrected": 0}
 
 
-def test_a_gpu_without_an_edge_sensor_gives_the_temperature_of_its_hot_spot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_an_edge_sensor_reports_its_hot_spot_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     def sensors(card: object, sensor: str, metric: str) -> int:
         if sensor == "EDGE":
             raise SmiError(2)
@@ -131,7 +131,7 @@ def test_a_gpu_without_an_edge_sensor_gives_the_temperature_of_its_hot_spot(monk
         assert smi.read(smi.gpus[0], ["temperature_c"]) == {"temperature_c": 57}
 
 
-def test_missing_permissions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch, get_power_info=raising(10)) as smi:
         assert smi.read(smi.gpus[0], ["power_w"]) == {"power_w": None}
         assert smi.denied == {smi.gpus[0]: {"power_w"}}
@@ -147,7 +147,7 @@ def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch: pytest.M
         assert "AMD" not in nvml.why_not
 
 
-def test_torchs_gpu_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_used_by_torch_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """HIP and AMD SMI report different UUIDs for the same GPU."""
     view = TorchView(
         "2.13.0+rocm",
@@ -179,7 +179,7 @@ def test_monitor_reads_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPat
     assert "gpu0/power_w" not in readings
 
 
-def test_doctor_judges_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_checks_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", fake())
     context = CheckContext(tmp_path, tmp_path)
     result = [*gpu_checks.driver(context), *gpu_checks.processes(context)]

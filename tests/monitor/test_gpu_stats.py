@@ -53,7 +53,7 @@ def test_start_stop_and_plot_work_without_a_block(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "logs").iterdir())] == ["gpu.csv", "monitor.json"]
 
 
-def test_it_stops_when_the_block_raises(tmp_path: Path) -> None:
+def test_monitoring_stops_when_the_block_raises(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), GPUStats(tmp_path, 0.02):
         print(1 / 0)
 
@@ -74,7 +74,7 @@ def test_concurrent_and_repeated_monitors_have_separate_files(tmp_path: Path) ->
     assert len(read_samples(other.path_csv)) >= 2
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning_and_the_block_runs(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_warning_and_the_block_runs(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with (
         pytest.warns(
@@ -95,7 +95,7 @@ def test_an_invalid_interval_is_reported_at_once(interval_s: float) -> None:
         GPUStats(interval_s=interval_s)
 
 
-def test_a_child_that_is_forked_inside_does_not_sample_or_write(tmp_path: Path) -> None:
+def test_a_child_forked_in_the_block_does_not_sample_or_write(tmp_path: Path) -> None:
     with GPUStats(tmp_path, 0.02) as stats:
         watch(stats)
         with warnings.catch_warnings():
@@ -156,14 +156,14 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
         ("-1", "[-1]"),
     ],
 )
-def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, messages: str) -> None:
+def test_invalid_devices_are_reported(nvml_stub: NvmlStub, devices: str, messages: str) -> None:
     text = nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert text.startswith("devices: ")
     assert f" {messages}; " in text
 
 
 @pytest.mark.slow
-def test_a_numpy_number_is_accepted(nvml_stub: NvmlStub) -> None:
+def test_a_numpy_integer_is_accepted_as_device(nvml_stub: NvmlStub) -> None:
     code = AROUND.replace('json.loads(os.environ["DEVICES"])', "__import__('numpy').arange(1, 2)")
     assert nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [PAIR["1.uuid"]]
 
@@ -206,7 +206,7 @@ def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub
     assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 
-def test_gpu0_is_torchs_cuda_0_if_torch_is_initialized(nvml_stub: NvmlStub) -> None:
+def test_device_0_is_cuda_0_of_torch_if_torch_is_initialized(nvml_stub: NvmlStub) -> None:
     code = """
 import json, sys, time, types
 class Torch(types.ModuleType):  # CUDA numbers the faster GPU first
@@ -228,7 +228,7 @@ print(json.dumps(found))
     assert nvml_stub.run(code, PAIR) == [[PAIR["1.uuid"], PAIR["0.uuid"]], [PAIR["1.uuid"]]]
 
 
-def test_it_needs_no_torch_and_no_gpu(tmp_path: Path) -> None:
+def test_monitoring_needs_neither_torch_nor_a_gpu(tmp_path: Path) -> None:
     code = """
 import sys
 from runner import GPUStats
@@ -242,7 +242,7 @@ assert stats.get_summary()["whole"]["samples"] == 1, "even the shortest block le
 
 
 @pytest.mark.slow
-def test_a_gpu_is_in_the_summary_with_its_energy(nvml_stub: NvmlStub) -> None:
+def test_the_summary_includes_each_gpu_with_its_energy(nvml_stub: NvmlStub) -> None:
     code = """
 import json, time
 from runner import GPUStats
@@ -263,7 +263,7 @@ print(json.dumps(stats.get_summary()))
 
 
 @pytest.mark.slow
-def test_plots_are_in_one_folder_per_start(tmp_path: Path) -> None:
+def test_each_start_has_a_separate_folder_for_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     stats = GPUStats(tmp_path / "logs", 0.02)
     for folder in ("plots", "plots-2"):

@@ -55,7 +55,7 @@ def test_memory_is_good_from_50_to_80_percent_at_its_peak(used: float, level: st
 
 
 @pytest.mark.parametrize("bands", [UTILIZATION, MEMORY])
-def test_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
+def test_rating_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
     edges = [(band.low, band.high) for band in bands]  # type: ignore[attr-defined]
     assert edges[0][0] == 0
     assert edges[-1][1] > 100
@@ -76,7 +76,7 @@ def test_an_idle_gpu_causes_no_advice() -> None:
 
 
 @pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
-def test_every_throttle_reason_has_a_text_a_share_and_the_temperature(reason: str) -> None:
+def test_every_throttle_reason_is_reported_with_its_share_and_the_temperature(reason: str) -> None:
     assert reason in THROTTLE_MEANINGS
     (verdict,) = assess_health(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
     assert verdict.subject == "GPU 0 clocks"
@@ -89,7 +89,7 @@ def test_unthrottled_clocks_are_not_mentioned() -> None:
     assert said(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
 
 
-def test_other_processes_are_reported_beside_a_run_and_on_a_monitored_machine() -> None:
+def test_other_processes_are_reported_for_a_run_and_for_a_monitored_machine() -> None:
     one, two = (summary_of(gpu0_other_processes=count, gpu0_other_memory_gib=1.5) for count in (1, 2))
     assert said(one) == said(two) == {"GPU 0 processes": "high"}
     assert said(one, of_run=False) == {}
@@ -98,7 +98,7 @@ def test_other_processes_are_reported_beside_a_run_and_on_a_monitored_machine() 
     assert said(summary_of(gpu0_other_processes=0)) == {}
 
 
-def test_ram_and_cpu_are_reported_if_they_are_the_limit() -> None:
+def test_ram_and_cpu_are_reported_if_they_limit_the_run() -> None:
     assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
     assert said(busy)["CPU"] == "high"
@@ -157,7 +157,7 @@ def test_verdicts_are_sorted_by_severity() -> None:
     assert [verdict.level for verdict in assess_health(summary)] == ["high", "low", "note", "good"]
 
 
-def test_every_rule_can_apply() -> None:
+def test_every_rule_applies_to_some_summary() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99,
         cpu_percent=99, gpu0_ecc_uncorrected=(0, 1, 2),
@@ -177,7 +177,7 @@ def test_the_table_has_minimum_mean_and_maximum_of_each_reading() -> None:
     assert format_metrics(Summary()) == []
 
 
-def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
+def test_each_of_several_phases_has_a_line(screen: Callable[..., None]) -> None:
     times = np.arange(6.0)
     samples = MachineSamples(
         times, np.ones(6), ("lora",) * 2 + ("router",) * 4, {"gpu0/util": times * 10, "cpu/percent": times}

@@ -66,7 +66,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     ("gpus", "names"),
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
 )
-def test_plots_exist_per_gpu_for_all_gpus_and_for_the_machine(gpus: int, names: set[str]) -> None:
+def test_each_gpu_all_gpus_together_and_the_machine_have_plots(gpus: int, names: set[str]) -> None:
     result = draw_png_files(samples_of(3, gpus))
     assert set(result) == names
     assert all(min(size_of(png)) >= 500 for png in result.values())
@@ -81,7 +81,7 @@ def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(line.get_marker() == "o" for line in axes.lines)
 
 
-def test_every_panel_has_a_title_a_unit_and_the_gpu_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_panel_has_a_title_and_a_unit_and_the_figure_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = figures_of(samples_of(5), monkeypatch)
     for name, panels in {"gpu0.png": GPU_PANELS, "machine.png": MACHINE_PANELS}.items():
         axes = result[name].axes
@@ -99,7 +99,7 @@ def test_lines_pass_through_the_readings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.get_ydata().tolist() == util
 
 
-def test_a_reading_that_is_missing_and_a_pause_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_readings_and_pauses_interrupt_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [0, 1, 2, 3, 4, 100, 101]
     samples = samples_of(7, times=times, gpu0_util=[50, 50, NAN, 50, 50, 50, 50])
     figure = figures_of(samples, monkeypatch)["gpu0.png"]
@@ -116,7 +116,7 @@ def test_a_single_reading_between_two_gaps_has_a_marker(monkeypatch: pytest.Monk
     assert any(line.get_marker() == "o" and 100 / 60 in line.get_xdata() for line in axes.lines)
 
 
-def test_a_metric_without_readings_is_labelled_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_without_readings_is_labelled_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(5, gpu0_power_w=[NAN] * 5), monkeypatch)["gpu0.png"]
     power = figure.axes[3]
     assert not lines_in(power)
@@ -124,7 +124,7 @@ def test_a_metric_without_readings_is_labelled_so(monkeypatch: pytest.MonkeyPatc
     assert not any(text.get_text() == "no reading" for axes in figure.axes[:3] for text in axes.texts)
 
 
-def test_capacity_is_a_line_above_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_capacity_is_drawn_as_a_line_above_the_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(5), monkeypatch)["gpu0.png"]
     memory = figure.axes[1]
     assert any(list(line.get_ydata()) == [8.0, 8.0] for line in memory.lines if line not in lines_in(memory))

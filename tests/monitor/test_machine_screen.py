@@ -60,7 +60,7 @@ def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
     assert sparkline([1], 0) == sparkline([], 5) == ""
 
 
-def test_the_screen_shows_every_figure_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
+def test_the_screen_shows_every_reading_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
     lines = shown(view_of(*[T4] * 3, users=USERS, seconds=12.4))
     screen("\n".join(lines))
 
@@ -83,7 +83,7 @@ def test_the_history_of_a_lost_gpu_stays_on_the_screen() -> None:
     assert line.split() == ["GPU", "0", "Tesla", "T4", "?", "▇▇", "?", "▅▅"]
 
 
-def test_the_history_is_bounded() -> None:
+def test_the_history_has_a_maximum_length() -> None:
     view = view_of(*[T4] * (MAX_SAMPLES + 50))
     assert {len(values) for values in view.history.values()} == {MAX_SAMPLES}
 
@@ -104,7 +104,7 @@ def test_processes_that_do_not_fit_are_counted() -> None:
     assert not any("more processes" in line for line in shown(eight(), 80, 100))
 
 
-def test_each_gpu_has_a_line_and_a_fault_names_its_gpus(screen: Callable[..., None]) -> None:
+def test_each_gpu_has_a_line_and_an_error_names_the_affected_gpus(screen: Callable[..., None]) -> None:
     lines = shown(eight(gpu5=64.0, gpu6=64.0), 100)
     gpus = [line for line in lines if line.startswith("GPU ") and "%" in line]
     assert {line.index("8.0/15.0 GiB") for line in gpus} == {gpus[0].index("8.0/15.0 GiB")}
@@ -131,11 +131,11 @@ def test_without_a_gpu_the_reason_is_shown() -> None:
     assert not any("process" in line for line in lines)
 
 
-def test_no_process_differs_from_an_unknown_number_of_processes() -> None:
+def test_zero_processes_and_an_unknown_number_of_processes_are_distinguished() -> None:
     assert shown(view_of(T4, users=None))[-1] != shown(view_of(T4, users={"gpu0": []}))[-1]
 
 
-def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminal_is_restored_and_the_variable_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with terminal(80) as (stream, seen):
@@ -152,7 +152,7 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
 
 
-def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
+def test_the_screen_adapts_to_a_resized_terminal_and_survives_a_lost_one() -> None:
     import fcntl
     import os
     import pty
@@ -178,7 +178,7 @@ def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
         stream.close()
 
 
-def test_a_background_job_of_a_script_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_job_of_a_script_prints_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the process group of the script, which ignores SIGINT for it."""
     monkeypatch.setenv("TERM", "xterm")
     before = signal.getsignal(signal.SIGINT)
@@ -191,7 +191,7 @@ def test_a_background_job_of_a_script_gets_lines(monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_and_a_dumb_terminal_receive_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal(80) as (stream, _):
         assert type(make_display(stream, io.StringIO(), as_json=False)) is SampleLines

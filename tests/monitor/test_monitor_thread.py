@@ -58,7 +58,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> None:
+def test_readings_of_a_t4_are_in_the_file_the_metrics_and_the_status_line(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(WATCH, T4)
     rows = rows_of(seen["csv"])
     row, last = rows[0], rows[-1]
@@ -111,7 +111,7 @@ def test_only_visible_gpus_are_monitored(nvml_stub: NvmlStub) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
-def test_a_mig_instance_is_monitored_by_either_name(nvml_stub: NvmlStub, name: str) -> None:
+def test_a_mig_instance_may_be_selected_by_either_of_its_names(nvml_stub: NvmlStub, name: str) -> None:
     row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
 
     assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
@@ -128,14 +128,16 @@ def test_a_missing_reading_is_an_empty_cell_and_never_0(nvml_stub: NvmlStub) -> 
     assert "Util" not in seen["line"]
 
 
-def test_a_reading_of_0_is_a_0(nvml_stub: NvmlStub) -> None:
+def test_a_reading_of_0_is_written_as_0(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(WATCH, T4 | {"0.util": 0})
 
     assert rows_of(seen["csv"])[0]["util_percent"] == "0"
     assert "Util: 0%" in seen["line"]
 
 
-def test_without_a_gpu_the_cpu_is_monitored_with_a_note(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
+def test_without_a_gpu_the_cpu_is_monitored_and_a_note_is_printed(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
     seen = nvml_stub.run(WATCH, None)
     row = rows_of(seen["csv"])[0]
 
@@ -177,7 +179,7 @@ def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path, monkeyp
     assert steps == pytest.approx([0.05] * len(steps), abs=2 * ROUNDING_S)
 
 
-def test_a_second_run_appends_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_second_run_appends_after_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text(",".join(COLUMNS) + "\n1.0,train,cp")
     with Monitor(path, 0.01) as monitor:
@@ -189,7 +191,7 @@ def test_a_second_run_appends_after_a_torn_line(tmp_path: Path) -> None:
     assert all(line.count(",") == len(COLUMNS) - 1 for line in lines[2:])
 
 
-def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     with Monitor(path, 0.01):
         wait_until(path.exists)
@@ -221,7 +223,9 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues
     assert len([note for note in missing.notes if "is not written" in note]) == 1
 
 
-def test_a_row_without_disk_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_does_not_fit_on_the_disk_is_not_written_partially(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, write, num_rows = tmp_path / "gpu.csv", os.write, itertools.count()
 
     def on_a_disk_that_fills_up(descriptor: int, content: bytes) -> int:
@@ -239,7 +243,7 @@ def test_a_row_without_disk_space_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert path.read_text().endswith("\n")
 
 
-def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(
+def test_an_exception_in_the_monitor_is_reported_as_a_note(
     monkeypatch: pytest.MonkeyPatch, screen: Callable[..., None]
 ) -> None:
     def broken() -> None:
@@ -314,7 +318,7 @@ def test_the_disabled_monitor_has_the_same_methods() -> None:
     assert public <= set(vars(NoMonitor))
 
 
-def test_the_yaml_files_are_the_table_and_their_keys_the_signature() -> None:
+def test_yaml_files_match_the_option_table_and_the_signatures() -> None:
     folder = ROOT / "conf" / "monitor"
 
     assert {path.stem for path in folder.glob("*.yaml")} == set(MONITORS)
@@ -333,7 +337,7 @@ def test_monitoring_does_not_import_torch(nvml_stub: NvmlStub) -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e-9, 3601, "one"])
-def test_an_invalid_interval_gets_a_message(interval_s: Any) -> None:
+def test_an_invalid_interval_is_reported(interval_s: Any) -> None:
     with pytest.raises(ConfigError, match=r"a number of seconds from 0\.01 to 3600, but is"):
         Monitor(None, interval_s)
 
@@ -358,7 +362,7 @@ def test_a_file_of_an_older_version_keeps_its_columns_with_a_note(tmp_path: Path
     assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
 
 
-def test_a_foreign_file_is_not_changed(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_file_of_another_program_is_not_changed(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("my,own,table\n1,2,3\n")
     with Monitor(path, 0.01) as monitor:
@@ -368,7 +372,7 @@ def test_a_foreign_file_is_not_changed(tmp_path: Path, screen: Callable[..., Non
     screen("\n".join(note for note in monitor.notes if str(path) in note))
 
 
-def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_live_summary_equals_the_summary_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     with Monitor(path, 0.1) as monitor:
         monitor.enter_phase("one")
@@ -438,7 +442,7 @@ print(json.dumps([passed / 0.1, [line.split(",")[2] for line in path.read_text()
     assert 2 <= devices.count("gpu0") <= passed + 2
 
 
-def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
+def test_the_time_after_the_last_interval_is_sampled(tmp_path: Path) -> None:
     with Monitor(None, 60.0) as monitor:
         wait_until(monitor.latest)
         began = time.monotonic()
@@ -497,7 +501,9 @@ print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "
 
 
 @pytest.mark.slow
-def test_processes_on_a_gpu_are_distinguished_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
+def test_processes_of_this_run_are_distinguished_from_others_on_the_gpu(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
     by_pid = {pid: rest for pid, *rest in seen["users"]}
 
@@ -604,7 +610,7 @@ os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 
 
 @pytest.mark.slow
-def test_with_a_hanging_driver_readings_are_absent_and_this_is_reported_once(nvml_stub: NvmlStub) -> None:
+def test_a_hanging_driver_is_reported_once_and_leaves_readings_empty(nvml_stub: NvmlStub) -> None:
     readings, line, news = nvml_stub.run(HANG, T4 | {"0.processes": ""})
 
     assert (readings, line) == ({}, "")
@@ -623,7 +629,7 @@ def test_a_driver_that_hangs_on_open_is_reported(monkeypatch: pytest.MonkeyPatch
         release.set()
 
 
-def test_readings_of_a_stalled_sampler_are_absent_and_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_sampler_is_reported_once_and_leaves_readings_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, release = threading.Event(), threading.Event()
     real = Host.sample
 
@@ -665,7 +671,9 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
 
 
-def test_the_summary_of_a_run_resumed_on_another_gpu_has_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_of_a_run_resumed_on_another_gpu_includes_both_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
     nvml = Nvml()
@@ -677,7 +685,9 @@ def test_the_summary_of_a_run_resumed_on_another_gpu_has_both(tmp_path: Path, mo
     assert devices["gpu0"].uuid == "GPU-2"
 
 
-def test_a_summary_without_earlier_samples_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_without_earlier_samples_is_marked_as_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gpu.csv"
     sampled(path)
     monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)
@@ -688,7 +698,7 @@ def test_a_summary_without_earlier_samples_is_marked(tmp_path: Path, monkeypatch
     assert any(str(path) in note for note in summary.notes)
 
 
-def test_an_error_of_the_earlier_samples_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_reading_earlier_samples_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> NoReturn:
         raise ValueError(f"{path.name} has no shape")
 

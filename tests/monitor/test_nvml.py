@@ -27,7 +27,7 @@ with open_nvml() as nvml:
 """
 
 
-def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
+def test_properties_readings_and_processes_of_a_t4_are_read(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, T4)
     (facts,), (reading,) = seen["gpus"], seen["readings"]
 
@@ -60,7 +60,7 @@ def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
     assert seen["processes"] == [[[4242, GIB], [77, None]]]
 
 
-def test_an_older_driver_gives_the_same_readings_by_its_older_calls(nvml_stub: NvmlStub) -> None:
+def test_an_older_driver_gives_the_same_readings_through_older_functions(nvml_stub: NvmlStub) -> None:
     new, old = nvml_stub.run(LOOK, T4), nvml_stub.run(LOOK, T4, driver="old")
 
     assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts reserved memory as used"
@@ -91,7 +91,7 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
         ({"count": 0}, "reports no GPU"),
     ],
 )
-def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: Any, args: str) -> None:
+def test_without_nvml_no_gpu_is_listed_and_the_reason_is_known(nvml_stub: NvmlStub, state: Any, args: str) -> None:
     seen = nvml_stub.run(LOOK, state)
 
     assert args in seen["why_not"]
@@ -113,13 +113,13 @@ def test_a_missing_reading_is_none_and_does_not_affect_others(nvml_stub: NvmlStu
     }  # fmt: skip
 
 
-def test_the_not_available_value_of_the_driver_is_not_a_number(nvml_stub: NvmlStub) -> None:
+def test_the_not_available_value_of_the_driver_is_not_a_reading(nvml_stub: NvmlStub) -> None:
     (reading,) = nvml_stub.run(LOOK, T4 | {"0.sm_clock": 0xFFFFFFFF})["readings"]
 
     assert reading["sm_clock_mhz"] is None
 
 
-def test_a_lost_gpu_is_named_and_does_not_affect_others(nvml_stub: NvmlStub) -> None:
+def test_a_lost_gpu_is_reported_and_does_not_affect_others(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR | {"0.err.handle": 15})
 
     (note,) = seen["notes"]
@@ -146,7 +146,7 @@ with open_nvml() as nvml:
     assert "off the bus" in why[0]
 
 
-def test_missing_permissions_are_named(nvml_stub: NvmlStub) -> None:
+def test_missing_permissions_are_reported(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.nvml import open_nvml
@@ -157,7 +157,7 @@ with open_nvml() as nvml:
     assert nvml_stub.run(code, T4 | {"0.err.power": 4, "0.err.util": 3}) == ["power_w"]
 
 
-def test_errors_are_reported_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
+def test_each_error_is_reported_once_with_its_gpu(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.nvml import open_nvml
@@ -183,7 +183,7 @@ def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
     assert {each["memory_bytes"] for each in facts["instances"]} == {40192 * MIB}
 
 
-def test_an_absent_nvml_has_the_same_methods() -> None:
+def test_the_placeholder_for_a_missing_nvml_has_the_same_methods() -> None:
     nvml, stranger = Nvml(why_not="because"), Gpu(0, "GPU-x", "x")
 
     assert nvml.read(stranger) == {metric.name: None for metric in METRICS}
@@ -224,13 +224,13 @@ BIG, SMALL, CUT = Gpu(0, "GPU-2080aaaa", "x"), Gpu(1, "GPU-3070bbbb", "x"), Gpu(
         ("MIG-GPU-c3/0/0,MIG-0000b", INSTANCES),
     ],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted: str | None, expected: tuple[Gpu, ...]) -> None:
+def test_cuda_visible_devices_is_interpreted_as_by_cuda(wanted: str | None, expected: tuple[Gpu, ...]) -> None:
     environ = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
 
     assert visible((BIG, SMALL, CUT), environ).gpus == expected
 
 
-def test_an_index_among_different_gpus_is_marked_as_a_guess() -> None:
+def test_an_index_is_marked_as_a_guess_if_the_gpus_differ() -> None:
     pair = (Gpu(0, "GPU-2080", "2080 Ti"), Gpu(1, "GPU-3070", "3070"))
 
     assert "CUDA_DEVICE_ORDER" in visible(pair, {"CUDA_VISIBLE_DEVICES": "0"}).note
@@ -239,7 +239,7 @@ def test_an_index_among_different_gpus_is_marked_as_a_guess() -> None:
     assert visible(pair[:1], {"CUDA_VISIBLE_DEVICES": "0"}).note == ""
 
 
-def test_an_entry_that_names_no_gpu_is_reported() -> None:
+def test_an_entry_of_cuda_visible_devices_that_names_no_gpu_is_reported() -> None:
     assert "'9'" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
     for wanted in ("", "-1", "-1,0"):
         assert visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": wanted}).note == (
@@ -250,7 +250,7 @@ def test_an_entry_that_names_no_gpu_is_reported() -> None:
     assert "twice" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,0"}).note
 
 
-def test_the_state_is_read_at_every_call(nvml_stub: NvmlStub) -> None:
+def test_the_stub_reads_its_state_at_every_call(nvml_stub: NvmlStub) -> None:
     """Tests the stub itself: tests in which a GPU changes depend on it."""
     code = """
 import json

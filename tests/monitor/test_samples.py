@@ -60,7 +60,7 @@ def test_the_summary_of_a_run_combines_its_phases() -> None:
     assert summary.to_json()["devices"] == {"gpu0": {"name": "T4", "uuid": "GPU-a"}}
 
 
-def test_energy_is_the_counter_increase_while_monitored() -> None:
+def test_energy_is_the_increase_of_the_counter_during_monitoring() -> None:
     tally = SampleTally()
     for joules, after_gap in ((1000, False), (1300, False), (9000, True), (9100, False), (50, False), (60, False)):
         tally.add("train", 1.0, {"gpu0/energy_j": joules, "gpu0/power_w": 1.0}, after_gap=after_gap)
@@ -72,7 +72,7 @@ def test_energy_is_the_counter_increase_while_monitored() -> None:
     assert "gpu0/energy_j" not in summary.whole.metrics
 
 
-def test_without_a_counter_energy_is_power_over_time() -> None:
+def test_without_a_counter_energy_is_the_integral_of_power() -> None:
     tally = SampleTally()
     tally.add("train", 2.0, {"gpu0/power_w": 50.0})
     tally.add("train", 1.0, {"gpu0/power_w": 100.0})
@@ -81,7 +81,7 @@ def test_without_a_counter_energy_is_power_over_time() -> None:
     assert tally.summary({}).whole.energy_j == {"gpu0": 200.0}
 
 
-def test_throttling_is_a_share_of_the_time_with_readings() -> None:
+def test_throttling_is_given_as_a_share_of_the_time_with_readings() -> None:
     tally = SampleTally()
     tally.add("train", 3.0, {"gpu0/throttle_reasons": 4 + 64})
     tally.add("train", 1.0, {"gpu0/throttle_reasons": 1})
@@ -91,11 +91,11 @@ def test_throttling_is_a_share_of_the_time_with_readings() -> None:
     assert slowed == {"gpu0": {"power limit": 0.75, "hardware temperature limit": 0.75}}
 
 
-def test_nothing_sampled_is_an_empty_summary() -> None:
+def test_no_samples_give_an_empty_summary() -> None:
     assert SampleTally().summary({}) == Summary(SummaryPart())
 
 
-def test_rows_of_one_moment_are_one_sample(tmp_path: Path) -> None:
+def test_rows_with_the_same_timestamp_are_one_sample(tmp_path: Path) -> None:
     path = written(
         tmp_path / "gpu.csv",
         row(10, util_percent=50, cpu_percent=5, name="Tesla T4"),
@@ -133,7 +133,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert summarize_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
-def test_a_torn_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_an_incomplete_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
     path.write_bytes(path.read_bytes() + b"4.000,train,gp\n\0\0\0\n" + b"nan" + b"," * (len(COLUMNS) - 1))
     samples = read_samples(path)
@@ -181,7 +181,7 @@ def test_only_memory_errors_while_monitored_count(tmp_path: Path) -> None:
     assert (stat.min, stat.max) == (0, 3)
 
 
-def test_a_clock_set_back_is_a_gap_and_time_stays_monotonic(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_clock_set_back_causes_a_gap_and_time_stays_monotonic(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
     samples = read_samples(path)
 
@@ -205,7 +205,7 @@ def test_the_energy_of_a_run_is_the_sum_over_phases() -> None:
     assert summary.whole.energy_j == {"gpu0": 290}
 
 
-def test_invalid_files_get_a_message(tmp_path: Path) -> None:
+def test_invalid_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="there is no such file"):
         read_samples(tmp_path / "gpu.csv")
     with pytest.raises(InputMissing, match="cannot be read"):
@@ -218,7 +218,7 @@ def test_invalid_files_get_a_message(tmp_path: Path) -> None:
         read_samples(tmp_path / "empty.csv")
 
 
-def test_a_row_of_unlimited_length_gets_a_message(tmp_path: Path) -> None:
+def test_a_row_that_is_too_long_is_reported(tmp_path: Path) -> None:
     path = written(tmp_path / "gpu.csv", row(1))
     path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
 
@@ -235,7 +235,7 @@ def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_samples_added_by_columns_have_the_sums_of_single_ones(seed: int) -> None:
+def test_adding_samples_as_columns_or_one_by_one_gives_the_same_sums(seed: int) -> None:
     """Phases that return, gaps, missing readings, counters that are reset, and changing reasons of slow clocks."""
     random = np.random.default_rng(seed)
     num = 60
@@ -263,7 +263,7 @@ def test_samples_added_by_columns_have_the_sums_of_single_ones(seed: int) -> Non
     assert by_columns == single, "rounded to six digits, because the order of additions differs"
 
 
-def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:
+def test_a_damaged_cell_loses_only_its_row(tmp_path: Path) -> None:
     num = 2 * PIECE_SAMPLES
     rows = [row(second, util_percent=second % 7, cpu_percent=second % 5) for second in range(num)]
     damaged = {3: {"util_percent": "x"}, PIECE_SAMPLES: {"timestamp": ""}, num - 1: {"cpu_percent": "nan"}}
@@ -275,7 +275,7 @@ def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:
     assert len(samples.notes) == 1
 
 
-def test_damaged_cells_that_are_not_read_cost_nothing(tmp_path: Path) -> None:
+def test_damaged_cells_that_are_not_read_lose_no_row(tmp_path: Path) -> None:
     rows = [
         row(10, util_percent=50, cpu_percent=5), row(10, "gpu1", util_percent=70, cpu_percent="x"),
         row(11, "cpu", util_percent="x", cpu_percent=6),
@@ -300,7 +300,7 @@ def long_file(path: Path) -> Path:
     return written(path, *rows)
 
 
-def test_thinned_samples_have_the_summary_extremes_and_means_of_all_samples(tmp_path: Path) -> None:
+def test_thinned_samples_have_the_same_summary_extremes_and_means(tmp_path: Path) -> None:
     path = long_file(tmp_path / "gpu.csv")
     samples, thinned = read_samples(path), read_thinned(path, METRICS)
 
@@ -344,7 +344,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_readings_may_end(tmp_path: Path) -> None:
+def test_readings_of_a_gpu_may_end_before_the_file(tmp_path: Path) -> None:
     rows = [
         row(second, "gpu0", util_percent=50, power_w=60 if second < 5 else "") if second < 20 else row(second, "cpu")
         for second in range(200)
@@ -359,7 +359,7 @@ def test_readings_may_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_zeros", [1, 70_000, 200_000])
-def test_zero_bytes_that_a_crash_leaves_cost_no_samples(tmp_path: Path, num_zeros: int) -> None:
+def test_zero_bytes_left_by_a_crash_lose_no_samples(tmp_path: Path, num_zeros: int) -> None:
     path = written(tmp_path / "gpu.csv", row(1), row(2))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\0" * num_zeros, b"\n", b"\0" * num_zeros, *lines[2:]]))
@@ -371,7 +371,7 @@ def test_zero_bytes_that_a_crash_leaves_cost_no_samples(tmp_path: Path, num_zero
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("quote", "end"), [("", "\r\n"), ('"', "\n"), ('"', "\r\n")])
-def test_a_file_that_another_program_wrote_again_has_the_same_samples(tmp_path: Path, quote: str, end: str) -> None:
+def test_a_file_rewritten_by_another_program_has_the_same_samples(tmp_path: Path, quote: str, end: str) -> None:
     columns = (*(name for name in COLUMNS if name != "name"), "name")  # in the last cell, a text
     path = written(
         tmp_path / "gpu.csv",
@@ -396,13 +396,13 @@ def test_a_comma_in_a_quoted_cell_belongs_to_the_cell(tmp_path: Path) -> None:
     assert samples.phases == ('train, then "test"', "train")
 
 
-def test_a_carriage_return_within_a_line_gets_a_message(tmp_path: Path) -> None:
+def test_a_carriage_return_within_a_line_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is damaged"):
         read_samples(written(tmp_path / "gpu.csv", row(1, phase="one\rtwo")))
 
 
 @pytest.mark.parametrize("num_cells", range(1, len(COLUMNS), 5))
-def test_both_parts_of_a_torn_line_are_left_out(tmp_path: Path, num_cells: int) -> None:
+def test_both_parts_of_an_interrupted_line_are_skipped(tmp_path: Path, num_cells: int) -> None:
     """Together they have the number of cells of a row."""
     path = written(tmp_path / "gpu.csv", row(1), row(2, util_percent=50), row(3))
     lines = path.read_text().splitlines()
@@ -418,7 +418,7 @@ def test_both_parts_of_a_torn_line_are_left_out(tmp_path: Path, num_cells: int) 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("num", range(9, 40))
-def test_spans_of_an_older_version_do_not_depend_on_pieces(tmp_path: Path, num: int) -> None:
+def test_spans_in_files_of_older_versions_do_not_depend_on_the_size_of_pieces(tmp_path: Path, num: int) -> None:
     """Whatever the number of samples in the last piece; the last interval is a gap."""
     times = [*range(num), num + 500]
     columns = tuple(name for name in COLUMNS if name != "span_s")
@@ -429,7 +429,7 @@ def test_spans_of_an_older_version_do_not_depend_on_pieces(tmp_path: Path, num: 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_many_gaps_cost_no_detail_of_other_samples(tmp_path: Path) -> None:
+def test_many_gaps_do_not_reduce_the_detail_of_other_samples(tmp_path: Path) -> None:
     """Twice as many gaps as groups, in more pieces than an integer has bits; then samples without gaps."""
     second, rows = 0, []
     for index in range(1000):

@@ -72,7 +72,7 @@ BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @pytest.mark.slow
-def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml_stub: NvmlStub) -> None:
+def test_a_gpu_lost_during_a_run_is_reported_by_every_command_and_has_no_readings(nvml_stub: NvmlStub) -> None:
     lost: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
     seen = examined(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
 
@@ -91,7 +91,7 @@ def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml
 
 
 @pytest.mark.slow
-def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) -> None:
+def test_each_driver_error_is_one_alert_and_one_verdict(nvml_stub: NvmlStub) -> None:
     events = {"event_types": 11}
     seen = examined(nvml_stub, PAIR | QUIET | events, {"events": "0:8:79,0:8:79,1:2:0"}, **BY_BUS)
 
@@ -101,7 +101,7 @@ def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) 
 
 
 @pytest.mark.slow
-def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvml_stub: NvmlStub) -> None:
+def test_a_memory_error_that_is_counted_and_reported_as_event_is_one_alert(nvml_stub: NvmlStub) -> None:
     seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
 
     assert kinds(seen) == [("ecc", "gpu0")]
@@ -111,7 +111,7 @@ def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvm
 
 
 @pytest.mark.slow
-def test_denied_counters_are_empty_and_denied_errors_reported_as_unmonitored(nvml_stub: NvmlStub) -> None:
+def test_counters_without_permission_are_empty_and_reported_as_unmonitored(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("power", "energy", "ecc_uncorrected", "events")}
     seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
 
@@ -127,7 +127,7 @@ def test_denied_counters_are_empty_and_denied_errors_reported_as_unmonitored(nvm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "level"), [(4, "note"), (64, "high"), (8 | 128, "high")])
-def test_throttled_clocks_are_a_verdict_by_their_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
+def test_throttled_clocks_are_rated_by_their_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
     seen = examined(nvml_stub, T4 | QUIET | {"0.throttle": bits})
 
     assert {each for each, subject, _ in seen["verdicts"] if subject == "GPU 0 clocks"} == {level}
@@ -139,7 +139,7 @@ FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
 
 
 @pytest.mark.slow
-def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) -> None:
+def test_an_error_in_another_mig_instance_is_not_reported(nvml_stub: NvmlStub) -> None:
     """An XID event has the GPU instance; without it, the event concerns every instance of the GPU."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
 
@@ -149,7 +149,7 @@ def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) 
 
 
 @pytest.mark.slow
-def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub: NvmlStub) -> None:
+def test_a_mig_instance_is_measured_alone_and_its_gpu_is_not_reported_as_idle(nvml_stub: NvmlStub) -> None:
     users = {"0.mig.1.processes": f"4000000:{GIB}", "0.mig.1.memory_used": 30 * GIB}
     seen = examined(nvml_stub, SLICED | users, CUDA_VISIBLE_DEVICES=str(SECOND))
 
@@ -161,7 +161,7 @@ def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub:
 
 
 @pytest.mark.slow
-def test_a_container_that_may_read_one_instance_only_has_its_memory(nvml_stub: NvmlStub) -> None:
+def test_a_container_with_access_to_one_mig_instance_reads_its_memory(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("memory_total", "util", "power", "processes")}
     seen = examined(nvml_stub, SLICED | denied, CUDA_VISIBLE_DEVICES=str(FIRST))
 
@@ -190,7 +190,7 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
 
 
 @pytest.mark.slow
-def test_processes_of_others_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
+def test_processes_of_other_users_cause_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
     """A process of the run among those that NVML lists shows that both number processes alike."""
     own = os.getpid()
     users = gpu(0, processes=f"{own}:{GIB}") | gpu(1, processes=f"{PARENT}:{GIB}")
@@ -205,7 +205,7 @@ def test_processes_of_others_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> 
 
 
 @pytest.mark.slow
-def test_processes_of_unknown_owners_are_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
+def test_processes_of_unknown_owners_cause_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
     """In a container, NVML lists processes by numbers of the host, which may be those of the run."""
     seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)
 

@@ -78,7 +78,7 @@ def test_segments_have_the_sizes_that_torch_requests(sizes: list[int], allocated
     assert (held.live, held.allocated, held.reserved) == (sum(sizes), allocated, reserved)
 
 
-def test_a_trace_computed_by_hand() -> None:
+def test_replaying_a_trace_gives_the_sizes_computed_by_hand() -> None:
     """The freed 30 MiB hold 12 and 15, the remaining 3 hold 2, and 31 need a new segment of 32."""
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
@@ -94,12 +94,12 @@ def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
 
 
-def test_settings_are_read_as_they_are_written() -> None:
+def test_allocator_settings_are_parsed() -> None:
     text = "expandable_segments:True,per_process_memory_fraction:0.5"
     assert AllocatorSettings.parse(text) == AllocatorSettings(expandable=True, fraction=0.5)
     assert AllocatorSettings.parse(None) == AllocatorSettings()
 
 
 @pytest.mark.parametrize("text", ["backend:cudaMallocAsync", "roundup_power2_divisions:[256:8,512:4,>:1]"])
-def test_other_settings_are_not_modelled(text: str) -> None:
+def test_unknown_allocator_settings_are_reported_as_not_modelled(text: str) -> None:
     assert not AllocatorSettings.parse(text).is_modelled

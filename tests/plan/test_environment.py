@@ -45,7 +45,7 @@ def test_branch_and_commit_are_recorded(git: Path) -> None:
     ["ref: ../../secret", "ref: refs/../../../secret", "ref: /etc/passwd", "ref: refs/heads/secret", "hunter2", "ref: ",
      "ref: refs/heads/link", "ref: refs/heads", "ref: refs/heads/large", f"{COMMIT}0", "ref: refs/heads/main\nhunter2"],
 )  # fmt: skip
-def test_text_of_other_files_is_not_recorded(git: Path, head: str) -> None:
+def test_contents_of_files_outside_the_repository_are_not_recorded(git: Path, head: str) -> None:
     (git / "HEAD").write_text(f"{head}\n")
     (git / "refs" / "heads" / "secret").write_text("hunter2\n")
     (git / "refs" / "heads" / "link").symlink_to(git.parent.parent / "secret")

@@ -74,7 +74,7 @@ def test_a_profile_selects_only_options_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_fact_has_its_source(name: str) -> None:
+def test_every_fact_has_a_source(name: str) -> None:
     for device in devices(name):
         facts = set(device) - {"name", "kind", "source"}
         assert facts <= FACTS
@@ -83,7 +83,7 @@ def test_every_fact_has_its_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_facts_agree_with_each_other(name: str) -> None:
+def test_facts_of_a_profile_are_consistent(name: str) -> None:
     for device, planned in zip(devices(name), inventory_from_profile(profile(name)["hardware"]).devices, strict=False):
         assert planned.native_bf16 == ("bf16_tensor_tflops" in device)
         assert planned.formats.tf32 == ("tf32_tflops" in device)
@@ -92,7 +92,7 @@ def test_facts_agree_with_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_options_selected_are_native_to_every_device_of_the_profile(name: str) -> None:
+def test_selected_options_are_native_to_every_device_of_the_profile(name: str) -> None:
     chosen = selected(name)
     for device in inventory_from_profile(profile(name)["hardware"]).devices:
         assert device.native_bf16 or chosen["override /precision"] != "bf16"
@@ -143,7 +143,7 @@ def test_computed_facts_follow_from_their_formula(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_hydra_composes_every_profile_and_the_command_line_beats_it(tmp_path: Path) -> None:
+def test_every_profile_composes_and_the_command_line_overrides_it(tmp_path: Path) -> None:
     for group, options in OPTIONS.items():
         for option in options:
             file = tmp_path / group / f"{option}.yaml"

@@ -71,7 +71,7 @@ def torch_with(*gpus: Gpu, **changes: Any) -> TorchView:
 
 @pytest.mark.slow
 @needs_a_cpu_build
-def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvml_stub: NvmlStub) -> None:
+def test_a_torch_without_cuda_lists_gpus_as_unusable_with_the_reason(nvml_stub: NvmlStub) -> None:
     alone, pair = nvml_stub.run(TAKE, T4, THEN=as_text(PAIR))["taken"]
     (t4,) = alone["devices"]
 
@@ -85,7 +85,7 @@ def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvm
 
 @pytest.mark.slow
 @needs_a_cpu_build
-def test_without_a_gpu_there_is_a_reason_and_a_cpu_from_a_few_files(nvml_stub: NvmlStub) -> None:
+def test_without_a_gpu_the_inventory_has_the_reason_and_the_cpu(nvml_stub: NvmlStub) -> None:
     answer = nvml_stub.run(TAKE, None)
     (result,) = answer["taken"]
 
@@ -98,7 +98,7 @@ def test_without_a_gpu_there_is_a_reason_and_a_cpu_from_a_few_files(nvml_stub: N
     assert answer["started"] == 0, "no process is started for it"
 
 
-def test_an_inventory_survives_json() -> None:
+def test_an_inventory_survives_serialization_to_json() -> None:
     here = take_inventory()
     messages = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
 
@@ -133,13 +133,13 @@ def test_a_hidden_gpu_is_listed_with_the_variable_that_hides_it() -> None:
     assert devices[1].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES=GPU-1111"
 
 
-def test_all_gpus_hidden_is_not_blamed_on_the_driver() -> None:
+def test_hiding_all_gpus_is_not_blamed_on_the_driver() -> None:
     devices, _ = match_devices(OtherNvml([SLOW], "11.4"), CUDA_BUILD, {"CUDA_VISIBLE_DEVICES": ""})
 
     assert devices[0].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES="
 
 
-def test_a_cudnn_of_another_version_is_a_note_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cudnn_version_mismatch_is_a_note_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cuDNN on the library path is older than the one that torch was built with."""
 
     def refuse() -> int:
@@ -154,7 +154,7 @@ def test_a_cudnn_of_another_version_is_a_note_and_no_error(monkeypatch: pytest.M
     assert any("cuDNN version incompatibility" in note for note in notes)
 
 
-def test_an_old_driver_is_named_with_both_versions() -> None:
+def test_an_old_driver_is_reported_with_its_version_and_the_required_one() -> None:
     cuda_error = "driver too old"
     (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, cuda_error=cuda_error), {})
 
@@ -163,7 +163,7 @@ def test_an_old_driver_is_named_with_both_versions() -> None:
     assert notes == (f"torch: {cuda_error}",)
 
 
-def test_any_other_refusal_has_torchs_message() -> None:
+def test_any_other_cuda_error_is_reported_with_the_message_of_torch() -> None:
     (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, cuda_error="CUDA error 802"), {})
 
     assert device.why_not.endswith(": CUDA error 802")
@@ -198,7 +198,7 @@ def test_kernels_run_on_compatible_capabilities(architecture: str, capability: t
     assert device.usable is runs
 
 
-def test_a_gpu_that_nvml_does_not_show_is_usable_with_unknown_free_memory() -> None:
+def test_a_gpu_that_nvml_does_not_list_is_usable_with_unknown_free_memory() -> None:
     (device,), notes = match_devices(OtherNvml([]), torch_with(FAST), {})
 
     assert device.usable
@@ -207,7 +207,7 @@ def test_a_gpu_that_nvml_does_not_show_is_usable_with_unknown_free_memory() -> N
     assert notes == ("no driver",)
 
 
-def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
+def test_a_mig_instance_is_matched_and_its_parent_gpu_is_not_listed() -> None:
     instance = Gpu(0, "MIG-77aa", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, (8, 0))
     parent = Gpu(0, "GPU-a100", "NVIDIA A100", 80 * GIB, (8, 0), mig=True, instances=(instance,))
     (device,), _ = match_devices(OtherNvml([parent]), torch_with(instance), {"CUDA_VISIBLE_DEVICES": "MIG-77aa"})
@@ -232,7 +232,7 @@ def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted:
     assert device.usable
 
 
-def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
+def test_native_formats_of_an_amd_gpu_depend_on_its_architecture() -> None:
     """AMD capability numbers resemble NVIDIA's but have another meaning; a missing NVML is not reported."""
     amd = [
         TorchDevice("AMD Instinct MI210", "", 64 * GIB, None, "gfx90a", 60 * GIB),
@@ -249,7 +249,7 @@ def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
     assert not notes
 
 
-def test_an_intel_gpu_is_listed_with_what_its_matrix_units_compute() -> None:
+def test_native_formats_of_an_intel_gpu_depend_on_its_matrix_units() -> None:
     intel = (TorchDevice("Intel Arc B580", "8680e20b", 12 * GIB, None, "XMX", 11 * GIB),)
     (device,), notes = match_devices(OtherNvml([]), TorchView("2.13.0+xpu", intel=intel), {})
     assert not notes, "NVML is not needed"
@@ -279,7 +279,7 @@ def test_an_amd_gpu_of_unknown_architecture_computes_in_float32() -> None:
         ("CPU", None, False, False),
     ],
 )
-def test_native_formats_follow_from_the_capability(
+def test_native_formats_depend_on_the_compute_capability(
     name: str, capability: tuple[int, int] | None, *, fp16: bool, bf16_tf32_flash: bool
 ) -> None:
     device = Device("cuda", 0, name, capability=capability)
@@ -311,7 +311,7 @@ def test_cpu_and_memory_are_limited_by_the_cgroup(tmp_path: Path) -> None:
     assert any("cgroup grants 1.0 of" in note for note in notes)
 
 
-def test_a_profile_gives_the_inventory_of_an_absent_machine() -> None:
+def test_a_profile_describes_the_inventory_of_an_absent_machine() -> None:
     facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
     here = replace(take_inventory(), torch_version="1.2.3")
     absent = inventory_from_profile(facts, here)

@@ -97,7 +97,7 @@ def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
     assert result == most or not predict_memory(need, result + 1, rank, part).fits
 
 
-def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
+def test_the_memory_of_each_strategy_is_added_to_library_memory() -> None:
     need = demand(2, 8)
     rank = device(16, overhead_bytes=100, communication_bytes=11)
     alone = predict_memory(need, 4, rank)
@@ -129,7 +129,7 @@ def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
     assert predict_memory(need, 4, device(0)).fits, "an unknown size is not reported as too small"
 
 
-def test_ddp_buckets_exist_while_no_gradient_does() -> None:
+def test_ddp_buckets_count_although_no_gradient_exists_at_the_peak() -> None:
     """A single process has no gradients yet at the end of a forward pass with many activations."""
     point = demand(4).points[0]
     late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
@@ -156,7 +156,7 @@ def test_remedies_that_cannot_suffice_are_not_traced() -> None:
 
 
 @given(st.integers(1, 512), st.integers(1, 512))
-def test_a_share_is_split_into_few_micro_batches_of_one_shape(share: int, held: int) -> None:
+def test_a_share_is_split_into_few_equal_micro_batches(share: int, held: int) -> None:
     size = choose_micro_batch_size(share, held)
     least, made = -(-share // min(held, share)), -(-share // size)
     assert 1 <= size <= min(held, share)
@@ -184,7 +184,7 @@ def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     assert not asked.memory[0].prediction.fits
 
 
-def test_a_cpu_computes_its_complete_share_at_once() -> None:
+def test_a_cpu_computes_its_complete_share_in_one_micro_batch() -> None:
     needs = MemoryNeeds({"train": demand(4, 16, sample_gib=8.0)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
     assert made.batch.micro_batch_size == 64
@@ -205,7 +205,7 @@ def test_memory_of_other_processes_is_not_available() -> None:
     assert shared.samples < half.samples < whole.samples
 
 
-def test_no_fit_is_claimed_for_a_foreign_allocator() -> None:
+def test_no_prediction_claims_to_fit_with_another_allocator() -> None:
     needs = MemoryNeeds({"train": demand(4, 16)})
     made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
     lines = format_prediction(made, needs, {})
@@ -222,7 +222,7 @@ def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
     assert any("predicted" in note and "accel-run plan" in note for note in made.notes), made.notes
 
 
-def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
+def test_the_blocks_chosen_by_the_trace_are_recomputed() -> None:
     known = Demand.from_traces([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], AllocatorSettings())
     args = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
     made = plan(*args, needs=MemoryNeeds({"train": known}))
@@ -252,7 +252,7 @@ def test_a_run_is_traced_before_it_starts_only_if_its_plan_needs_it(
     assert should_trace_memory(compose(Request(args)), here) is is_wanted
 
 
-def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maximum() -> None:
+def test_library_memory_is_estimated_with_a_margin_and_with_the_maximum_for_unknown_gpus() -> None:
     known = [get_overhead("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
     assert [each.libraries for each in known] == sorted(each.libraries for each in known)
     assert known[0].libraries > (450 + 16) * MIB
@@ -262,7 +262,7 @@ def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maxi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "passes"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
-def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
+def test_upper_bounds_are_marked_as_bounds(strategy: str, passes: int) -> None:
     needs = MemoryNeeds({"train": demand(2, 8)})
     gpus = tuple(dataclasses.replace(T4, index=number, uuid=f"GPU-{number}") for number in range(4))
     args = (f"parallelism={strategy}", "micro_batch_size=2", f"global_batch_size={8 * passes}")
@@ -280,14 +280,14 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
     assert again == made.memory[0]
 
 
-def test_memory_demands_survive_serialization_between_ranks() -> None:
+def test_memory_demands_survive_being_sent_between_ranks() -> None:
     needs = MemoryNeeds({"train": demand(2, 8)}, "a reason")
     again = decode_valid(MemoryNeeds, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
     assert again.why_not == needs.why_not
 
 
-def test_fitting_runs_and_remedies_are_both_shown() -> None:
+def test_the_prediction_recommends_a_fitting_size_that_divides_the_batch() -> None:
     needs = MemoryNeeds({"train": demand(1, 64)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
     held = largest_micro_batch(needs.demands["train"], made.ranks[0], 64)
@@ -302,7 +302,7 @@ def test_fitting_runs_and_remedies_are_both_shown() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
+def test_prediction_lines_fit_a_terminal_and_mark_estimates(count: int) -> None:
     gpus = tuple(
         Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
         for number in range(count)

@@ -49,7 +49,7 @@ def test_each_pipeline_has_an_equal_share() -> None:
         (("parallelism=ddp", "global_batch_size=32", "micro_batch_size=64"), 64),
     ],
 )
-def test_an_evaluation_keeps_the_rules_of_micro_batches_if_an_update_cannot_be_divided(
+def test_an_evaluation_has_a_valid_micro_batch_size_if_an_update_cannot_be_divided(
     args: tuple[str, ...], size: int
 ) -> None:
     settings = compose(Request(("global_batch_size=32", "device=cpu", *args)), has_updates=False)
@@ -80,7 +80,7 @@ def equal_stages(count: int, gib: float) -> MemoryNeeds:
         (80.0, 400.0, "all"),  # nothing fits
     ],
 )
-def test_auto_is_the_number_of_stages_with_the_shortest_predicted_update_that_fits(
+def test_auto_chooses_the_fitting_number_of_stages_with_the_shortest_predicted_update(
     tmp_path: Path, gib: float, link_gb_s: float | None, expected: int | str
 ) -> None:
     device = {
@@ -118,7 +118,9 @@ def test_auto_is_the_number_of_stages_with_the_shortest_predicted_update_that_fi
         (("parallelism.split=[1,1,1,1]",), "all"),
     ],
 )
-def test_auto_without_a_trace_is_the_length_of_the_split_or_all(args: tuple[str, ...], expected: int | str) -> None:
+def test_auto_without_a_trace_uses_the_length_of_the_split_or_all_ranks(
+    args: tuple[str, ...], expected: int | str
+) -> None:
     assert plan_for("auto", *args).choices["parallelism"].options["stages"] == expected
 
 
@@ -130,9 +132,7 @@ def test_a_number_of_stages_of_unknown_memory_is_not_chosen() -> None:
 
 
 @pytest.mark.parametrize(("args", "expected"), [((), 2), (("memory=budget",), "all")])
-def test_a_memory_budget_chooses_the_blocks_to_recompute_for_one_pipeline(
-    args: tuple[str, ...], expected: int | str
-) -> None:
+def test_auto_uses_one_pipeline_with_a_memory_budget(args: tuple[str, ...], expected: int | str) -> None:
     by_stages = {stages: equal_stages(stages, 8.0) for stages in (2, RANKS)}
     made = plan_for("auto", *args, memory=dataclasses.replace(by_stages[RANKS], by_stages=by_stages))
     assert made.choices["parallelism"].options["stages"] == expected
@@ -146,7 +146,7 @@ def test_traces_for_other_ranks_do_not_count_as_missing() -> None:
     assert lost.reasons["parallelism.stages"] != plan_for("auto").reasons["parallelism.stages"]
 
 
-def test_pipelines_that_auto_chooses_may_share_machines_only_with_a_note() -> None:
+def test_a_note_is_printed_if_pipelines_chosen_by_auto_span_machines() -> None:
     """Three ranks per machine, in pipelines of two."""
     args = ("parallelism=pipeline", "parallelism.stages=auto", "global_batch_size=33", "device=cpu")
     by_stages = {stages: equal_stages(stages, 8.0) for stages in (2, 3, 6)}
@@ -191,7 +191,7 @@ def test_fewer_samples_than_pipelines_are_refused() -> None:
     assert plan_for(2, problem.fix.split()[1].rstrip(",")).batch.shares == (1, 1)
 
 
-def test_a_copy_adds_a_bucket_for_each_gradient_of_the_stage() -> None:
+def test_copies_of_a_stage_need_memory_for_gradient_buckets() -> None:
     need, rank = model(20), on_machines(RANKS)[0]
     copies, single = (predict_memory(need, 2, rank, RankPart("pipeline", count, stages=2)) for count in (4, 2))
     assert copies.parts["gradients"] == 2 * single.parts["gradients"]
@@ -238,7 +238,7 @@ def test_gradients_of_the_copies_are_exchanged() -> None:
         ("auto", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "auto", "split": None}),
     ],
 )
-def test_a_run_that_lost_a_rank_keeps_its_complete_pipelines(
+def test_a_run_that_lost_a_rank_continues_with_its_complete_pipelines(
     stages: int | str, lost: int, kept: list[int], adapted: dict[str, Any]
 ) -> None:
     options = {"stages": stages, "split": [3, 1]}
@@ -246,13 +246,13 @@ def test_a_run_that_lost_a_rank_keeps_its_complete_pipelines(
     assert options_for_ranks(options, kept, 8) == adapted
 
 
-def test_auto_keeps_the_split_of_pipelines_that_the_kept_ranks_can_form() -> None:
+def test_auto_keeps_the_split_if_the_remaining_ranks_can_form_such_pipelines() -> None:
     options = {"stages": "auto", "split": [3, 1]}
     assert options_for_ranks(options, [2, 3], 4) == options
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])
-def test_the_slowest_copy_of_a_stage_decides(slow: int) -> None:
+def test_the_slowest_copy_of_a_stage_determines_the_update_time(slow: int) -> None:
     args = ("micro_batch_size=1", "global_batch_size=16", "parallelism=pipeline", "parallelism.stages=2")
     assert DEVICE.flops_per_s is not None
     devices = [DEVICE] * RANKS

@@ -122,7 +122,7 @@ def test_a_plan_is_frozen() -> None:
 
 @pytest.mark.parametrize("args", [(), WORDS, ("hardware=t4", "task.size=tiny", "run='1'"), ("epochs=0.5",)])
 @pytest.mark.parametrize("devices", [(), (T4,), PAIR])
-def test_a_plan_survives_json(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+def test_a_plan_survives_serialization_to_json(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
     made = plan(*args, on=machine(*devices))
     again = Plan.from_json(made.to_json())
     assert again == made
@@ -165,7 +165,7 @@ def test_every_key_with_auto_occurs_in_some_plan() -> None:
     assert configuration("evaluate.every=auto").settings.evaluate.every == "auto"
 
 
-def test_the_reason_of_an_override_is_its_source() -> None:
+def test_the_reason_for_an_override_is_its_source() -> None:
     made = plan("seed=3", "precision=fp32", "optimizer.kernel=foreach", "micro_batch_size=1", "global_batch_size=4")
     keys = ("seed", "precision", "optimizer.kernel", "micro_batch_size", "log_every")
     assert [made.reason(key) for key in keys] == ["command line"] * 4 + ["default"]
@@ -207,7 +207,7 @@ def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
 
 
 @pytest.mark.parametrize(("num_sharing", "workers"), [(None, 3), (2, 3), (1, 7)])
-def test_ranks_that_are_bound_to_their_own_cores_do_not_share_them(num_sharing: int | None, workers: int) -> None:
+def test_ranks_bound_to_separate_cores_do_not_share_them(num_sharing: int | None, workers: int) -> None:
     """srun binds each rank to its cores, and shows it all GPUs of the machine."""
     here = machine(*PAIR, cores=8)
     ranks = [RankDevice.of(gpu, here) for gpu in PAIR]
@@ -216,7 +216,7 @@ def test_ranks_that_are_bound_to_their_own_cores_do_not_share_them(num_sharing: 
 
 
 @pytest.mark.parametrize("order", [(A100, T4_TOO), (T4, A100_TOO)])
-def test_started_ranks_use_the_formats_of_the_least_capable_gpu(order: tuple[Device, ...]) -> None:
+def test_ranks_use_the_precision_of_the_least_capable_gpu(order: tuple[Device, ...]) -> None:
     """Each rank may be on another machine: the inventory has only the GPU of rank 0."""
     here = machine(order[0])
     ranks = [RankDevice.of(gpu, here) for gpu in order]
@@ -229,7 +229,7 @@ def test_started_ranks_use_the_formats_of_the_least_capable_gpu(order: tuple[Dev
         make_plan(configuration("parallelism=ddp", "precision=bf16"), here, ranks)
 
 
-def test_a_rank_alone_keeps_the_precision_of_all() -> None:
+def test_a_remaining_rank_keeps_the_precision_chosen_for_all_ranks() -> None:
     asked, here = configuration("parallelism=ddp"), machine(A100, T4_TOO)
     both = make_plan(asked, here)
     assert both.choices["precision"].name == "fp16"
@@ -261,13 +261,13 @@ def test_ranks_of_another_launcher_use_the_selected_gpu_first(device: str, num_r
     assert [rank.device for rank in devices_of_local_ranks(asked, machine(T4, T4_TOO), num_ranks)] == expected
 
 
-def test_an_unusable_gpu_is_named_in_the_reason() -> None:
+def test_the_reason_for_a_device_names_an_unusable_gpu() -> None:
     made = plan(on=machine(BROKEN))
     assert made.reason("device").endswith(f"({BROKEN.name}: {BROKEN.why_not})")
     assert (made.device_name, made.device_uuid) == ("CPU (a processor, 16 cores)", "")
 
 
-def test_the_gpu_with_most_free_memory_is_chosen() -> None:
+def test_the_gpu_with_the_most_free_memory_is_chosen() -> None:
     large, small = PAIR
     busy = dataclasses.replace(large, free_bytes=2 * GIB)
     full = dataclasses.replace(large, free_bytes=0)
@@ -330,7 +330,7 @@ def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: In
 
 
 @pytest.mark.parametrize(("word", "is_named"), [("cuda", True), ("cuda:1", True), ("mps", False), ("xpu", False)])
-def test_a_missing_driver_is_the_reason_only_for_gpus_of_cuda(word: str, is_named: bool) -> None:
+def test_a_missing_driver_is_given_as_reason_only_for_cuda_devices(word: str, is_named: bool) -> None:
     with pytest.raises(DeviceMissing) as caught:
         plan(f"device={word}", on=dataclasses.replace(machine(), no_gpu="no driver"))
     assert ("no driver" in str(caught.value)) == is_named
@@ -376,7 +376,7 @@ def test_possible_requests_are_kept(word: str, here: Device) -> None:
     ("selected", "here", "instead"),
     [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
 )
-def test_impossible_selections_of_a_profile_are_replaced_with_a_message(
+def test_options_of_a_profile_that_cannot_run_are_replaced_with_a_message(
     selected: str, here: Device, instead: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hardware").mkdir()
@@ -398,7 +398,7 @@ def test_overridden_keys_are_kept_when_their_option_is_replaced() -> None:
     assert ["precision.init_scale=8", "precision=auto"] in [suggested(note) for note in lost.notes]
 
 
-def test_a_value_of_the_task_reaches_the_option_that_replaces_auto(tmp_path: Path) -> None:
+def test_a_setting_of_the_task_applies_to_the_option_chosen_by_auto(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('SETTINGS = {"precision.keep_fp32": ["head"]}\ndef build(): ...\n')
     asked = compose(Request(task_file=tmp_path / "mine.py"))
     for device in (T4, A100):
@@ -406,7 +406,7 @@ def test_a_value_of_the_task_reaches_the_option_that_replaces_auto(tmp_path: Pat
     assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 applies to all"
 
 
-def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> None:
+def test_options_selected_by_a_gpu_profile_fall_back_on_a_cpu() -> None:
     made = plan("hardware=t4", on=machine())
     selected = selected_options("hardware", "t4")
     assert selected.keys() == {"precision", "attention", "backend"}
@@ -418,7 +418,7 @@ def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> Non
     assert suggested(note) == ["precision=fp16", "attention=efficient", "backend=fast"]
 
 
-def test_the_profile_of_a_pair_uses_both_devices_or_the_only_one() -> None:
+def test_a_profile_of_two_devices_uses_both_or_the_only_one() -> None:
     assert (both := plan("hardware=pair_11gb_8gb", on=machine(*PAIR))).world_size == 2
     assert both.choices["parallelism"].name == "ddp"
     for here in (machine(), machine(T4)):
@@ -509,7 +509,7 @@ def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str,
         make_plan(mixed, planning_inventory(mixed)[0])
 
 
-def test_a_number_of_ranks_alone_lets_the_plan_choose_the_strategy() -> None:
+def test_a_strategy_is_chosen_if_only_the_number_of_ranks_is_given() -> None:
     assert plan("parallelism.world_size=2", on=machine(T4, T4_TOO)).choices["parallelism"].function == "ddp"
     assert plan("parallelism.world_size=3", on=machine()).world_size == 3
     assert plan("parallelism.world_size=1", on=machine(T4, T4_TOO)).choices["parallelism"].function == "single"
@@ -558,7 +558,7 @@ REPEATED, VARIED = (ModelSizes(num_convolutions=7, shapes_repeat=repeat) for rep
         (None, traced(REPEATED), "default", "only GPUs"),
     ],
 )
-def test_kernels_are_searched_for_convolutions_whose_shapes_repeat(
+def test_backend_auto_enables_the_kernel_search_for_convolutions_with_repeated_shapes(
     here: Device | None, needs: MemoryNeeds | None, name: str, named: str
 ) -> None:
     given = configuration("backend=auto", "backend.threads=3")
@@ -611,7 +611,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
-def test_a_batch_is_the_product_of_its_parts_or_dividing_sizes_are_named(total: int, micro: Any) -> None:
+def test_a_batch_divides_into_micro_batches_or_sizes_that_divide_it_are_suggested(total: int, micro: Any) -> None:
     result = divide(total, micro, (total,))
     if isinstance(result, Batch):
         assert total == result.micro_batch_size * result.accumulation_steps == result.global_batch_size
@@ -635,7 +635,7 @@ def test_a_batch_is_the_product_of_its_parts_or_dividing_sizes_are_named(total: 
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
-def test_shares_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world_size: int) -> None:
+def test_the_number_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world_size: int) -> None:
     shares = equal_shares(world_size, total)
     if isinstance(shares, Problem):
         assert world_size > total
@@ -676,7 +676,7 @@ def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
     ],
     ids=["ranks", "by hand", "one rank", "shards"],
 )
-def test_a_compiled_graph_is_split_where_ranks_exchange_gradients(
+def test_a_compiled_graph_is_split_only_if_ranks_exchange_gradients(
     args: tuple[str, ...], on: Inventory, split_mib: float
 ) -> None:
     assert plan("compile=default", *args, on=on).choices["compile"].options["split_mib"] == split_mib
@@ -699,7 +699,7 @@ P100 = gpu(1, "Tesla P100", 16, (6, 0))
     ],
     ids=["NVIDIA", "AMD", "CPU", "old GPU"],
 )
-def test_a_missing_compiler_is_a_problem_before_the_run(option: str, here: Inventory) -> None:
+def test_a_missing_compiler_is_reported_before_the_run(option: str, here: Inventory) -> None:
     (problem,) = refused(f"compile={option}", "parallelism=ddp", on=here)
     expected = here.why_not_compiled(here.usable[-1] if here.usable else None)
     assert expected is not None
@@ -720,7 +720,7 @@ def test_a_compiler_that_is_not_used_may_be_missing(args: tuple[str, ...], here:
     assert plan(*args, on=here).choices["compile"].uses("default")
 
 
-def test_compile_of_a_profile_is_replaced_if_the_compiler_is_missing() -> None:
+def test_compile_selected_by_a_profile_is_replaced_if_the_compiler_is_missing() -> None:
     asked = configuration("compile=default", "compile.dynamic=true")
     asked = dataclasses.replace(asked, sources={**asked.sources, "compile": "profile other"})
     made = make_plan(asked, dataclasses.replace(machine(T4), no_gpu_compiler=NO_COMPILER))
@@ -739,7 +739,7 @@ def test_compilers_of_this_machine_do_not_affect_the_plan_for_another(monkeypatc
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 
-def test_the_plan_has_the_batch_over_all_ranks() -> None:
+def test_the_plan_describes_the_batch_over_all_ranks() -> None:
     made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
     assert [int(number) for number in re.findall(r"\d+", str(made.batch))] == [24, 3, 2, 4]
     assert made.values()["accumulation_steps"] == 2
@@ -804,7 +804,7 @@ def test_unsupported_combinations_are_refused(args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.12.1+cu130", True), ("2.13.0a0+1", False), ("2.14.1", False)])
-def test_fsdp_over_several_ranks_needs_a_torch_whose_gradients_are_right(version: str, is_refused: bool) -> None:
+def test_fsdp_over_several_ranks_needs_a_torch_version_with_correct_gradients(version: str, is_refused: bool) -> None:
     args, here = ("global_batch_size=32", "parallelism=fsdp"), machine(T4, T4_TOO)
     on = dataclasses.replace(here, torch_version=version)
     if is_refused:
@@ -815,7 +815,7 @@ def test_fsdp_over_several_ranks_needs_a_torch_whose_gradients_are_right(version
 
 
 @pytest.mark.slow
-def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> None:
+def test_problems_and_notes_of_a_plan_are_printed_completely(screen: Callable[..., None]) -> None:
     pair = machine(*PAIR)
     asked = [
         *(((word,), here) for word, here, _ in REFUSED),
@@ -841,12 +841,12 @@ def test_options_that_a_strategy_implies_are_chosen() -> None:
     assert made.choices["memory"].options["channels_last"] is False
 
 
-def test_more_ranks_than_gpus_are_a_missing_device() -> None:
+def test_more_ranks_than_gpus_are_reported_as_a_missing_device() -> None:
     with pytest.raises(DeviceMissing, match="3 ranks need as many GPUs, but 2 can be used"):
         plan("parallelism=ddp", "parallelism.world_size=3", on=machine(*PAIR))
 
 
-def test_the_length_is_updates_or_epochs() -> None:
+def test_the_length_of_a_run_is_either_updates_or_epochs() -> None:
     in_updates, in_epochs = plan("updates=7"), plan("epochs=0.5")
     assert (in_updates.settings.updates, in_updates.settings.epochs, in_updates.values()["updates"]) == (7, None, 7)
     assert (in_epochs.settings.updates, in_epochs.settings.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
@@ -869,7 +869,7 @@ def test_the_length_is_updates_or_epochs() -> None:
         (("early_stopping.patience=3", "early_stopping.metric=val/a", "checkpoint=off"), (None, "min")),
     ],
 )
-def test_the_best_checkpoint_is_that_of_early_stopping_unless_chosen(
+def test_the_best_checkpoint_uses_the_metric_of_early_stopping_by_default(
     args: tuple[str, ...], goal: tuple[str | None, str]
 ) -> None:
     """Otherwise predictions would use a checkpoint after the metric that stopped the run had its best value."""
@@ -886,7 +886,7 @@ def test_the_best_checkpoint_is_that_of_early_stopping_unless_chosen(
         (("precision=fp32", "optimizer.kernel=foreach"), machine(T4), False),
     ],
 )
-def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
+def test_an_optimizer_that_makes_loss_scaling_wait_for_the_gpu_is_reported(
     args: tuple[str, ...], here: Inventory, waits: bool
 ) -> None:
     notes = [note for note in plan(*args, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
@@ -898,7 +898,7 @@ def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
     [(MI210, "bf16"), (MI300, "bf16"), (RX7900, "bf16"), (MI100, "fp16"), (RX6800, "fp32")],
     ids=lambda value: getattr(value, "architecture", value),
 )
-def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes(device: Device, format_: str) -> None:
+def test_precision_auto_on_an_amd_gpu_depends_on_its_architecture(device: Device, format_: str) -> None:
     here = machine(device)
     assert plan("precision=auto", on=here).choices["precision"].function == format_
     if format_ == "bf16":
@@ -910,7 +910,7 @@ def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes(device: 
     assert device.architecture in str(problem)
 
 
-def test_amd_gpus_of_two_architectures_share_a_format() -> None:
+def test_amd_gpus_of_two_architectures_use_a_common_precision() -> None:
     both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
     assert both.choices["precision"].function == "fp32", "ranks share a format that all support"
 

@@ -22,7 +22,7 @@ def taking(blocks, fixed=500):
 
 @pytest.mark.slow
 @given(BLOCKS, st.integers(0, 13_000))
-def test_it_fits_whenever_recomputing_everything_does(blocks, limit):
+def test_the_chosen_blocks_fit_whenever_recomputing_all_blocks_fits(blocks, limit):
     takes = taking(blocks)
     everything = tuple(range(len(blocks)))
     chosen = choose_recomputed_blocks(blocks, takes, limit)
@@ -43,7 +43,7 @@ def test_nothing_is_recomputed_if_everything_fits():
     assert choose_recomputed_blocks(blocks, taking(blocks), 899) != ()
 
 
-def test_blocks_are_chosen_by_freed_memory_per_operation_then_by_position():
+def test_blocks_are_chosen_by_memory_freed_per_operation_then_by_position():
     blocks = [Layer("dear", 100, 900), Layer("cheap", 100, 100), Layer("cheap", 100, 100), Layer("cheap", 100, 100)]
     assert choose_recomputed_blocks(blocks, taking(blocks), 801) == (1,)
     assert choose_recomputed_blocks(blocks, taking(blocks), 800) == (1, 2)
@@ -61,7 +61,7 @@ class Counting:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(2900, 1), (100, 2)], ids=["nothing to recompute", "not even all"])
-def test_the_frequent_answers_need_no_search(limit, count):
+def test_recomputing_no_block_or_all_blocks_needs_no_search(limit, count):
     """Each call traces the run."""
     blocks = [Layer("block", 100, 100)] * 24
     takes = Counting(taking(blocks))
@@ -70,7 +70,7 @@ def test_the_frequent_answers_need_no_search(limit, count):
 
 
 @given(st.integers(1, 200), st.integers(0, 13_000))
-def test_the_smallest_number_of_blocks_is_found_by_bisection_at_worst(number, limit):
+def test_the_smallest_number_of_blocks_needs_at_most_a_bisection(number, limit):
     """The first four calls are those for no block, all blocks and two guesses."""
     blocks = [Layer("block", 100, 100)] * number
     takes = Counting(taking(blocks))
@@ -80,7 +80,7 @@ def test_the_smallest_number_of_blocks_is_found_by_bisection_at_worst(number, li
     assert takes.count <= 4 + number.bit_length()
 
 
-def test_a_peak_that_falls_with_the_saved_activations_needs_no_bisection():
+def test_a_peak_proportional_to_saved_activations_needs_no_bisection():
     """As in an encoder and a decoder, whose blocks save different numbers of bytes."""
     blocks = [Layer("block", 100, 100)] * 12 + [Layer("larger", 300, 300)] * 12
     takes = Counting(lambda again: 5000 - sum(blocks[number].activations for number in again))

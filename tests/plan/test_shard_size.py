@@ -46,7 +46,7 @@ def problems(ranks: Sequence[RankDevice], shard_size: int) -> list[Problem]:
     ("local_ranks", "expected"),
     [([0], (1,)), ([0, 1, 2], (3,)), ([0, 1, 0, 1], (2, 2)), ([0, 1, 0], (2, 1)), ([0, 0, 0], (1, 1, 1))],
 )
-def test_machines_are_recognized_by_the_numbers_of_their_ranks(
+def test_machines_are_recognized_from_consecutive_rank_numbers(
     local_ranks: list[int], expected: tuple[int, ...]
 ) -> None:
     assert ranks_per_machine(number_machines([RankDevice("cpu", "CPU")] * len(local_ranks), local_ranks)) == expected
@@ -56,7 +56,7 @@ def test_machines_are_recognized_by_the_numbers_of_their_ranks(
     ("counts", "expected"),
     [((4,), "all"), ((4, 4), 4), ((2, 2, 2), 2), ((4, 2), "all"), ((1, 1), "all"), ((1,), "all")],
 )
-def test_auto_is_the_ranks_of_a_machine_if_there_are_several_equal_ones(
+def test_auto_shards_within_a_machine_if_there_are_several_equal_ones(
     counts: tuple[int, ...], expected: int | str
 ) -> None:
     made = plan_for(on_machines(*counts), "auto")
@@ -71,7 +71,7 @@ def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: 
 
 
 @pytest.mark.parametrize(("network_gb_s", "expected"), [(400.0, "all"), (20.0, 4), (None, 4)])
-def test_auto_is_the_size_with_the_shortest_predicted_update(
+def test_auto_chooses_the_shard_size_with_the_shortest_predicted_update(
     tmp_path: Path, network_gb_s: float | None, expected: int | str
 ) -> None:
     """A rank of a group updates more of the model, which only a slow network outweighs."""
@@ -132,7 +132,7 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(shard_size: int)
         ((2, 4, 2), 4, True),
     ],
 )
-def test_groups_that_share_a_machine_and_extend_to_the_next_are_noted(
+def test_a_note_is_printed_if_a_group_spans_machines_that_other_groups_use(
     counts: tuple[int, ...], shard_size: int, is_noted: bool
 ) -> None:
     notes = plan_for(on_machines(*counts), shard_size).notes
@@ -143,7 +143,7 @@ def test_one_process_ignores_the_shard_size() -> None:
     assert plan_for(on_machines(1), 4).world_size == 1
 
 
-def test_the_memory_of_a_rank_is_that_of_a_shard_of_its_group() -> None:
+def test_a_rank_needs_memory_for_one_shard_of_its_group() -> None:
     need, rank = model(20), on_machines(8)[0]
     in_pairs, of_two = (
         predict_memory(need, 2, rank, part) for part in (RankPart("fsdp", 8, shard_size=2), RankPart("fsdp", 2))
@@ -153,7 +153,9 @@ def test_the_memory_of_a_rank_is_that_of_a_shard_of_its_group() -> None:
 
 
 @pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
-def test_a_run_that_lost_ranks_keeps_its_groups_if_the_others_fill_them(kept: list[int], expected: int | str) -> None:
+def test_a_run_that_lost_ranks_keeps_its_shard_size_if_it_divides_their_number(
+    kept: list[int], expected: int | str
+) -> None:
     assert options_for_ranks({"shard_size": 2}, kept, 4)["shard_size"] == expected
 
 
@@ -193,7 +195,7 @@ def test_sharded_gradients_are_sent_after_each_micro_batch() -> None:
     assert each.total - gathered == pytest.approx(3 * (once.total - gathered))
 
 
-def test_sums_over_the_network_overlap_with_communication_inside_machines() -> None:
+def test_network_all_reduces_overlap_with_communication_inside_machines() -> None:
     """A block of 80 MB in groups of 8 ranks, without computation.
 
     Each link inside a machine takes 70 ms to gather or scatter a block at 1 GB/s. Each network adapter takes 175 ms to

@@ -93,7 +93,7 @@ def test_machines_with_unequal_devices_get_unequal_parts(
     assert reason in result.reason
 
 
-def test_shares_by_memory_extend_over_machines() -> None:
+def test_shares_by_memory_cover_all_machines() -> None:
     args = ("parallelism=ddp", "parallelism.shares=memory", "global_batch_size=54", "device=cpu")
     here = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
     made = make_plan(compose(Request(args)), here, on_unequal_machines(16, 11))
@@ -108,14 +108,14 @@ def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: i
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(40, True), (52, False)])
-def test_a_model_with_fewer_layers_than_ranks_is_pipelined_over_some_of_them(gib: float, fits: bool) -> None:
+def test_a_model_with_fewer_layers_than_ranks_is_pipelined_over_fewer_ranks(gib: float, fits: bool) -> None:
     """Two layers on four ranks: two pipelines, each with a bucket for every gradient, in 2 x 32 GiB."""
     result = choose_strategy(needs(model(gib, layers=2)), devices(32, 32, 32, 32), 32, None, can_shard=False)
     assert (result.name, result.fits) == ("pipeline" if fits else "ddp", fits)
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(16, True), (14, False)])
-def test_traced_stages_of_several_copies_need_buckets_for_the_gradients_they_exchange(gib: float, fits: bool) -> None:
+def test_copies_of_traced_stages_need_memory_for_gradient_buckets(gib: float, fits: bool) -> None:
     """Each of two stages takes 12 GiB; on four devices, a bucket for each gradient adds 3 GiB."""
     demand = dataclasses.replace(model(24), stages=(model(12), model(12)))
     there = devices(*(gib for _ in range(4)))
@@ -126,7 +126,7 @@ def test_traced_stages_of_several_copies_need_buckets_for_the_gradients_they_exc
 
 
 @pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
-def test_auto_shards_only_with_a_torch_whose_gradients_are_right(version: str, name: str) -> None:
+def test_auto_shards_only_with_a_torch_version_with_correct_gradients(version: str, name: str) -> None:
     gpus = tuple(
         Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB, capability=(8, 0), free_bytes=16 * GIB)
         for index in range(2)
@@ -152,7 +152,7 @@ def test_a_task_that_refuses_pipelines_is_not_advised_to_define_layers() -> None
     assert undefined.reason != refusing.reason
 
 
-def test_accumulated_smaller_micro_batches_fit() -> None:
+def test_micro_batches_chosen_for_gradient_accumulation_fit() -> None:
     """With a single pass per update, gradients do not coexist with activations; with several passes they do."""
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]

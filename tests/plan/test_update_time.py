@@ -98,7 +98,7 @@ def on_ranks(count: int, *args: str, batch: int = 8, device: DeviceRates = DEVIC
 # ---------------------------------------------------------------- computation
 
 
-def test_computation_is_a_roofline_of_two_classes_of_operators() -> None:
+def test_compute_time_is_the_sum_of_two_rooflines() -> None:
     time = known(predict("global_batch_size=8", "micro_batch_size=4"))
     parts = {part.name: part.seconds for part in time.parts}
     assert parts == {PRODUCTS: pytest.approx(8.0), OTHERS: pytest.approx(2.4), OPTIMIZER: pytest.approx(0.5)}
@@ -106,12 +106,12 @@ def test_computation_is_a_roofline_of_two_classes_of_operators() -> None:
     assert time.is_complete
 
 
-def test_products_of_a_slow_memory_are_limited_by_it() -> None:
+def test_matrix_products_are_limited_by_slow_memory() -> None:
     slow = dataclasses.replace(DEVICE, bytes_per_s=1.25e9)
     assert known(predict("global_batch_size=1", devices=(slow,))).part(PRODUCTS) == pytest.approx(10.0)
 
 
-def test_compiled_operators_other_than_products_access_less_memory() -> None:
+def test_compiled_elementwise_operators_access_less_memory() -> None:
     eager, compiled = known(predict("global_batch_size=1")), known(predict("global_batch_size=1", "compile=default"))
     assert compiled.part(OTHERS) == pytest.approx(FUSED_BYTES * eager.part(OTHERS))
     assert compiled.part(PRODUCTS) == eager.part(PRODUCTS)
@@ -120,7 +120,7 @@ def test_compiled_operators_other_than_products_access_less_memory() -> None:
 @pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from([("none", LAUNCH_S), ("selective", SELECTIVE_LAUNCH_S)]))
 @settings(max_examples=10)
-def test_an_eager_update_on_a_gpu_takes_at_least_the_time_of_its_kernel_launches(
+def test_an_eager_update_on_a_gpu_takes_at_least_as_long_as_its_kernel_launches(
     launches: int, memory: tuple[str, float]
 ) -> None:
     name, launch_s = memory
@@ -138,23 +138,23 @@ def test_compiled_and_cpu_updates_do_not_wait_for_kernel_launches() -> None:
 
 @given(st.floats(1.0, 100.0), st.floats(1.0, 100.0))
 @settings(max_examples=20)
-def test_time_shrinks_with_the_rates(compute: float, memory: float) -> None:
+def test_a_faster_device_has_shorter_predicted_updates(compute: float, memory: float) -> None:
     slow = known(predict("global_batch_size=1"))
     fast = dataclasses.replace(DEVICE, flops_per_s=2e12 * compute, bytes_per_s=1.25e11 * memory)
     assert known(predict("global_batch_size=1", devices=(fast,))).seconds <= slow.seconds
 
 
-def test_time_grows_with_the_batch() -> None:
+def test_larger_batches_have_longer_predicted_updates() -> None:
     times = [known(predict(f"global_batch_size={size}")).seconds for size in (1, 2, 5, 8, 13)]
     assert sorted(set(times)) == times
 
 
-def test_nothing_is_predicted_for_a_device_without_rates() -> None:
+def test_no_time_is_predicted_for_a_device_without_known_rates() -> None:
     assert predict("global_batch_size=2", devices=(DeviceRates(),)) is None
     assert predict("global_batch_size=2", "parallelism=ddp", devices=(DEVICE, DeviceRates(1e12))) is None
 
 
-def test_nothing_is_predicted_for_a_model_whose_operators_are_unknown() -> None:
+def test_no_time_is_predicted_for_a_model_whose_operators_are_unknown() -> None:
     points = tuple(dataclasses.replace(point, work=ComputeCost()) for point in demand().points)
     assert predict("global_batch_size=1", need=dataclasses.replace(demand(), points=points)) is None
 
@@ -175,7 +175,7 @@ COMPUTED_S = 10.9
         (["dataloader.num_workers=4", "dataloader.workers_above_ms=20000"], 2.0, 16 - COMPUTED_S),  # no workers
     ],
 )
-def test_the_device_waits_for_reading_that_takes_longer_than_computation(
+def test_the_device_waits_if_reading_takes_longer_than_computation(
     args: list[str], read_s: float, waiting: float
 ) -> None:
     need = dataclasses.replace(demand(), read_s=read_s)
@@ -222,7 +222,7 @@ def test_a_single_rank_does_not_communicate() -> None:
     assert on_ranks(1).part(COMMUNICATION) == 0
 
 
-def test_collectives_take_the_time_of_a_ring() -> None:
+def test_collectives_take_the_time_of_a_ring_algorithm() -> None:
     ring = make_ring([DEVICE] * 5)
     assert ring is not None
     steps = 4 * LINK_LATENCY_S
@@ -257,7 +257,7 @@ def test_buckets_overlap_with_the_backward_pass_except_the_last() -> None:
     assert reduce_buckets((), 1.0, ring).exposed == 0
 
 
-def test_fsdp_exposes_its_first_gather_and_its_last_reduction() -> None:
+def test_fsdp_does_not_overlap_its_first_all_gather_and_last_reduce_scatter() -> None:
     shards = Shards.of(MODEL, 10**8, {"communicate": "float32", "reshard_after_forward": True})
     assert (shards.count, shards.block, shards.outside) == (8, 10**7, 2 * 10**7)
     ring = Ring(2, 1e9, 0.0)
@@ -280,7 +280,7 @@ def test_a_model_without_blocks_is_gathered_at_once() -> None:
     assert traffic.exposed == traffic.total == pytest.approx(2 * ring.gather(10**8))
 
 
-def test_groups_gather_inside_and_reduce_their_shards_across() -> None:
+def test_groups_all_gather_within_and_all_reduce_shards_across_groups() -> None:
     device = dataclasses.replace(DEVICE, network_bytes_per_s=1.25e9, per_machine=2)
     across = make_ring_across([device] * 4, 2)
     assert across == Ring(2, 1e9 / 2, NETWORK_LATENCY_S, uses_network=True), "both ranks of a machine share its network"
@@ -297,7 +297,7 @@ def test_groups_gather_inside_and_reduce_their_shards_across() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_communication_grows_with_the_ranks_and_shrinks_with_the_link(strategy: str) -> None:
+def test_communication_takes_longer_with_more_ranks_and_slower_links(strategy: str) -> None:
     option = f"parallelism={strategy}"
     times = [on_ranks(count, option) for count in (2, 3, 8)]
     exposed = [time.part(COMMUNICATION) for time in times]
@@ -342,7 +342,7 @@ def staged(count: int, received: int) -> Demand:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("count", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
-def test_the_bubble_of_equal_stages_is_the_published_one(schedule: str, count: int, micro_batches: int) -> None:
+def test_the_bubble_of_equal_stages_equals_the_published_formula(schedule: str, count: int, micro_batches: int) -> None:
     args = (f"global_batch_size={micro_batches}", "micro_batch_size=1", "parallelism=pipeline")
     need = staged(count, 0)
     time = known(predict(*args, f"parallelism.schedule={schedule}", need=need, devices=(DEVICE,) * count))
@@ -367,7 +367,7 @@ def test_a_pipeline_that_was_not_traced_is_divided_equally() -> None:
 # ---------------------------------------------------------------- profiles
 
 
-def test_rates_come_from_the_profile_that_lists_the_device() -> None:
+def test_rates_are_taken_from_the_profile_that_lists_the_device() -> None:
     profiles = list(profile_facts().values())
     h100 = find_rates("nvidia h100 80gb hbm3", "bf16", profiles)
     assert (h100.flops_per_s, h100.bytes_per_s) == (989e12, 3350e9)

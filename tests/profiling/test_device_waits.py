@@ -26,7 +26,7 @@ def watched(waits: Any) -> Iterator[None]:
         waits.stop()
 
 
-def test_sync_warnings_of_torch_are_located_and_other_warnings_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_warnings_of_torch_are_located_and_other_warnings_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

@@ -164,7 +164,7 @@ def test_profiling_does_not_change_gradients() -> None:
     assert not model._forward_pre_hooks  # lint-tests: private: of torch
 
 
-def test_modules_below_the_depth_limit_count_for_their_parent() -> None:
+def test_time_in_modules_below_the_depth_limit_counts_for_their_parent() -> None:
     model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
     times = times_of(model, depth=1)
     assert not times.table()  # nothing has been measured
@@ -186,7 +186,7 @@ def test_evaluations_are_not_counted() -> None:
     assert all(row.calls == 0 for row in times.table())
 
 
-def test_waits_for_other_ranks_are_not_module_time() -> None:
+def test_waits_for_other_ranks_do_not_count_as_module_time() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def wait(*_: Any) -> None:

@@ -28,7 +28,7 @@ def test_the_summary_counts_all_kernels_and_lists_the_longest() -> None:
     assert [row["name"] for row in summary["kernels"]] == [f"kernel {number}" for number in range(TOP)]
 
 
-def test_kernels_are_shown_by_what_distinguishes_them() -> None:
+def test_kernel_names_are_shortened_to_their_distinguishing_part() -> None:
     findings = Findings("train", "a GPU", 1, 0, {}, {})
     name = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<4u> >(int)"
     findings.operators.kernels = [Kernel(name, 1.0, 1.0)]

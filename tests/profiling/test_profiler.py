@@ -67,7 +67,7 @@ def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
     assert text.count("75.0%") == text.count("25.0%") == 2  # once for operators, once for kernels
 
 
-def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_synchronized_before_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     # lint-tests: private: without a GPU nothing else shows when the device is waited for
     now = Session._synchronize
@@ -83,7 +83,7 @@ def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatc
     assert done[:5] == ["wait", "step", "step", "wait", "step"]
 
 
-def test_batches_continue_after_an_unreadable_one() -> None:
+def test_iteration_continues_after_a_batch_that_raises_an_error() -> None:
     """After an out-of-memory error, the update is repeated with smaller micro-batches."""
 
     class Batches:

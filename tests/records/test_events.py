@@ -18,7 +18,7 @@ from runner.records.events import Console, Events, terminal_log_level
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
-def test_the_terminal_shows_its_level_and_the_file_everything(
+def test_the_terminal_shows_its_log_level_and_the_file_every_event(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(tmp_path / "console.log")
@@ -47,7 +47,7 @@ def test_the_environment_sets_the_log_level(messages: str, level: str, monkeypat
     assert terminal_log_level() == level
 
 
-def test_the_old_name_of_the_variable_works_and_the_new_one_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_variable_name_still_works_and_the_new_one_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCEL_RUN_LOG_LEVEL", raising=False)
     monkeypatch.setenv("ACCEL_RUN_SAYS", "error")
     assert terminal_log_level() == "error"
@@ -80,7 +80,7 @@ def test_a_warning_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "warning: no effect\n"
 
 
-def test_silent_ranks_write_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_with_a_disabled_console_write_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(tmp_path / "console.log", is_enabled=False)
     console.error("same as rank 0")
     assert capsys.readouterr() == ("", "")
@@ -106,14 +106,14 @@ def test_a_resumed_run_appends(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "console.log").read_text().count("info") == 2
 
 
-def test_the_files_are_for_their_owner_only(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
     Console(tmp_path / "console.log").close()
     Events(tmp_path / "events.jsonl").close()
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_an_event_is_one_row_of_json(tmp_path: Path) -> None:
+def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
     events = Events(tmp_path / "events.jsonl")
     events.record("checkpoint_saved", update=200, path=tmp_path, note="two\nlines")
     events.record("resumed", loss=float("inf"))

@@ -66,7 +66,7 @@ def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
         (Evidence(world_size=2, unfinished=True), "host, rank 0"),
     ],
 )
-def test_the_label_of_host_memory_claims_only_what_was_measured(evidence: Evidence, label: str) -> None:
+def test_the_label_of_host_memory_names_only_what_was_measured(evidence: Evidence, label: str) -> None:
     assert evidence.host_label == label
 
 
@@ -86,7 +86,7 @@ def test_the_newest_process_determines_whether_the_run_failed() -> None:
     assert choose_evidence(many, replace(few, unfinished=True)).unfinished
 
 
-def test_measurements_of_other_settings_or_similar_length_are_replaced() -> None:
+def test_measurements_are_replaced_if_settings_differ_or_they_are_of_similar_length() -> None:
     many = replace(FULL, updates=100)
 
     for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):

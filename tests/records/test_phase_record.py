@@ -36,7 +36,7 @@ def test_a_checkpoint_of_version_1_is_restored() -> None:
     assert math.isnan(result.metrics["val/pck"])
 
 
-def test_the_checkpoints_of_another_run_are_not_kept() -> None:
+def test_the_list_of_kept_checkpoints_of_another_run_is_ignored() -> None:
     assert RunProgress.from_state(VERSION_1, is_own=False).kept == []
 
 
@@ -47,7 +47,7 @@ def test_a_damaged_record_is_refused(wrong: dict[str, object]) -> None:
         RunProgress.from_state(damaged, is_own=True)
 
 
-def test_epochs_follow_from_the_updates() -> None:
+def test_epochs_are_computed_from_the_updates() -> None:
     record = PhaseRecord("train", samples=SampleCounts(num_samples=8, global_batch_size=4))
     record.reached(3)
     assert (record.updates, record.samples.epochs) == (3, 1.5)

@@ -18,7 +18,7 @@ from runner.records.plan_record import PlanRecord
 OLD = Path(__file__).parent / "run_of_version_1"
 
 
-def test_a_record_agrees_with_the_plan(tmp_path: Path) -> None:
+def test_a_plan_record_has_the_values_of_the_plan(tmp_path: Path) -> None:
     plan = make_plan(
         compose(Request(("device=cpu", "global_batch_size=8"))), Inventory((), Cpu("a processor", 4, 8, 0))
     )
@@ -48,7 +48,7 @@ def test_unreadable_values_are_unknown(tmp_path: Path, content: str) -> None:
     assert not read_plan(tmp_path).is_known
 
 
-def test_an_invalid_value_does_not_affect_others(tmp_path: Path) -> None:
+def test_an_invalid_value_does_not_affect_other_values(tmp_path: Path) -> None:
     content = json.loads((OLD / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**content, "reasons": 3}))
     result = read_plan(tmp_path)

@@ -101,7 +101,7 @@ def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [each for each in FULL.to_json() if each != "version"])
-def test_an_invalid_value_does_not_affect_others(tmp_path: Path, key: str) -> None:
+def test_an_invalid_value_does_not_affect_other_values(tmp_path: Path, key: str) -> None:
     content = FULL.to_json()
     result = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
     rest = result.to_json()
@@ -148,7 +148,7 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("state", ["running", "failed"])
-def test_the_throughput_is_of_the_last_process_once_it_has_rows(state: str) -> None:
+def test_the_throughput_is_taken_from_the_last_process_once_it_has_rows(state: str) -> None:
     """A process that was killed leaves the measurements of an earlier one in run.json."""
     evidence = Evidence(items_per_s=1.0, attempt="2026-01-31T10:00:00.000+00:00")
     process = ProcessRecord(state=state, started="2026-02-01T10:00:00.000+00:00")

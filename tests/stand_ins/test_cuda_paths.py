@@ -57,7 +57,7 @@ assert _stand_in.contexts() == [1], _stand_in.contexts()
 """
 
 
-def test_the_thread_that_prepares_host_memory_opens_no_context_on_another_device(stand_in: StandIn) -> None:
+def test_the_thread_that_pins_host_memory_creates_no_context_on_another_device(stand_in: StandIn) -> None:
     stand_in.program("a100x2", ROOM)
 
 
@@ -70,7 +70,7 @@ assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by 
 """
 
 
-def test_refused_page_locking_only_slows_copies(stand_in: StandIn) -> None:
+def test_copies_work_more_slowly_if_page_locking_is_refused(stand_in: StandIn) -> None:
     stand_in.program("a100", REFUSED, {"STAND_IN_REFUSES_REGISTRATION": "1"})
 
 
@@ -94,7 +94,9 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_rank_that_fails_while_others_wait_in_nccl_is_named(
+    args: str, rank: int, stand_in: StandIn, tmp_path: Path
+) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {args}"
     result = stand_in.command("a100x2", task, tmp_path)
@@ -105,7 +107,7 @@ def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: St
 
 
 @pytest.mark.slow  # waits for the timeout
-def test_a_rank_that_stops_is_named_and_not_the_one_that_nccl_aborts(stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_nccl_aborts(stand_in: StandIn, tmp_path: Path) -> None:
     """NCCL's watchdog ends the rank that waits, after the timeout of its collective."""
     args = f"train --task {FAILING} task.how=stop updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
     result = stand_in.command(
@@ -123,7 +125,7 @@ def test_a_rank_that_stops_is_named_and_not_the_one_that_nccl_aborts(stand_in: S
     ("args", "rank"),
     [("parallelism=single", 0), ("parallelism=ddp", 1), ("parallelism=fsdp", 0), ("parallelism=pipeline", 1)],
 )
-def test_a_late_error_of_a_device_names_its_rank_and_leaves_valid_checkpoints(
+def test_an_asynchronous_device_error_names_its_rank_and_leaves_valid_checkpoints(
     args: str, rank: int, stand_in: StandIn, tmp_path: Path
 ) -> None:
     """A failed assertion of a kernel is raised by a later call, here while other ranks wait in a collective."""
@@ -202,7 +204,7 @@ print("events", *events)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["reduce-overhead", "off"])
-def test_each_forward_pass_starts_an_iteration_of_cuda_graphs(option: str, stand_in: StandIn, tmp_path: Path) -> None:
+def test_each_forward_pass_starts_a_cuda_graph_iteration(option: str, stand_in: StandIn, tmp_path: Path) -> None:
     """Of training and of evaluation. The stand-in has no graphs, so calls are recorded."""
     out = stand_in.program("a100", GRAPHS.format(folder=str(tmp_path), task=TASK, option=option))
     (line,) = [line for line in out.splitlines() if line.startswith("events")]
@@ -225,7 +227,7 @@ def test_without_triton_a_compiled_run_is_refused_before_it_starts(
 
 
 @pytest.mark.long
-def test_a_ladder_is_measured_on_a_gpu(stand_in: StandIn, tmp_path: Path) -> None:
+def test_the_benchmark_ladder_runs_on_a_gpu(stand_in: StandIn, tmp_path: Path) -> None:
     """Variants are forked before they use CUDA, paused by SIGSTOP, and fork data workers after they used it."""
     args = f"benchmark --task {TASK} device=cuda dataloader.num_workers=2 techniques=[prefetch] steps=8 rounds=3"
     result = stand_in.command("a100", f"{args} budget_s=240 --json", tmp_path)

@@ -39,7 +39,7 @@ def test_a_planted_error_is_raised(name: str, seen: Seen) -> None:
     assert not seen[name]["misuses"]
 
 
-def test_at_least_twenty_planted_misuses_are_named() -> None:
+def test_at_least_twenty_planted_misuses_have_a_kind() -> None:
     assert sum(kind is not None for kind, _ in PLANTED.values()) >= 20
 
 
@@ -83,7 +83,7 @@ assert (early, snapshot.tolist()) == ([0.0] * 100, [1.0] * 100)
 """
 
 
-def test_a_copy_to_the_host_arrives_at_synchronization(stand_in: StandIn) -> None:
+def test_an_async_copy_to_the_host_is_complete_only_after_synchronization(stand_in: StandIn) -> None:
     stand_in.program("a100", LATE)
 
 
@@ -168,7 +168,7 @@ assert torch.cuda.memory_reserved(0) == torch.cuda.max_memory_reserved(0) == 0
 """
 
 
-def test_each_stream_of_each_device_has_its_own_memory_and_waits_for_others_that_use_it(stand_in: StandIn) -> None:
+def test_streams_have_separate_memory_pools_and_wait_for_other_users_of_their_memory(stand_in: StandIn) -> None:
     stand_in.program("a100x2", STREAMS)
 
 
@@ -187,7 +187,7 @@ assert state.numel() == 16
 """
 
 
-def test_each_device_has_a_separate_generator(stand_in: StandIn) -> None:
+def test_each_device_has_a_separate_random_number_generator(stand_in: StandIn) -> None:
     stand_in.program("a100x2", GENERATORS)
 
 
@@ -204,7 +204,7 @@ for function in (torch.softmax, torch.log_softmax):
 """
 
 
-def test_softmax_of_float16_in_float32_is_that_of_a_copy(stand_in: StandIn) -> None:
+def test_softmax_of_float16_in_float32_equals_softmax_of_a_float32_copy(stand_in: StandIn) -> None:
     stand_in.program("t4", SOFTMAX)
 
 
@@ -221,12 +221,12 @@ assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 3070"
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", ["1", "GPU-00000000-0000-4000-8000-000000000001"])
-def test_only_visible_devices_exist(named: str, stand_in: StandIn) -> None:
+def test_only_devices_in_cuda_visible_devices_exist(named: str, stand_in: StandIn) -> None:
     stand_in.program("pair", VISIBLE, {"CUDA_VISIBLE_DEVICES": named})
 
 
 @pytest.mark.slow
-def test_a_process_that_starts_with_the_stand_in_has_its_devices() -> None:
+def test_a_process_started_with_the_stand_in_sees_its_devices() -> None:
     """In all other tests, forks get their devices after torch was imported."""
     line = [sys.executable, "-c", VISIBLE]
     env = {**environment(MACHINES["pair"]), "CUDA_VISIBLE_DEVICES": "1"}

@@ -32,7 +32,7 @@ def other_cases(stand_in: StandIn, nvml_stub: NvmlStub) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_each_test_of_gpus_passes_on_the_stand_in(file: str, first_cases: Mapping[str, str]) -> None:
+def test_the_first_case_of_each_gpu_test_passes_on_the_stand_in(file: str, first_cases: Mapping[str, str]) -> None:
     """In its first case."""
     outcomes = {name_of_test(node): outcome for node, outcome in first_cases.items() if file_of(node) == file}
     tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/gpu" / file).read_text(), re.MULTILINE)
@@ -41,7 +41,7 @@ def test_each_test_of_gpus_passes_on_the_stand_in(file: str, first_cases: Mappin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_the_other_cases_of_tests_of_gpus_pass_on_the_stand_in(file: str, other_cases: Mapping[str, str]) -> None:
+def test_the_other_cases_of_the_gpu_tests_pass_on_the_stand_in(file: str, other_cases: Mapping[str, str]) -> None:
     outcomes = {node: outcome for node, outcome in other_cases.items() if file_of(node) == file}
     assert set(outcomes.values()) <= {PASSED}, outcomes
     assert bool(outcomes) == ("parametrize" in (ROOT / "tests/gpu" / file).read_text())

@@ -44,7 +44,7 @@ print("peaks", json.dumps({{name: [predicted[name], 2**30 * gib] for name, gib i
 @pytest.mark.parametrize(
     "settings", ["precision=bf16", pytest.param("precision=fp32 prefetch=none", marks=pytest.mark.long)]
 )
-def test_the_peak_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
+def test_the_memory_peak_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
     """No phase takes memory of an earlier one.
 
     Phases of kind fit are traced as on a CPU and not exact: of these, `projection` computes the same on a GPU.

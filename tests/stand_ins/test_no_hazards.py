@@ -62,9 +62,7 @@ RUNS = [
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
-    number: int, stand_in: StandIn, tmp_path: Path
-) -> None:
+def test_a_run_on_gpus_has_no_race_and_one_context_per_process(number: int, stand_in: StandIn, tmp_path: Path) -> None:
     machine, args = RUNS[number]
     contexts = [[0], [1]] if "parallelism=" in args else [[0]]
     (tmp_path / "counted").mkdir()
@@ -92,7 +90,7 @@ REMOVED = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", REMOVED)
-def test_a_wait_that_is_removed_from_a_run_is_missed(kind: str, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_missing_synchronization_in_a_run_is_detected(kind: str, stand_in: StandIn, tmp_path: Path) -> None:
     (tmp_path / "counted").mkdir()
     args = f"{SMALL} run=r updates=4 device=cuda micro_batch_size=2 prefetch=stream task.width=256 monitor=off"
     stand_in.command("a100", f"train {args}", tmp_path, tmp_path / "counted", before=f"\n{REMOVED[kind]}\n")
@@ -100,5 +98,5 @@ def test_a_wait_that_is_removed_from_a_run_is_missed(kind: str, stand_in: StandI
     assert kind in {text.partition(":")[0] for text in counted["misuses"]}
 
 
-def test_there_are_at_least_thirty_runs_and_all_differ() -> None:
+def test_at_least_thirty_different_runs_are_tested() -> None:
     assert len(set(RUNS)) == len(RUNS) >= 30

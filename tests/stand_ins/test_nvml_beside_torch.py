@@ -51,7 +51,7 @@ def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, R
 
 
 @pytest.mark.slow
-def test_a_sick_gpu_is_reported_with_each_reason(reported: Mapping[str, Reported]) -> None:
+def test_every_problem_of_a_faulty_gpu_is_reported(reported: Mapping[str, Reported]) -> None:
     seen = reported["sick"]
     assert seen.findings("processes") == {"GPU 0": "warn"}
     (watched,) = seen.monitor["gpus"]
@@ -61,7 +61,7 @@ def test_a_sick_gpu_is_reported_with_each_reason(reported: Mapping[str, Reported
 
 
 @pytest.mark.slow
-def test_denied_counters_have_no_readings(reported: Mapping[str, Reported]) -> None:
+def test_counters_without_permission_have_no_readings(reported: Mapping[str, Reported]) -> None:
     readings = reported["denied"].monitor["readings"]
     assert not {"gpu0/util", "gpu0/power_w"} & readings.keys()
     assert readings["gpu0/temperature_c"] == 50
@@ -69,7 +69,7 @@ def test_denied_counters_have_no_readings(reported: Mapping[str, Reported]) -> N
 
 
 @pytest.mark.slow
-def test_a_lost_gpu_and_a_hidden_one_have_their_reason(reported: Mapping[str, Reported]) -> None:
+def test_a_lost_and_a_hidden_gpu_are_reported_with_the_reason(reported: Mapping[str, Reported]) -> None:
     def reasons(name: str) -> dict[str, str]:
         devices = reported[name].doctor["hardware"]["devices"]
         return {each["name"]: each["why_not"] for each in devices if not each["usable"]}
@@ -80,7 +80,7 @@ def test_a_lost_gpu_and_a_hidden_one_have_their_reason(reported: Mapping[str, Re
 
 
 @pytest.mark.slow
-def test_indices_that_differ_from_the_drivers_are_reported(reported: Mapping[str, Reported]) -> None:
+def test_indices_that_differ_from_those_of_the_driver_are_reported(reported: Mapping[str, Reported]) -> None:
     assert reported["pair"].findings("numbering") == {"cuda:0": "warn", "cuda:1": "warn"}
     for name in ("t4", "by number"):  # the only GPU that torch sees has the driver's index
         assert reported[name].findings("numbering") == {"": "ok"}

@@ -163,9 +163,9 @@ IN_PROCESS = (
 # Tests of failing ranks that cannot run over NCCL -> the reason.
 GLOO_ONLY = {
     "launch/test_local.py::test_a_limit_on_open_files_that_is_too_small_is_reported": "its ranks join over gloo",
-    "faults/test_ranks.py::test_ranks_of_torchrun": "torchrun starts ranks over NCCL in test_torchrun_over_nccl below",
+    "faults/test_ranks.py::test_ranks_of_torchrun": "see the test of torchrun over NCCL below",
     "launch/test_start.py::test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0": (
-        "forks of the tests, started as by torchrun: see test_torchrun_over_nccl below"
+        "forks of the tests, started as by torchrun: see the test of torchrun below"
     ),
     "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
@@ -270,7 +270,7 @@ NO_FAILURE = {
 }
 
 
-def test_every_test_of_failing_ranks_runs_over_nccl_too_or_has_a_reason() -> None:
+def test_every_test_of_failing_ranks_also_runs_over_nccl_or_has_a_reason() -> None:
     tests = ROOT / "tests"
     run = {f"{Path(test.__code__.co_filename).relative_to(tests).as_posix()}::{test.__name__}" for test in COPIED}
     found = set(find_failing(tests, "faults", "launch", "distributed", "end_to_end"))
@@ -300,7 +300,7 @@ assert pytest.main({args}) == 0
 
 
 @pytest.mark.slow
-def test_ranks_that_are_forks_of_the_tests_fail_the_same_over_nccl(stand_in: StandIn) -> None:
+def test_forked_ranks_fail_in_the_same_way_over_nccl(stand_in: StandIn) -> None:
     args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0"]
     args += [f"tests/{name}" for name in IN_PROCESS]
     out = stand_in.program("h100x8", LAUNCHED.format(root=str(ROOT), args=args))
@@ -311,7 +311,7 @@ def test_ranks_that_are_forks_of_the_tests_fail_the_same_over_nccl(stand_in: Sta
 
 @pytest.mark.long  # three new interpreters that import torch, and 30 s until torchrun kills rank 0
 @pytest.mark.timeout(600)
-def test_torchrun_over_nccl(tmp_path: Path) -> None:
+def test_an_error_of_a_rank_of_torchrun_is_recorded_over_nccl(tmp_path: Path) -> None:
     """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error."""
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
     args = f"train --task {FAILING} task.rank=1 updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"

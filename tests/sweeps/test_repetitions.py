@@ -48,7 +48,7 @@ def csv_rows(results: Sequence[Result], goal: Goal) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(to_csv(results, goal))))
 
 
-def test_the_best_mean_wins_not_the_best_repetition() -> None:
+def test_the_best_combination_has_the_best_mean_and_not_the_best_repetition() -> None:
     results = trials(GRID, VALUES)
     best = find_best(results, OVER_FOLDS)
     assert best is not None
@@ -58,7 +58,7 @@ def test_the_best_mean_wins_not_the_best_repetition() -> None:
     assert "optimizer.lr=0.01" in format_summary(results, OVER_FOLDS)
 
 
-def test_the_table_marks_a_combination_and_no_trial() -> None:
+def test_the_table_marks_the_best_combination_and_not_a_trial() -> None:
     lines = format_trial_table(trials(GRID, VALUES), OVER_FOLDS)
     marked = [line.split() for line in lines if line.endswith(BEST)]
     assert [line[:4] for line in marked] == [["0.01", "3", "of", "3"]]
@@ -70,7 +70,7 @@ def test_the_table_marks_a_combination_and_no_trial() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6))
-def test_the_standard_deviation_is_that_of_a_sample(values: list[float]) -> None:
+def test_the_standard_deviation_is_the_sample_standard_deviation(values: list[float]) -> None:
     results = trials([f"seed={seed}" for seed in range(len(values))], [*values])
     found = find_best(results, Goal("val/pck", "max", ("seed",)))
     assert found is not None
@@ -80,7 +80,7 @@ def test_the_standard_deviation_is_that_of_a_sample(values: list[float]) -> None
         assert row["val/pck count"] == str(len(values))
 
 
-def test_a_mean_without_the_repetitions_that_failed_is_not_the_best() -> None:
+def test_a_combination_with_failed_repetitions_is_not_the_best() -> None:
     values = [*VALUES[:5], None]  # the remaining two have the best mean
     results = trials(GRID, values)
     best = find_best(results, OVER_FOLDS)
@@ -98,7 +98,7 @@ def test_one_repetition_has_no_standard_deviation() -> None:
     assert "nan" not in "".join([format_summary(results, OVER_FOLDS), *format_trial_table(results, OVER_FOLDS)])
 
 
-def test_without_repetitions_the_files_have_no_means() -> None:
+def test_the_files_contain_no_means_without_repetitions() -> None:
     results = trials(["optimizer.lr=0.1", "optimizer.lr=0.1"], [0.5, 0.6])  # as a search may propose
     assert [row["is_best"] for row in csv_rows(results, Goal("val/pck", "max"))] == ["0", "1"]
     assert not [name for name in csv_rows(results, Goal("val/pck", "max"))[0] if name.endswith(("mean", "std"))]

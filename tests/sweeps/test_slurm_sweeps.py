@@ -48,7 +48,7 @@ def states(cluster: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
+def test_a_grid_is_submitted_as_one_array_and_has_the_table_of_a_local_sweep(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", "together=2", *TASK]
@@ -68,7 +68,7 @@ def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
 
 
 @pytest.mark.slow
-def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_request(
+def test_failed_trials_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_request(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "-m", "task.act=good,fail,killed", *TASK]
@@ -84,7 +84,7 @@ def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_reques
 
 
 @pytest.mark.slow
-def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command(cluster: Path) -> None:
+def test_canceling_one_job_stops_only_its_trial_and_rerunning_the_command_submits_it_again(cluster: Path) -> None:
     for name in ("held", "release"):
         (cluster / name).touch()
     (cluster / "cancel").write_text("42_2")
@@ -99,7 +99,7 @@ def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
-def test_an_interrupted_command_leaves_its_jobs_which_the_same_command_follows(
+def test_an_interrupted_command_leaves_its_jobs_running_and_rerunning_it_follows_them(
     is_recorded: bool, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("held", "interrupt"):
@@ -134,7 +134,7 @@ def test_trials_that_ended_after_the_sweep_stopped_are_not_repeated(cluster: Pat
 
 
 @pytest.mark.parametrize(("are_canceled", "num_waits"), [(False, 3), (True, 0)])
-def test_a_watched_page_ends_when_the_jobs_have_left_the_queue(
+def test_watching_a_page_ends_when_the_jobs_have_left_the_queue(
     are_canceled: bool, num_waits: int, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("held", "interrupt"):
@@ -183,7 +183,7 @@ def test_the_jobs_of_another_user_are_live_although_squeue_does_not_list_them(
 
 
 @pytest.mark.slow
-def test_a_search_submits_as_many_trials_as_may_run_and_learns_their_results(cluster: Path) -> None:
+def test_a_search_submits_as_many_trials_as_may_run_and_uses_their_results(cluster: Path) -> None:
     pytest.importorskip("optuna")
     search = ["search", "optimizer.lr=log(1e-5,1e-1)", *TASK]
     assert main([*search, "trials=2"]) == 0

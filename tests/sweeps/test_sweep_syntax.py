@@ -57,13 +57,13 @@ TASK = Path(__file__).parent / "task_of_trials.py"
         ("optimizer.lr=1e-3,-1", "0.001 -1"),
     ],
 )
-def test_numbers_of_a_text_setting_stay_as_typed(word: str, values: str) -> None:
+def test_numbers_for_a_string_setting_stay_as_typed(word: str, values: str) -> None:
     """As in a run without a sweep; numbers of other settings keep their notation, by which trials are recognized."""
     texts = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word, "seed=1,2"), TASK))]
     assert texts[::2] == texts[1::2] == values.split()
 
 
-def test_numbers_of_a_text_setting_stay_as_typed_in_a_search() -> None:
+def test_numbers_for_a_string_setting_stay_as_typed_in_a_search() -> None:
     space = ("task.act=1e-3,2.50", "optimizer.lr=1e-3,2.50", "updates=range(1,9)")
     _, (text, number, _) = parse_search_space(Request(space, TASK))
     assert text.values == ("task.act=1e-3", "task.act=2.50")
@@ -94,7 +94,7 @@ def test_an_invalid_sweep_gets_a_suggestion(screen: Callable[..., None]) -> None
 
 
 @pytest.mark.parametrize("args", SWEEPS)
-def test_an_invalid_sweep_has_one_problem_with_its_key(args: str) -> None:
+def test_an_invalid_sweep_is_reported_once_with_its_key(args: str) -> None:
     (result,) = problems(*args.split())
     assert result.where.partition("=")[0] in {word.partition("=")[0] for word in args.split()}
 
@@ -141,7 +141,7 @@ def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: 
         ("optimizer.lr=log(1e-4,1)", math.inf),
     ],
 )
-def test_the_size_of_a_search_space_is_its_number_of_values(word: str, size: float) -> None:
+def test_the_size_of_a_search_axis_is_its_number_of_values(word: str, size: float) -> None:
     _, (axis,) = parse_search_space(Request((word,)))
     assert axis.size == size
 

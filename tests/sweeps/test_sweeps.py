@@ -132,7 +132,9 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
 
 
 @pytest.mark.slow
-def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trial_killed_by_a_third_signal_counts_as_stopped_and_not_as_failed(
+    server: ForkServer, tmp_path: Path
+) -> None:
     pid = start(server, [*GRID, "task.act=deaf", "together=2"], tmp_path, SAVED="never")
     trials = [tmp_path / f"outputs/mine/mine-{number}" for number in (1, 2)]
     wait_until(lambda: all((trial / "run.json").exists() for trial in trials))
@@ -146,7 +148,7 @@ def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tm
 
 
 @pytest.mark.slow
-def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trial_with_a_missing_or_different_folder_is_run_again(server: ForkServer, tmp_path: Path) -> None:
     assert run(server, GRID, tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
     other = record(tmp_path, 3) | {"overrides": ["optimizer.lr=5"]}
@@ -220,7 +222,9 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
 
 
 @pytest.mark.slow
-def test_a_metric_missing_in_the_first_trial_is_reported_at_its_end(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_missing_from_the_first_trial_is_reported_when_the_trial_ends(
+    server: ForkServer, tmp_path: Path
+) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los;" in line]) == 1
@@ -312,7 +316,7 @@ def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: For
 
 
 @pytest.mark.slow
-def test_a_search_of_an_earlier_version_keeps_its_texts(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_of_an_earlier_version_keeps_its_notation_of_numbers(server: ForkServer, tmp_path: Path) -> None:
     """It passed 0.001 to a text setting for 1e-3."""
     needs_optuna()
     assert run(server, ["search", "task.act=0.001,2.5", "trials=1", *TASK], tmp_path)[0] == 0
@@ -337,7 +341,7 @@ def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, t
 
 
 @pytest.mark.slow
-def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_for_a_metric_that_no_trial_has_ends_with_suggestions(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
     assert code == 78
@@ -371,7 +375,7 @@ def best_of(results: Sequence[Result], goal: Goal) -> list[Result]:
     return [] if best is None else [*best.results]
 
 
-def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
+def test_the_best_trial_is_a_finished_one_and_the_first_of_equal_ones() -> None:
     results = [
         Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
         Result(Trial(2, "a-2", ()), "finished", 0, float("nan")),
@@ -392,7 +396,7 @@ def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
     ]
 
 
-def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlier_one(tmp_path: Path) -> None:
+def test_a_trial_whose_last_evaluation_lacks_the_metric_is_not_the_best(tmp_path: Path) -> None:
     """As after a divergence: run.json has null for the metric of the last evaluation."""
     trials = [{"number": number, "name": f"mine-{number}", "words": [], "exit_code": 0} for number in (1, 2)]
     (tmp_path / "sweep.json").write_text(json.dumps({"trials": trials, "goal": {"metric": "val/loss"}}))
@@ -426,7 +430,7 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
     assert Sweep.read(tmp_path).trials == []
 
 
-def test_trials_of_an_earlier_version_keep_their_texts(tmp_path: Path) -> None:
+def test_trials_of_an_earlier_version_keep_their_notation_of_numbers(tmp_path: Path) -> None:
     """It passed 0.001 to a text setting for 1e-3."""
     old = [Trial(1, "mine-1", ("task.act=0.001",)), Trial(2, "mine-2", ("task.act=2.5",))]
     result = Sweep(tmp_path, SweepRecord(fixed=()), [*old], earlier=SweepRecord(fixed=()))
@@ -550,7 +554,7 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
+def test_arguments_produced_by_wandb_sweeps_are_accepted_as_settings() -> None:
     import yaml
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
@@ -569,7 +573,7 @@ def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
 
 
 @pytest.mark.slow
-def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
+def test_lists_booleans_and_null_as_wandb_writes_them_are_accepted_as_settings() -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     values = {
@@ -586,7 +590,7 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
 # ---------------------------------------------------------------- concurrent trials
 
 
-def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_trials_are_distributed_over_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.sweep.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
     slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the 8 cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
