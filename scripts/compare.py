@@ -4,7 +4,7 @@
     python scripts/compare.py --commits A B -- task=gpt task.size=tiny updates=20
 
 A run is a name in outputs/ or a folder. The rows of metrics.jsonl are compared by phase and update: losses, gradient
-norms, metrics of evaluations and fits, learning rates; not times, memory and readings of the monitor. If an update has
+norms, metrics of evaluations and fits, learning rates; not times, memory and monitor readings. If an update has
 several rows, as after a resume, the last one is used.
 
 With --commits, each commit is checked out in a temporary folder and trains there, in this environment, with the
@@ -214,7 +214,7 @@ def _print_comparison(one: Rows, other: Rows) -> int:
         num = len({difference.update for difference in found.differences})
         print(f"different   in {num:,} of the {found.num_common:,} updates that both have")
     else:
-        whole = "" if found.is_identical else ", as far as both have them"
+        whole = "" if found.is_identical else ", except for what one of them lacks"
         print(f"identical   {found.num_common:,} updates, bit for bit{whole}")
     return 0 if found.is_identical else 1
 

@@ -36,7 +36,7 @@ def config_schema() -> Schema:
 
 
 def _group(group: str) -> Schema:
-    """Return the schema of a group's files: a key may have the type that any option of the group declares for it."""
+    """Return the schema of a group's files: a key may have any type that an option of the group declares for it."""
     found: dict[str, list[Key]] = {}
     for option in list_options(group):
         signature = find_signature(group, option)
@@ -45,7 +45,7 @@ def _group(group: str) -> Schema:
     known = {name: _any_of([_key(key) for key in keys]) for name, keys in found.items()}
     option = {
         "enum": list_options(group),
-        "description": "the option that this file is a variant of, if its name is not that of an option",
+        "description": "the option of which this file is a variant, if the file is not named after an option",
     }
     return _object({"defaults": {"type": "array"}, "option": option, **known}) | {"type": ["object", "null"]}
 

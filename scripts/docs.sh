@@ -15,7 +15,7 @@ cd -- "$root"
 pages=build/docs
 rm -rf -- "$pages"
 git ls-files -z -- ':(glob)*.md' docs LICENSE 'tests/*.md' | xargs -0 cp --parents -t "$(mkdir -p -- "$pages" && printf '%s' "$pages")"
-find "$pages" -name '*.md' -exec sed -i -E 's/^( *```text) [a-z]+$/\1/' {} + # why a block is text is for the tests
+find "$pages" -name '*.md' -exec sed -i -E 's/^( *```text) [a-z]+$/\1/' {} + # only tests use the word after `text`
 
 # A link to a folder leads to the list of its pages.
 for folder in docs/decisions docs/results; do

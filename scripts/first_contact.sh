@@ -2,7 +2,7 @@
 # Check the assumptions of accel-run about the CUDA build of torch, without a GPU.
 #
 #   scripts/first_contact.sh hollow [CHECK]     CHECK: allocator, attention, waits, contexts, host_buffer, forks, ranks,
-#                                               prediction, compiled or graphs; all without it
+#                                               prediction, compiled or graphs; default: all
 #
 # Runs torch's host code on a hollow GPU (tests/stand_ins/hollow): a CUDA runtime with host memory, and kernels that do
 # nothing. Prints ok or DIFFERS for each check and exits with 1 if anything differs. The first call
@@ -46,7 +46,7 @@ if [[ ! -r $folder/.stamp || $(<"$folder/.stamp") != "$wanted" ]]; then
         tail -n 20 -- "$folder/install.log" >&2
         exit $EXIT_SYSTEM
     fi
-    # The headers that the headers of the runtime include, in the same version.
+    # The headers of the CUDA runtime include these, which must have the same version.
     runtime=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("nvidia-cuda-runtime"))')
     "${install[@]}" --no-deps "nvidia-cuda-crt==${runtime%.*}.*" >>"$folder/install.log" 2>&1
     printf '%s\n' "$wanted" >"$folder/.stamp"

@@ -47,8 +47,8 @@ INTRODUCTION = """\
 # Settings
 
 Every setting with its type, default, meaning and an example. `accel-run plan` prints the settings of a run with their
-values; `accel-run explain KEY` shows where a value comes from. [configuration.md](configuration.md) has the groups and
-the precedence. This page is generated from the signatures of the code by `scripts/generate.py`.
+values; `accel-run explain KEY` shows where a value comes from. [configuration.md](configuration.md) explains groups and
+precedence. This page is generated from the signatures of the code by `scripts/generate.py`.
 """
 
 
@@ -70,7 +70,9 @@ def _groups() -> Iterator[str]:
         for option in order:
             signature = find_signature(group, option)
             by_default = ", the default" if option == usual[group] else ""
-            summary = signature.summary if signature else "The plan chooses one of the other options, with the reason."
+            summary = (
+                signature.summary if signature else "The plan selects one of the other options and gives the reason."
+            )
             yield f"### {group}={option}{by_default}\n\n{summary}\n"
             if signature and signature.keys:
                 yield from _table({f"{group}.{name}": key for name, key in signature.keys.items()})

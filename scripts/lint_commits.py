@@ -19,7 +19,7 @@ WITHOUT_REASON = ("tests/", "docs/", "changelog.d/", "README.md", "CONTRIBUTING.
 
 
 def problems_of(message: str, files: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the message of a commit that changes these files."""
+    """Yield the problems in the message of a commit that changes these files."""
     lines = [line.rstrip() for line in message.splitlines() if not line.startswith("#")]
     while lines and not lines[0]:
         lines.pop(0)

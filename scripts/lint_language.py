@@ -1,4 +1,4 @@
-"""Find phrases that the project replaces by the field's terms, and fail if a package exceeds its limit of such phrases.
+"""Find phrases that the project replaces with standard terms, and fail if a package exceeds its limit of such phrases.
 
     python scripts/lint_language.py            # packages above their limit, with each place: exit code 1
     python scripts/lint_language.py --all      # every place

@@ -237,7 +237,7 @@ def layers(module: Module) -> Iterator[Finding]:
         if package == mine == "axes" and imported != module.name:
             yield Finding("layer", subject, "axes do not import each other")
         elif package != mine and FLOORS[package] >= FLOORS[mine]:
-            yield Finding("layer", subject, "the imported package is above it or beside it")
+            yield Finding("layer", subject, "the imported package is at the same level or above")
 
 
 def contract(module: Module) -> Iterator[Finding]:

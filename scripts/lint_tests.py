@@ -7,7 +7,7 @@ Each finding is one line `path:line: rule: what`. Rules:
 sleep      time.sleep: order events with pipes, barriers and `tests.waiting.wait_until`
 clock      an assertion about a value read from a clock: count costs instead; durations belong to scripts/measure
 measured   an assertion that compares a duration, rate or ratio in a report, recognized by its key, with a number
-timeout    a timeout below 30 s, which a busy machine may exceed, also in `wait`, `join` and `time.monotonic() + 20`
+timeout    a timeout below 30 s, which a busy machine may exceed; includes `wait`, `join` and `time.monotonic() + 20`
 private    a private name of another module: if a test needs one, the code lacks an interface
 tolerance  a literal tolerance below 0.001: derive it from the number format and the sum, as in tests/rounding.py
 phrase     an assertion with a sentence of a message: use snapshots for screens; else check codes, keys and structure
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _excused(lines: list[str], line: int) -> set[str]:
-    """Return the rules from which a comment in this line, or in the line above, excepts the line."""
+    """Return the rules from which a comment on this line, or on the line above, exempts the line."""
     found = [EXCEPTION.search(lines[at]) for at in (line - 1, line - 2) if 0 <= at < len(lines)]
     return {rule.strip() for each in found if each for rule in each[1].split(",")}
 
@@ -109,7 +109,7 @@ def _of_call(call: ast.Call) -> Iterator[Finding]:
 
 
 def _short_deadlines(lines: list[str]) -> Iterator[Finding]:
-    """Find short deadlines, also in programs that tests contain as strings."""
+    """Find short deadlines, including those in programs that tests contain as strings."""
     for number, line in enumerate(lines, 1):
         found = DEADLINE.search(line)
         if found and float(found[1]) < MIN_TIMEOUT_S:

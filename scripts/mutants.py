@@ -8,7 +8,7 @@
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
-Messages and asserts are not changed, nor is `strict=True` of zip, which asserts too. Tests that execute the changed
+Messages and asserts are not changed, nor is `strict=True` of zip, an assertion. Tests that execute the changed
 statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
 the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
 fails for the first time runs again, once with the mutant and once without it; it counts only if it fails with the
@@ -951,9 +951,7 @@ def run(options: argparse.Namespace) -> int:
     judge = Judge(cache, options.budget)
     judge.chosen = options.tests
     if judge.known.stale:
-        print(
-            f"no map of {len(judge.known.stale)} test files, or an old one: run `collect`; e.g. {judge.known.stale[0]}"
-        )
+        print(f"{len(judge.known.stale)} test files lack a current map, such as {judge.known.stale[0]}: run `collect`")
     every = [
         mutant for path in target_files(judge.tree, options.only)
         for mutant in mutants_of(path, (judge.tree / path).read_text())
@@ -1012,14 +1010,14 @@ def main() -> int:
     runs.add_argument("--count", type=int, default=140, help="mutants besides those of restored fields")
     runs.add_argument("--only", action="append", default=[], metavar="PATH", help="files or folders to change")
     runs.add_argument("--no-fields", action="store_true", help="leave out the mutants of restored fields")
-    runs.add_argument("--operator", help="mutants of this kind only, such as 'not restored'")
-    runs.add_argument("--keys", nargs="+", default=[], help="these mutants only, as printed")
+    runs.add_argument("--operator", help="only mutants of this kind, such as 'not restored'")
+    runs.add_argument("--keys", nargs="+", default=[], help="only these mutants, as printed")
     runs.add_argument(
         "--tests", nargs="+", default=[], help="tests or files of tests to run instead of those of the map"
     )
     runs.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds of recorded test time for each")
     runs.add_argument("--resume", type=Path, metavar="FILE", help="a result: what it lists as killed is not run again")
-    runs.add_argument("--again", action="store_true", help="with --resume: the mutants of that result only")
+    runs.add_argument("--again", action="store_true", help="with --resume: only the mutants of that result")
     runs.add_argument("--least", type=float, default=95.0, metavar="PERCENT", help="share that must be killed")
     runs.add_argument("--out", type=Path, default=Path("mutants.json"))
     verbs.add_parser("page", help="print the tables of a result").add_argument("file", type=Path)

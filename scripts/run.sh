@@ -59,7 +59,7 @@ refuse() {
         printf 'scripts/run.sh: unknown MODE %s; choose one of\n' "$1" >&2
         fmt -w 58 <<<"${modes[*]}" | sed 's/^/  /' >&2
     fi
-    printf 'for what each of them does: scripts/run.sh --help\n' >&2
+    printf 'to see what each of them does: scripts/run.sh --help\n' >&2
 }
 
 choose_mode() {
@@ -86,7 +86,7 @@ case ${1:-} in
     exit
     ;;
 "")
-    shift $(($# > 0)) # an empty MODE is none
+    shift $(($# > 0)) # an empty MODE counts as none
     if [[ -t 0 && -t 2 ]] && mode=$(choose_mode); then
         printf 'next time: scripts/run.sh %s\n' "$mode" >&2
     else
@@ -105,7 +105,7 @@ case ${1:-} in
     ;;
 esac
 
-# The extra with the task's data has the name of the task.
+# The extra that installs the data of a task has the name of the task.
 extras=()
 for word in "$@"; do
     if [[ $word =~ ^task=([a-z0-9_]+)$ ]] && grep -q "^${BASH_REMATCH[1]} = \[" "$root/pyproject.toml"; then

@@ -33,7 +33,7 @@ set_up() {
     _know_extras "$@"
     mkdir -p -- "$venv"
     (
-        exec 9>>"$venv/.lock" # opened for writing, because NFS locks nothing else
+        exec 9>>"$venv/.lock" # opened for writing, because NFS requires that for a lock
         if ! flock --nonblock 9; then
             _say "another setup is running in $venv; waiting for it"
             flock 9

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
 #   scripts/test.sh --slow       also the tests marked slow, as continuous integration does: 16 minutes
-#   scripts/test.sh --all        also all cases of sampled tests and the long fault tests, the browser: hours
+#   scripts/test.sh --all        also all cases of sampled tests, the long fault tests and the browser: hours
 #                                (scripts/test_slurm.sh and scripts/test_elastic.sh test SLURM and returning machines)
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
@@ -31,7 +31,7 @@ esac
 set_up --quiet dev
 cd -- "$root"
 
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
+unset PYTHONDONTWRITEBYTECODE # with it, hundreds of processes would compile the same modules
 pytest=("$venv/bin/python" -m pytest -q --durations=10 -rfEs)
 if (($#)); then
     exec "${pytest[@]}" "$@"

@@ -3,7 +3,7 @@
 #
 #   scripts/test_with.sh [--python python3.12] [--torch 2.11.0] [--hydra 1.4.0rc3] [pytest arguments]
 #
-# Pinned versions that the other torch does not accept are left to pip.
+# For packages whose pinned version the other torch does not accept, pip selects the version.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
 

@@ -155,7 +155,9 @@ def main() -> int:
         figures = f"{predicted:>9.2f}x{gain:>8.2f}x{off:>+7.0%}"
         row = f"{case.name:<24}{rule:<24}{'yes' if is_right else 'no':<7}{figures}"
         print(f"{row}  {' '.join(words)}", flush=True)
-    print(f"of {num_measured} measured: right {num_right}, and predicted within 20 % {num_close}")
+    print(
+        f"{num_right} of {num_measured} measured cases are right; {num_close} gains are within 20 % of the prediction"
+    )
     return int(not num_measured or min(num_right, num_close) < arguments.least * num_measured)
 
 

@@ -66,7 +66,7 @@ class SocketWorld(World):
 
 class _Done:
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Alone:

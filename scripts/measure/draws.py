@@ -5,8 +5,8 @@ The figures are minima of CPU time over all rounds, because other programs only 
 
 rows       samples (64 numbers, label) from memory, with torch's default collate; draws no random numbers
 together   the same samples, read by `__getitems__` with one selection per batch; draws no random numbers
-transform  as rows, with a few operations, like a light augmentation without random numbers
-draws      as rows, with one random number from each of torch, NumPy and Python
+transform  like rows, with a few operations, as in a light augmentation without random numbers
+draws      like rows, with one random number from each of torch, NumPy and Python
 
 The script first prints the time of each function that reads or seeds the state of a generator.
 

@@ -6,7 +6,7 @@ build  on this machine: as many layers as fit, with a small vocabulary. Each ran
        and initializes its shards (parallelism.init=meta). Nothing is trained, because a forward pass would gather a
        block of 2.5 GB on each rank
 
-Peaks are those of the resident memory of a rank: in total, and above its value before the build. The script stops all
+Peaks are those of a rank's resident memory: in total, and relative to its value before the build. The script stops all
 ranks if together they exceed --limit GiB.
 
 Run: python scripts/measure/large_model.py --layers 2 --ranks 8

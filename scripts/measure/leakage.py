@@ -127,7 +127,7 @@ def hyperspectral_rows(task: Any) -> Iterator[Row]:
 
 
 def dynamo_rows(task: Any) -> Iterator[Row]:
-    """Compare the text that the encoder reads, also without its first line, the request."""
+    """Compare the texts that the encoder reads, with and without their first line, the request."""
     for text_task in TEXT_TASKS:
 
         def inputs_of(split: str, text_task: str = text_task) -> Iterator[str]:

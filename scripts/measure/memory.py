@@ -167,7 +167,7 @@ def main() -> None:
         print(
             f"{len(ratios)} rows: {exact} equal to the byte, median {statistics.median(ratios):.4f}, worst {worst:.4f}"
         )
-    print(f"most memory of a child: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
+    print(f"peak memory of a child process: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def show_loop(environment: dict[str, str], rounds: int, block_s: float, folder: 
         f"loop     update {1e3 * statistics.median(found['off']):.2f} ms; {shown:.0f} samples per second: "
         f"x {middle:.4f} "
         f"[{low:.4f}, {high:.4f}], one per second {(middle - 1) / shown:+.2%} [{(low - 1) / shown:+.2%}, "
-        f"{(high - 1) / shown:+.2%}] ({rounds} pairs of {block_s:g} s; without it neighbors differ by "
+        f"{(high - 1) / shown:+.2%}] ({rounds} pairs of {block_s:g} s; without the monitor, neighbors differ by "
         f"x {same[0]:.3f} to {same[-1]:.3f})",
         flush=True,
     )

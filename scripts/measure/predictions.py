@@ -103,7 +103,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Figures] | str:
         inventory, _ = planning_inventory(configuration)
         needs = trace_memory_needs(configuration, inventory)
         plan = make_plan(configuration, inventory, needs=needs)
-    except Exception as error:  # one row must not end the others
+    except Exception as error:  # a failed row must not stop the others
         return f"{type(error).__name__}: {error}"
     rank = dataclasses.replace(plan.ranks[0], unseen=0.0)  # without the margin for memory that a trace does not record
     rates = find_rank_rates(plan, list(profile_facts().values()))
@@ -147,7 +147,7 @@ def train(overrides: tuple[str, ...]) -> dict[str, tuple[Figures, list[float]]] 
 
 
 def compare(predicted: Figures, measured: Figures) -> str:
-    """Return the measured figures; those that were also predicted as `predicted / measured = ratio`."""
+    """Return the measured figures; if they were also predicted, as `predicted / measured = ratio`."""
     columns = []
     for field in dataclasses.fields(Figures):
         expected, found = vars(predicted)[field.name], vars(measured)[field.name]

@@ -2,7 +2,7 @@
 
     python scripts/measure/project_distances.py [PROJECT ...]
 
-As `tests/projects/test_projects.py`, it trains each project in float64: in one process, after a SIGKILL, and on two
+Like `tests/projects/test_projects.py`, it trains each project in float64: in one process, after a SIGKILL, and on two
 ranks with unequal shares. Distances of weights are relative to the largest weight, those of metrics to the metric. A
 project whose package is not installed is listed without results.
 """

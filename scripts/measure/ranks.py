@@ -219,8 +219,8 @@ def slow(arguments: argparse.Namespace) -> float:
         }  # fmt: skip
         exchange = found["speed"]["exchange_ms"]
         best = optimum_ms(found["speed"]["lines"]) + exchange
-        print(f"rank 1 is {factor:g} times slower; best by the measured a and c: {best - exchange:.1f} ms, and"
-              f" {exchange:.1f} ms of exchange")  # fmt: skip
+        print(f"rank 1 is {factor:g} times slower; optimum from the fitted times: {best - exchange:.1f} ms of"
+              f" computation and {exchange:.1f} ms of communication")  # fmt: skip
         for name, result in found.items():
             print(f"  {name:<13} {result['ms']:7.1f} ms per update, shares {result['shares']},"
                   f" {found['equal']['ms'] / result['ms']:.2f} times as fast as equal,"

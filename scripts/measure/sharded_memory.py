@@ -1,4 +1,4 @@
-"""Peak host memory of each rank while a sharded model is built, saved, loaded and exported, on the CPU.
+"""Measure the peak host memory of each rank while a sharded model is built, saved, loaded and exported, on the CPU.
 
 The model is a GPT with float32 weights. Peaks are those of resident memory (VmHWM, reset before each step) above its
 value before the step, so that imports and existing tensors do not count.

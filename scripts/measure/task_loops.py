@@ -11,7 +11,7 @@ ours  the phase of accel-run, including its meter, monitor, screen, metrics and 
 Both are interleaved in one process. On a CPU, one thread computes, and ratios are those of its CPU time, which other
 processes hardly affect. On a GPU, both read batches in the main process into pinned memory, and ratios are those of the
 elapsed time. A ratio is the median over rounds of the ratio within a round, with the range of 80 % of the rounds in
-parentheses. Both write files in the main thread; `hand` does not wait for the disk. --set gives settings for both, such
+parentheses. Both write files in the main thread; `hand` does not wait for the disk. --set adds settings to both, such
 as task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05 times, or inference
 more than 1.1 times, as long as the handwritten loop.
 """
@@ -82,7 +82,7 @@ def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None
     device = run.parts.world.device
     precision = run.plan.choices["precision"].name
     if precision not in ("fp32", "bf16"):
-        raise SystemExit(f"the handwritten loop has precision fp32 and bf16, but not {precision}")
+        raise SystemExit(f"the handwritten loop supports only precision fp32 and bf16, not {precision}")
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
     task = copy.deepcopy(run.parts.task)
     task.begin_phase(planned.name)

@@ -1,11 +1,11 @@
-"""Train every task at its tiny size, and print its metrics beside those of a trivial model.
+"""Train every task at its tiny size, and print its metrics next to those of a trivial model.
 
     scripts/task_table [TASK...] [--seeds 0,1,2] [--root DIR]
 
-Each task runs as for a user: `accel-run both task=NAME`, default settings, a new run. The table has the wall time, the
-metrics that have a baseline, and whether each metric meets its bound (BOUNDS). With several seeds, a figure is the mean
-and the standard deviation over them, and a bound must hold for each seed. Prepared data is kept between runs, as for a
-user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
+Each task runs as a user would run it: `accel-run both task=NAME`, with default settings, as a new run. The
+table has the wall time, the metrics that have a baseline, and whether each metric meets its bound (BOUNDS). With
+several seeds, a figure is the mean and the standard deviation over them, and a bound must hold for each seed. Prepared
+data is kept between runs; --cold prepares it from scratch. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> int:
     given = parser.parse_args()
     unknown = [task for task in given.tasks if task not in {run.split()[0] for run in BOUNDS}]
     if unknown:
-        parser.error(f"there is no task {', '.join(unknown)}")
+        parser.error(f"unknown tasks: {', '.join(unknown)}")
     root = given.root or Path(tempfile.mkdtemp(prefix="task-table-"))
     root.mkdir(parents=True, exist_ok=True)
     table = Table(title=f"{time.strftime('%Y-%m-%d')}, {_machine()}, seeds {given.seeds}")

@@ -1,4 +1,4 @@
-"""What trainers.py measures: a plain PyTorch loop, and accel-run and other trainers that do the same work."""
+"""Programs measured by trainers.py: a plain PyTorch loop, accel-run and other trainers, which do the same work."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy in float32, also under autocast, without a copy of the logits in float32."""
+    """Return the cross-entropy in float32, even under autocast, without a float32 copy of the logits."""
     log_probabilities = F.log_softmax(logits.view(-1, logits.shape[-1]), dim=-1, dtype=torch.float32)
     return F.nll_loss(log_probabilities, labels.reshape(-1), reduction=reduction)
 

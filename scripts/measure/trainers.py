@@ -16,7 +16,7 @@ accel-run, whose class calls the same kernel. The data is read once, in order, w
 all use --threads threads.
 
 Off for all: evaluation, checkpoints, trackers, and the progress bars of Lightning and transformers, which are on by
-default: --bars leaves them on. Otherwise, each trainer has its own defaults. This matters for these: transformers tests
+default: --bars leaves them on. Otherwise, each trainer has its own defaults. These matter: transformers tests
 each loss for NaN, which waits for the GPU; Accelerate, also inside transformers, waits for each copy to the GPU;
 accel-run chooses the number of its data loader workers. With bf16, the LightningModule clips the gradients in a hook,
 because Lightning refuses to clip those of a fused optimizer.
@@ -79,7 +79,7 @@ def print_row(workload: str, name: str, mine: list[dict[str, Any]], hand: list[d
         columns.append(f"{clock} {median:8.3f} ms, {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]")
     peak = statistics.median(own["peak"] for own in mine)
     deviation = max(abs(own["loss"] / other["loss"] - 1) for own, other in zip(mine, hand, strict=True))
-    verdict = "" if deviation <= bound else ", which is not rounding"
+    verdict = "" if deviation <= bound else ", more than rounding explains"
     columns += [f"peak {peak:.0f} MiB", f"loss {mine[0]['loss']:.6f} ({deviation:.0e} from hand{verdict})"]
     print(f"{workload:<8} {name:<10} {';  '.join(columns)}", flush=True)
     return deviation <= bound
@@ -121,7 +121,7 @@ def main() -> int:
                     if "error" in results[name][-1]:
                         print(f"{workload:<8} {name} failed: {results.pop(name)[-1]['error']}", flush=True)
                         is_ok = False
-                    else:  # each at once, in case that the script is interrupted
+                    else:  # immediately, in case the script is interrupted
                         print(f"{workload:<8} {name:<10} round {number + 1}: {results[name][-1]}", flush=True)
         if "hand" in results:
             hand = results["hand"]

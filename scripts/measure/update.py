@@ -1,8 +1,8 @@
 """Measure time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
 
 hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10 updates;
-       on a GPU also page-locked batches that are copied without waiting
-half   with --precision bf16: as hand, but with the loss in bfloat16. The log-softmax of F.cross_entropy is then faster,
+       on a GPU, also pinned batches with non-blocking copies
+half   with --precision bf16: like hand, but with a bfloat16 loss. The log-softmax of F.cross_entropy is then faster,
        but its probabilities are rounded to 8 bits. hand and ours convert the logits to float32
 ours   the Phase of accel-run, including its meter, screen and checkpoints, but without evaluations
 

@@ -81,7 +81,7 @@ def compare(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4, help="processes of each policy")
-    parser.add_argument("--busy", type=int, nargs="*", default=[0, 1], help="numbers of busy processes beside it")
+    parser.add_argument("--busy", type=int, nargs="*", default=[0, 1], help="numbers of other busy processes")
     parser.add_argument("--worker", choices=MODELS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -162,10 +162,10 @@ class DeformableMapAttention(nn.Module):
         """Return (N, T, C) for tokens x (N, T, C) with coordinates `places` (N, T, 2)."""
         N, T, C = x.shape
         H, L, P = self.num_heads, self.num_levels, self.num_points
-        asking = x + sine_embedding(places, C)
+        queries = x + sine_embedding(places, C)
         sides, *values = prepared
-        offsets = self.offsets(asking).view(N, T, H, L, P, 2) / sides[:, None]  # an offset of 1 is one cell
-        weights = self.weights(asking).view(N, T, H, L * P).softmax(dim=-1).transpose(1, 2).reshape(N * H, 1, T, L * P)
+        offsets = self.offsets(queries).view(N, T, H, L, P, 2) / sides[:, None]  # an offset of 1 is one cell
+        weights = self.weights(queries).view(N, T, H, L * P).softmax(dim=-1).transpose(1, 2).reshape(N * H, 1, T, L * P)
         read = []
         for number, level in enumerate(values):
             at = places[:, :, None, None] + offsets[:, :, :, number]

@@ -200,7 +200,7 @@ RESNET_50 = ((256, 3), (512, 4), (1024, 6), (2048, 3))  # channels and blocks of
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(min(32, channels // 4), channels)  # the paper's 32 groups, fewer if they had under 4 channels
+    return nn.GroupNorm(min(32, channels // 4), channels)  # the paper's 32 groups, or fewer with few channels
 
 
 def _shortcut(width: int, channels: int, stride: int) -> nn.Module:

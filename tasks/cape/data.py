@@ -42,7 +42,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Category:
-    """The keypoints of a category. `mirrored`: for each, the one it becomes in a mirrored image; None if unknown."""
+    """The keypoints of a category. `mirrored`: index of each one's counterpart in a mirrored image; None if unknown."""
 
     id: int
     name: str
@@ -141,7 +141,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
     counts = Counter(annotation.category.id for annotation in usable)
     kept = tuple(category for category in categories.values() if counts[category.id] >= 2)
     if not kept:
-        what = "must hold at least one category with 2 objects, one to show and one to ask for"
+        what = "must have at least one category with 2 objects, a support and a query"
         raise _fault(path, f"{what}, but has {len(categories)} categories and {len(usable)} usable objects")
     alone = [annotation for annotation in usable if counts[annotation.category.id] < 2]
     reasons["alone in their category"] += len(alone)
@@ -156,7 +156,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
     _warn_about_unused(poses, reasons, len(categories) - len(kept), annotations, within)
     for image in {annotation.image for annotation in poses.annotations}:
         if not image.is_file():
-            raise InputMissing(f"{image} does not exist, but {path.name} names it", where="data.path", fix=FORMAT)
+            raise InputMissing(f"{image} is listed in {path.name}, but does not exist", where="data.path", fix=FORMAT)
     return poses
 
 
@@ -185,14 +185,14 @@ def check_disjoint(sets: Sequence[PoseSet]) -> None:
     """Raise DataError if a category is in two splits."""
     for one, other in itertools.combinations(sets, 2):
         if both := {category.name for category in one.categories} & {category.name for category in other.categories}:
-            what = f"must have no category of {one.path.name}, but has {', '.join(sorted(both)[:5])}"
+            what = f"must have no category in common with {one.path.name}, but has {', '.join(sorted(both)[:5])}"
             raise _fault(other.path, what)
 
 
 def select_categories(poses: PoseSet, names: Sequence[str], where: str = "task.categories") -> PoseSet:
-    """Return the set restricted to these categories. Raises ConfigError, naming the setting, for an unknown or no name.
+    """Return the set restricted to these categories. Raises ConfigError if a name is unknown or there is none.
 
-    where  the setting that names them
+    where  the setting with the names, for the message
     """
     known = {category.name for category in poses.categories}
     unknown = [name for name in names if name not in known]
@@ -213,7 +213,7 @@ class Episodes:
     query_size (B, Q): longer side of the object; object (B, 1 + Q): positions in the set's annotations;
     pushed_out (B,) and redrawn (B,): numbers of keypoints moved out of the image, and of rejected poses.
 
-    With augmentation, queries and augmentation depend on seed, epoch and index; otherwise queries depend on the index.
+    With augmentation, queries and transforms depend on seed, epoch and index; without it, queries depend on the index.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Episodes:
     def places(self, indices: Sequence[int]) -> Batch:
         """Return a batch without images and without augmentation."""
         rows = [self._objects(index, self._rng(index)) for index in indices]
-        return self._named(rows, *self._take(self._keypoints, rows))
+        return self._as_batch(rows, *self._take(self._keypoints, rows))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         return self.compose(self.load_fixed, indices)
@@ -256,7 +256,7 @@ class Episodes:
         return torch.stack([self._picture(position) for position in indices]), *self._keypoints(indices)
 
     def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
-        """Return a batch of loaded objects: the queries of each support are drawn, and pictures augmented."""
+        """Draw the queries of each support, load all objects, and return them as a batch, with augmented images."""
         rngs = [self._rng(index) for index in indices]
         rows = [self._objects(index, rng) for index, rng in zip(indices, rngs, strict=True)]
         pictures, xy, visible, size = self._take(load, rows)
@@ -271,13 +271,13 @@ class Episodes:
         return {
             "support_image": images[:, 0],
             "query_image": images[:, 1:],
-            **self._named(rows, xy, visible, size),
+            **self._as_batch(rows, xy, visible, size),
             "pushed_out": pushed_out,
             "redrawn": redrawn,
         }
 
     def _take(self, load: Callable[[Sequence[int]], Any], rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-        """Load the objects (B, 1 + Q) of episodes; each tensor (B, 1 + Q, ...)."""
+        """Load the objects (B, 1 + Q) of episodes; return tensors (B, 1 + Q, ...)."""
         loaded = load([position for row in rows for position in row])
         return tuple(values.unflatten(0, (len(rows), 1 + self.queries)) for values in loaded)
 
@@ -302,7 +302,7 @@ class Episodes:
             size[row] = max(annotation.box[2:]) / annotation.square(self.crop)[2]
         return torch.from_numpy(xy), torch.from_numpy(visible), torch.from_numpy(size)
 
-    def _named(self, rows: Sequence[Sequence[int]], xy: Tensor, visible: Tensor, size: Tensor) -> Batch:
+    def _as_batch(self, rows: Sequence[Sequence[int]], xy: Tensor, visible: Tensor, size: Tensor) -> Batch:
         counts = torch.tensor([self.poses.annotations[row[0]].category.num_keypoints for row in rows])
         return {
             "support_xy": xy[:, 0],
@@ -329,7 +329,7 @@ class Episodes:
 
 
 def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
-    """Return the crop of the object (3, S, S) as uint8. Raises DataError for an invalid or differently sized file."""
+    """Return the crop of the object (3, S, S) as uint8. Raises DataError if the file is invalid or has another size."""
     pillow = require("PIL.Image", "cape")
     try:
         with pillow.open(annotation.image) as file:
@@ -338,7 +338,7 @@ def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
         raise _fault(annotation.image, f"must be an image, but cannot be read: {error}") from error
     if image.size != annotation.image_size:
         expected, given = ("{} x {}".format(*size) for size in (annotation.image_size, image.size))
-        raise _fault(annotation.image, f"must be {expected} pixels, as the annotations say, but is {given}")
+        raise _fault(annotation.image, f"must be {expected} pixels, as in the annotations, but is {given}")
     left, top, side = annotation.square(crop)
     if (left, top, side) != (0.0, 0.0, float(image_size)) or image.size != (image_size, image_size):
         scale = side / image_size
@@ -368,8 +368,8 @@ def augment(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Augment pictures (B, N, 3, S, S) of uint8 independently.
 
-    Returns pictures as float32 from 0 to 1, the new xy, visible and size, and per sample the numbers of keypoints that
-    left the image, and of rejected poses.
+    Returns pictures as float32 from 0 to 1; the new xy, visible and size; and, for each sample, the number of keypoints
+    that left the image and the number of rejected poses.
     A flip exchanges left and right keypoints, so only categories with left and right keypoints are flipped.
     A pose with less than half of the visible keypoints inside the image is rejected and drawn again, at most ten times;
     then the image is not changed. Keypoints that leave the image become invisible.
@@ -416,7 +416,7 @@ def _as_floats(pictures: Tensor) -> Tensor:
 
 
 def copy_support(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the support's keypoints (B, Q, K, 2) as predictions; invisible ones at the mean of the visible ones."""
+    """Return the support's keypoints (B, Q, K, 2) as predictions; an invisible one is the mean of the visible ones."""
     xy, visible = batch["support_xy"], batch["support_visible"][..., None]
     mean = (xy * visible).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(visible, xy, mean)[:, None].expand_as(batch["query_xy"])
@@ -431,7 +431,7 @@ def _affine(augmentation: Augmentation, rng: np.random.Generator, *, flip: bool)
 
 
 def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
-    """Return for each keypoint the one it becomes in a mirrored image, by names such as left_eye and R_Knee.
+    """Return the index of each keypoint's counterpart in a mirrored image, from names such as left_eye and R_Knee.
 
     Returns None if no name has a side.
     """
@@ -498,7 +498,7 @@ def _annotation(
     category = categories.get(row["category_id"]) if _is_integer(row.get("category_id")) else None
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
-        raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
+        raise _fault(path, f"{name} must have an {missing} that exists in this file, but has {row.get(missing)!r}")
     size: list[Any] = [image.get("width"), image.get("height")]
     if (
         not isinstance(image.get("file_name"), str)
@@ -509,7 +509,7 @@ def _annotation(
     points = _keypoints_of(row.get("keypoints"), category.num_keypoints)
     if points is None:
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
-        what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
+        what = f"must have x, y, visibility for each of the {category.num_keypoints} keypoints of {category.name}"
         raise _fault(path, f"{name} {what}: {3 * category.num_keypoints} numbers, but has {length}")
     if not _is_number_list(row.get("bbox"), 4):
         raise _fault(path, f"{name} must have a bbox of x, y, width, height above 0, but has {row.get('bbox')}")
@@ -557,7 +557,7 @@ def _warn_about_unused(
     annotations: Sequence[Annotation],
     within: Sequence[Array],
 ) -> None:
-    """Warn about unused objects, categories and keypoints, with the first keypoint outside its image or crop."""
+    """Warn about unused objects, categories and keypoints, and name the first keypoint outside its image or crop."""
     lines = []
     if poses.left_out:
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)

@@ -35,14 +35,14 @@ FONTS = [
     }.items()
     for style in styles
 ]
-MIN_FONTS = 4  # minimum number of fonts with corresponding points of a letter
+MIN_FONTS = 4  # minimum number of fonts in which the points of a letter correspond
 KEYPOINTS = (5, 12)  # minimum and maximum per letter; bars and blocks have fewer
-MIN_INSIDE = 0.75  # minimum fraction of the keypoints inside the image, else another pose is drawn
+MIN_INSIDE = 0.75  # minimum fraction of the keypoints inside the image; with fewer, another pose is drawn
 HELD_OUT = {"val": 0.2, "test": 0.1}  # fraction of the letters
-# Maximum residual of the best affine map, relative to the letter size, of similar letters: M and a rotated Σ have
-# 0.074; Latin w and Cyrillic м, which differ in their angles, 0.089.
+# Two letters are similar if the residual of the best affine map, relative to the letter size, is at most this: it is
+# 0.074 for M and a rotated Σ, and 0.089 for Latin w and Cyrillic м, which differ in their angles.
 LIKENESS = 0.08
-MAX_ORDERS = 500  # combinations of starting points that are tried; if there are more, only the original one
+MAX_ORDERS = 500  # maximum number of starting-point combinations; if there are more, only the original one is tried
 # Words in Unicode names that distinguish the forms of one letter.
 FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
@@ -103,7 +103,6 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
                 images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
                 annotations.append({"id": number, "image_id": number, "category_id": category, **_coco(drawing)})
                 drawings.append(drawing)
-        # The file contains the number of keypoints outside of the images.
         info = {
             "description": f"letters of the DejaVu fonts, version {VERSION}",
             "keypoints_outside": sum(int((drawing.keypoints[:, 2] == 0).sum()) for drawing in drawings),
@@ -204,7 +203,7 @@ def all_letters() -> list[Letter]:
 
 
 def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) -> Letter | None:
-    """Return the letter of the largest set of fonts with corresponding points, None if there is none."""
+    """Return the letter in the largest set of fonts whose points correspond; None if there is none."""
     fonts: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for font, (codes, _) in outlines.items():
         fonts[codes].append(font)
@@ -214,7 +213,7 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
     shapes = {font: _center(outlines[font][1]) for font in fonts[codes]}
     reference = next(iter(shapes.values()))
     # Outlines with equal codes may start at different corners. Then the shapes are not even roughly affine images of
-    # each other, or they are only after a rotation, as for X and И.
+    # each other, or only after a rotation, as with X and И.
     shapes = {
         font: shape
         for font, shape in shapes.items()
@@ -227,7 +226,7 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
 
 
 def _close_contours(codes: tuple[int, ...], points: Array) -> tuple[tuple[int, ...], Array]:
-    """Return the outline with the point of each closing code, which matplotlib ignores, at the contour's start."""
+    """Return the outline with each closing point, which matplotlib ignores, moved to the start of its contour."""
     for contour in _contours(codes):
         ends = [index for index in contour if codes[index] == END]
         points[ends] = points[contour.start]
@@ -286,7 +285,7 @@ def _by_contour(codes: Sequence[int], points: Sequence[int]) -> list[list[int]]:
 def _orders(contours: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yield the points in other orders (N, P): contours in any order, in both directions, from any starting point.
 
-    Each is accompanied by the number of points of its contours.
+    Each element also contains the number of points of its contours.
     """
     for order in itertools.permutations(contours) if len(contours) <= 3 else [tuple(contours)]:
         counts = tuple(map(len, order))
@@ -367,8 +366,8 @@ def _random_pose(rng: np.random.Generator, shape: Array, image_size: int) -> Arr
     stretch = math.exp(rng.uniform(-0.2, 0.2))
     size = image_size * rng.uniform(0.42, 0.8)
     turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    up_is_down = np.diag([1.0, -1.0])  # rows of pixels go downwards
-    matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ up_is_down
+    flip_y = np.diag([1.0, -1.0])  # rows of pixels go downwards
+    matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ flip_y
     extent = np.abs(shape @ matrix.T).max(axis=0)
     room = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
     pixels: Array = shape @ matrix.T + image_size / 2 + rng.uniform(-room, room)

@@ -23,7 +23,7 @@ Values = tuple[Tensor, ...]
 def split_layers(model: PoseTransformer) -> list[nn.Module]:
     """Return modules whose composition is the model; they share its parameters.
 
-    With a cache of predictions, they recompute everything from the images on at each step.
+    With a cache of predictions, they recompute everything, starting from the images, at each step.
     """
     return [*_backbone_layers(model), *_encoder_layers(model), *_support_layers(model), *_decoder_layers(model)]
 

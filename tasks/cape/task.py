@@ -45,7 +45,7 @@ SETTINGS = {
     "optimizer": "adamw",
 }
 
-# Defaults of each size; settings on the command line have precedence.
+# Defaults of each size; settings on the command line take precedence.
 SIZES = {
     "tiny": {
         "updates": 800,

@@ -79,7 +79,7 @@ def open_corpus(
 ) -> Corpus:
     """Return the tokenized records of `data_path`, or of the standard library; they are prepared once.
 
-    held_out  no wording of the standard library's requests is in two splits
+    held_out  each wording of the standard library's requests occurs in only one split
     Raises InputMissing if a file is missing, DataError if one is invalid.
     """
     if data_path is None:
@@ -110,7 +110,7 @@ def open_corpus(
 def limit_records(corpus: Corpus, limits: Mapping[str, int]) -> Corpus:
     """Return the corpus with at most `limits[task]` training records of a task. Raises ConfigError for other tasks."""
     if unknown := [name for name in limits if name not in TASKS]:
-        raise ConfigError(Problem(f"there is no task {', '.join(unknown)}", "task.limits", f"use {', '.join(TASKS)}"))
+        raise ConfigError(Problem(f"unknown tasks: {', '.join(unknown)}", "task.limits", f"use {', '.join(TASKS)}"))
     train = {
         task: Table(table.source[: limits.get(task)], table.answer[: limits.get(task)])
         for task, table in corpus.tables["train"].items()
@@ -137,11 +137,11 @@ def read_records(file: Path, task: str) -> list[Record]:
         where = f"{file}, record {index}"
         for name, kind in FIELDS[task].items():
             if not isinstance(record, dict) or type(record.get(name)) is not kind:
-                raise DataError(f"must be an object with {expected}; {name} is missing or another type", where=where)
+                raise DataError(f"must be an object with {expected}; {name} is missing or of another type", where=where)
             if kind is str and not record[name].strip():
                 raise DataError(f"{name} must not be empty", where=where)
             if kind is str and LONE_SURROGATE.search(record[name]):
-                raise DataError(f"{name} has half of a character (a lone surrogate)", where=where, fix="remove it")
+                raise DataError(f"{name} contains half a character (a lone surrogate)", where=where, fix="remove it")
         if task == "qa" and (
             record["start"] < 0 or not record["context"].startswith(record["answer"], record["start"])
         ):
@@ -179,11 +179,11 @@ def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> list[int]
 class Rounds:
     """Sample i is the i-th record of each task, so that every batch contains all tasks equally.
 
-    A batch: source (N, T) tokens, grouped by task in the order of TASKS; task (N,) numbers of the tasks; and under the
-    name of each task the answers of its records.
+    A batch: source (N, T) tokens, grouped by task in the order of TASKS; task (N,) indices of the tasks; and, under the
+    name of each task, the answers of its records.
 
-    cycle  repeat shorter tasks until the longest one is complete, for training; else the last rounds have no records of
-           shorter tasks
+    cycle  repeat shorter tasks until the longest one is complete, for training; otherwise, the last rounds have no
+           records of shorter tasks
     """
 
     def __init__(self, tables: Mapping[str, Table], *, cycle: bool) -> None:
@@ -196,11 +196,11 @@ class Rounds:
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself."""
+        """Return the collated batch."""
         return self.compose(self.load_fixed, indices)
 
     def load_fixed(self, indices: Sequence[int]) -> dict[str, dict[str, Tensor]]:
-        """Return the records of each task, padded; a task that is too short starts again."""
+        """Return the records of each task, padded; a task with too few records starts again from its first."""
         rounds = np.asarray(indices)
         found = {}
         for task, table in self.tables.items():
@@ -231,7 +231,7 @@ class MaskedTexts:
     """Sample i is the text of a record of any task, with some tokens masked.
 
     A batch: source (N, T) tokens; places (N, M) positions of the masked ones; hidden (N, M) the original tokens,
-    IGNORED if a text has fewer than M. 80 % of them are replaced by MASK, 10 % by another token, 10 % are kept.
+    IGNORED if a text has fewer than M. 80 % of the chosen tokens become MASK, 10 % another token, and 10 % are kept.
     Source: Devlin et al., BERT, NAACL 2019, section 3.1; with a higher masking rate as in Wettig et al., EACL 2023.
     """
 
@@ -251,7 +251,7 @@ class MaskedTexts:
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself."""
+        """Return the collated batch."""
         return self.compose(self.load_fixed, indices)
 
     def load_fixed(self, indices: Sequence[int]) -> Tensor:
@@ -259,7 +259,7 @@ class MaskedTexts:
         return torch.from_numpy(self.source[indices])
 
     def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
-        """Return a batch of loaded texts with some of their tokens hidden."""
+        """Return a batch of loaded texts with some of their tokens masked."""
         source = _trim_padding(load(indices).numpy())
         counts = self.num_hidden(self.lengths[indices])
         places = np.zeros((len(indices), counts.max()), dtype=np.int64)

@@ -81,7 +81,7 @@ class Dynamo(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the output of each head by task, and the output of the router.
 
-        batch     see Rounds, MaskedTexts for routing "base"; `source` alone if only the router is needed
+        batch     as in Rounds, or in MaskedTexts for routing "base"; only `source` if only the router is needed
         routing   base: no adapters, "mlm_logits" (N, M, V) of the masked tokens; true: the adapter of a record's task;
                   router: selected by the router; mixed: true for a fraction `teacher` of the records, else router;
                   uniform: all adapters with equal weights

@@ -50,7 +50,7 @@ PHASES = {
         "optimizer.lr_scales": {"adapters": 0.1},
     },
 }
-# Defaults of each size; settings on the command line have precedence.
+# Defaults of each size; settings on the command line take precedence.
 SIZES = {
     "tiny": {
         "max_grad_norm": 1.0,
@@ -116,8 +116,8 @@ def build(
     vocab_size  tokens in the vocabulary; null: depends on size (tiny 2048, full 4096)
     dropout     dropout probability of the adapter inputs
     limits      task -> maximum number of training records, taken from the beginning of its file: {qa: 1000, code: 500}
-    requests    wordings of the built-in records: shared by all splits, which makes routing easy; held_out: no wording
-                is in two splits
+    requests    wordings of the built-in records: shared by all splits, which makes routing easy; held_out: each wording
+                occurs in only one split
     """
     shape = SHAPES[size]
     shape = replace(shape, rank=rank or shape.rank, vocab_size=vocab_size or shape.vocab_size)
@@ -209,9 +209,10 @@ class DynamoTask(Task):
     # Metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the metrics of the tasks, comparable between phases: lora knows the task, the others route.
+        """Return the metrics of the tasks, comparable between phases.
 
-        A record that is routed to another task counts as wrong, because another head answers.
+        In phase lora, the model gets the true task of each record; in later phases, the router selects it. A record
+        that is routed to another task counts as wrong, because another head answers.
         """
         if self.phase == "pretrain":
             logits = model(batch, "base")["mlm_logits"].float()
@@ -233,7 +234,7 @@ class DynamoTask(Task):
         return metrics
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Add `score`, the mean of the metrics of the tasks; also with the true task, and with equal weights."""
+        """Add `score`, the mean of the tasks' metrics, and the same mean for the true task and for equal weights."""
         shown = {name: value for name, value in metrics.items() if "." not in name}
         for lead, name in (("", "score"), ("oracle.", "score_oracle"), ("uniform.", "score_uniform")):
             values = [metrics[lead + task] for task in TASKS if lead + task in metrics]
@@ -244,8 +245,8 @@ class DynamoTask(Task):
     def baselines(self) -> Mapping[str, float]:
         """Return baselines on the validation data that ignore the input.
 
-        They predict the most frequent token, label or answer of the training data; for generated text the most frequent
-        token of each position; for routing a single task.
+        They predict the most frequent token, label or answer of the training data; for generated text, the most
+        frequent token at each position; for routing, always the same task.
         """
         train, val = self.corpus.tables["train"], self.corpus.tables["val"]
         if self.phase == "pretrain":
@@ -282,7 +283,7 @@ class DynamoTask(Task):
 
         The file of a task is task-NAME.json, because the runner writes a summary.json to the same folder.
 
-        samples  test records of each task
+        samples  number of test records of each task
         text     text to process instead of test records; the router selects its task; null: the test records
         """
         if self.phase == "pretrain" or (self.phase == "lora" and text is not None):
@@ -376,7 +377,7 @@ class DynamoTask(Task):
 
 
 def tasks_loss(made: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """Return the loss of each record summed over the records, in nats.
+    """Return the sum of the losses of the records, in nats.
 
     Cross-entropy of labels; mean over first and last token of answers; mean over the tokens of generated text. Padding
     and truncated answers have no loss.
@@ -479,9 +480,9 @@ def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
         axes.text(column, row, words, ha="center", va="center", fontsize=9, color="white" if dark else "#333333")
     axes.set_xticks(range(len(TASKS)), TASKS, rotation=25, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(TASKS)), TASKS)
-    axes.set_xlabel("task the router chose")
-    axes.set_ylabel("task the record belongs to")
-    axes.set_title(f"Routing of {matrix.sum()} test records: {matrix.trace() / matrix.sum():.1%} right")
+    axes.set_xlabel("task selected by the router")
+    axes.set_ylabel("true task of the record")
+    axes.set_title(f"Routing of {matrix.sum()} test records: {matrix.trace() / matrix.sum():.1%} correct")
     figure.colorbar(image, shrink=0.9, label="share of the records of a task").ax.yaxis.set_major_formatter("{x:.0%}")
     return encode_png(figure)
 

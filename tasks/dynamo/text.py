@@ -63,7 +63,7 @@ TASKS = tuple(WANTED)
 
 
 def write_standard_library(folder: Path, *, held_out: bool = False) -> None:
-    """Write data/<task>/{train,validation,test}.json below `folder`; `held_out`: no wording is in two splits."""
+    """Write data/<task>/{train,validation,test}.json below `folder`; `held_out`: each wording is in only one split."""
     for split, tasks in standard_library_records(held_out=held_out).items():
         for task, records in tasks.items():
             path = folder / "data" / task / f"{SPLITS[split]}.json"
@@ -92,9 +92,9 @@ def extract_records(source: str) -> Iterator[tuple[str, Record]]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             text = ast.get_docstring(node)
             if text and text.isascii():
-                yield from _of_docstring(node, text)
+                yield from _docstring_records(node, text)
         if isinstance(node, ast.FunctionDef):
-            yield from _of_defaults(node, lines)
+            yield from _default_records(node, lines)
         if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare):
             words = postfix(node)
             if words is not None and len(words) < 16:
@@ -134,7 +134,7 @@ def remove_label_words(text: str, name: str) -> str:
     return KIND_WORDS.sub("it", text)
 
 
-def _of_docstring(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[tuple[str, Record]]:
+def _docstring_records(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[tuple[str, Record]]:
     is_class = isinstance(node, ast.ClassDef)
     plain = shortened(remove_label_words(text, node.name))
     if len(plain) >= 20:
@@ -148,7 +148,7 @@ def _of_docstring(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[t
             yield "code", {"source": shortened(text), "target": signature}
 
 
-def _of_defaults(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, Record]]:
+def _default_records(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, Record]]:
     """Yield one question per parameter with a default, for functions in which at least two defaults differ."""
     positional = [*node.args.posonlyargs, *node.args.args]
     defaults = list(zip(positional[len(positional) - len(node.args.defaults) :], node.args.defaults, strict=True))
@@ -177,7 +177,7 @@ def shortened(text: str) -> str:
 
 
 def _joined(operands: Sequence[ast.expr], operator: str) -> list[str] | None:
-    """Return the operands, with the operator after each but the first."""
+    """Return the operands in postfix order, with the operator after each operand except the first."""
     words: list[str] = []
     for i, operand in enumerate(operands):
         part = postfix(operand)
@@ -216,7 +216,7 @@ def _select_records(
     if task == "classification":  # balanced, so that the majority class is no better than chance
         kinds = [[record for record in records if record["label"] == label] for label in ("class", "function")]
         records = [record for pair in zip(*kinds, strict=False) for record in pair]
-    return [_asked(task, split, record, wanted, generator) for record in records[: MOST_RECORDS[split]]]
+    return [_add_request(task, split, record, wanted, generator) for record in records[: MOST_RECORDS[split]]]
 
 
 def pairs_of(split: str) -> list[tuple[str, str]]:
@@ -225,7 +225,7 @@ def pairs_of(split: str) -> list[tuple[str, str]]:
     return [(o, e) for i, o in enumerate(OPENINGS) for j, e in enumerate(ENDINGS) if (i + j) % len(ENDINGS) in kept]
 
 
-def _asked(task: str, split: str, record: Record, wanted: Sequence[str], generator: random.Random) -> Record:
+def _add_request(task: str, split: str, record: Record, wanted: Sequence[str], generator: random.Random) -> Record:
     """Return the record with a request of its split."""
     opening, ending = generator.choice(pairs_of(split))
     request = f"{opening}{generator.choice(wanted)}{ending}"

@@ -16,16 +16,16 @@ Array = np.ndarray[Any, Any]
 
 
 def unigram_bits_per_byte(train: Array, val: Array) -> float:
-    """Return the mean bits of the bytes of `val` after the first, from their frequency in `train`.
+    """Return the bits per byte of `val`, without its first byte, given the byte frequencies of `train`.
 
-    Add-one smoothing, so that a byte that does not occur in `train` has a finite cost.
+    Add-one smoothing gives a byte that does not occur in `train` a finite cost.
     """
     counts = 1.0 + np.bincount(train, minlength=256)
     return float(-np.log2(counts / counts.sum())[val[1:]].mean())
 
 
 def bigram_bits_per_byte(train: Array, val: Array) -> float:
-    """Return the mean bits of the bytes of `val` after the first, from the frequency of byte pairs."""
+    """Return the bits per byte of `val`, without its first byte, given the frequencies of byte pairs in `train`."""
     counts = 1.0 + np.bincount(_pairs(train), minlength=256 * 256).reshape(256, 256)
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
     return float(bits.reshape(-1)[_pairs(val)].mean())

@@ -1,7 +1,7 @@
 """Text as memory-mapped tokens: the Python standard library's own sources, the user's text, or token shards.
 
-Documents are split by the hash of their name, so none is in both training and validation. Files copy from each other,
-so runs of five lines that also occur in the training text are removed from the held-out text of the standard library.
+Documents are split by the hash of their name, so none is in both training and validation. Some files share copied
+lines, so runs of five lines that also occur in the training text are removed from the standard library's held-out text.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Windows:
         return x[0], y[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the batch itself: x and y (B, T), both contiguous.
+        """Return the collated batch: x and y (B, T), both contiguous.
 
         One gather and two casts: 18 us for 16 x 1024 tokens in the page cache, where casting sample by sample
         costs 132 us.
@@ -168,7 +168,7 @@ def standard_library() -> list[Document]:
         if document.name.endswith(".py") and not document.name.startswith(("_sysconfigdata", "config-"))
     ]
     if len(documents) < 100:
-        what = f"this Python has no sources of its standard library in {root}"
+        what = f"the sources of Python's standard library are not in {root}"
         raise InputMissing(what, where="data.path", fix=FORMATS)
     return documents
 
@@ -176,7 +176,7 @@ def standard_library() -> list[Document]:
 def user_documents(path: Path) -> list[Document]:
     """Return the text file `path`, or all files below the folder `path` except hidden and empty ones.
 
-    Raises InputMissing for a link to a missing file: text would be missing silently.
+    Raises InputMissing for a link to a missing file, because its text would otherwise be missing silently.
     """
     if not path.exists():
         raise InputMissing(f"{path} does not exist", where="data.path", fix=FORMATS)
@@ -237,7 +237,7 @@ def _files(folder: Path, kind: str) -> dict[str, Path]:
 
 
 def _token_shards(folder: Path, vocab_size: int) -> Corpus:
-    """Return the shards `train.bin`, `val.bin` and, if there, `test.bin`: uint16, as nanoGPT's prepare.py writes."""
+    """Return the shards `train.bin`, `val.bin` and, if it exists, `test.bin`: uint16, as in nanoGPT's prepare.py."""
     files = {split: folder / f"{split}.bin" for split in SPLITS if (folder / f"{split}.bin").is_file()}
     if "val" not in files:
         raise InputMissing(f"{folder} has train.bin but no val.bin", where="data.path", fix=FORMATS)
@@ -249,10 +249,10 @@ def _token_shards(folder: Path, vocab_size: int) -> Corpus:
 def _walk(root: Path, excluded: frozenset[str], *, follow_links: bool = False) -> list[Document]:
     """Return the files below `root` that are neither hidden nor empty, in order of their names.
 
-    follow_links  also read folders that are links, unless they are read under another name
+    follow_links  also read linked folders, unless they are read under another name
     """
     documents, seen, starts = [], set(), deque([root])
-    while starts:  # links after all other folders, whose names determine the splits of their documents
+    while starts:  # links last: names determine splits, so a folder that is also linked keeps its own name
         for folder, subfolders, files in os.walk(starts.popleft()):
             here = Path(folder)
             if here.resolve() in seen:
@@ -285,8 +285,8 @@ def _fingerprint(documents: Sequence[Document]) -> str:
 def write_bytes(documents: Sequence[Document], folder: Path, *, exclude_known: bool) -> None:
     """Write the splits as bytes, the documents of each, and the fraction of held-out blocks that are in training.
 
-    Documents come in the order of their hash, so that any part of a split is a mixture. If a split would be
-    empty, as with few files, each document is cut into three parts instead.
+    Documents are in the order of their hash, so that any part of a split is a mixture. If a split would be empty
+    because there are few files, each document is cut into three parts instead.
 
     exclude_known  remove blocks from the held-out documents that are also in training
     """
@@ -338,7 +338,7 @@ def remove_known_blocks(text: str, known: Container[int]) -> str:
 
 
 def _read_text(document: Document) -> str:
-    """Return the text of a document. Raises DataError if it is not UTF-8, or has a NUL."""
+    """Return the text of a document. Raises DataError if it is not UTF-8 or contains a NUL byte."""
     try:
         text = document.path.read_bytes().decode("utf-8")
         fault = "has a NUL byte" if SEPARATOR.decode() in text else ""
@@ -381,5 +381,5 @@ FORMATS = (
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "lib2to3"}
 )
-# A twelfth of all text, with repetitive entries: held out, it alone would determine the metric.
+# A twelfth of all text, with repetitive entries. If it were held out, it alone would determine the metric.
 ALWAYS_TRAIN = frozenset({"pydoc_data/topics.py"})

@@ -77,7 +77,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, noise: Sequence[SampleNoise | None] | None = None
     ) -> Tensor:
-        """Return the next-token logits for `tokens` (B, T): (B, T, V), or with a cache only the last, (B, 1, V).
+        """Return the next-token logits (B, T, V) for `tokens` (B, T); with a cache, only the last ones, (B, 1, V).
 
         cache  keys and values of the tokens before `tokens`, to which those of `tokens` are appended. The first call
                passes the prompt, each later call one token

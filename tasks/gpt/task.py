@@ -23,7 +23,7 @@ from .data import Corpus, Windows, open_corpus
 from .model import Shape, Transformer
 from .sampling import generate
 
-# Defaults of each size; settings on the command line have precedence.
+# Defaults of each size; settings on the command line take precedence.
 SIZES = {
     "tiny": {
         "updates": 1500,
@@ -108,7 +108,7 @@ class GPT(Task):
         x, y = batch
         # The random numbers are created here and not in the model, so that torch.compile captures it in one graph.
         logits = model(x, noise=self.model.noise(x))
-        # Not F.cross_entropy: autocast leaves it in the half format, and a copy of the logits in float32 is large.
+        # Not F.cross_entropy: autocast runs it in half precision, and a float32 copy of the logits would be large.
         # On a GPU, log_softmax reads float16 and writes float32.
         log_probabilities = F.log_softmax(logits.view(-1, logits.shape[-1]), dim=-1, dtype=torch.float32)
         return F.nll_loss(log_probabilities, y.view(-1), reduction="sum"), y.numel()
@@ -155,13 +155,13 @@ class GPT(Task):
         samples         number of continuations
         max_new_tokens  maximum number of new tokens per continuation; generation also ends at the end of a document
         temperature     divides the logits: below 1 favors likely tokens, 0 is greedy decoding
-        top_k           sample from the k most likely tokens only; null: from all
+        top_k           sample only from the k most likely tokens; null: from all
         batch_size      continuations generated at once; affects throughput and latency, not the results
         """
         tokenizer = self.corpus.tokenizer
         prompt_tokens = tokenizer.encode(prompt)
         if not prompt_tokens and tokenizer.end is None:
-            what = "must not be empty: it is not known which token ends a document, so none begins one"
+            what = "must not be empty: the token that separates documents is unknown, so no new document can be started"
             raise ConfigError(Problem(what, "inference.prompt", "start with the number of a token"))
         start = torch.tensor(prompt_tokens or [tokenizer.end], device=generator.device)
         # All random numbers at once, so that a sample does not depend on the batch size.

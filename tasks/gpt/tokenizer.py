@@ -18,10 +18,10 @@ ByteCounts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Tokenizer(Protocol):
-    """num_tokens tokens, 0 to num_tokens - 1.
+    """Converts between text and tokens from 0 to num_tokens - 1.
 
     end        token that separates documents; None if it is unknown
-    num_bytes  bytes of text of each token (num_tokens,); None if the text is unknown
+    num_bytes  number of text bytes in each token (num_tokens,); None if the text is unknown
     """
 
     num_tokens: int
@@ -58,7 +58,7 @@ class BytePairs:
 
     def __init__(self, path: Path) -> None:
         self._encoding = require("tokenizers", "bpe").Tokenizer.from_file(str(path))
-        # END_OF_TEXT that occurs in a text is ordinary text.
+        # If a text contains END_OF_TEXT, it is encoded as ordinary text.
         self._encoding.encode_special_tokens = True
         self.num_tokens = int(self._encoding.get_vocab_size())
         self.end = int(self._encoding.token_to_id(END_OF_TEXT))
@@ -90,8 +90,8 @@ class Numbers:
     def encode(self, text: str) -> list[int]:
         tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]
         if any(not 0 <= token < self.num_tokens for token in tokens):
-            what = f"must be token IDs from 0 to {self.num_tokens - 1} with spaces between them, but is {text!r}"
-            raise ConfigError(Problem(what, "inference.prompt", "the encoding of token shards is not known here"))
+            what = f"must be token IDs from 0 to {self.num_tokens - 1} separated by spaces, but is {text!r}"
+            raise ConfigError(Problem(what, "inference.prompt", "the encoding of token shards is unknown"))
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:

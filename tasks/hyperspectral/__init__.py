@@ -1,1 +1,1 @@
-"""Anomaly detection in hyperspectral cubes: statistics in one pass first, gradients afterwards."""
+"""Anomaly detection in hyperspectral cubes: statistics in one pass, then gradient descent."""

@@ -31,7 +31,7 @@ class Cubes(Protocol):
     def __getitem__(self, index: int) -> dict[str, Tensor]: ...
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch itself: cube (B, H, W, C), mask (B, H, W), index (B,)."""
+        """Return the collated batch: cube (B, H, W, C), mask (B, H, W), index (B,)."""
 
     def title(self, index: int) -> str:
         """Return the title of a cube in plots."""
@@ -51,7 +51,7 @@ class Files:
         self.files, self.shape = files, shape
         for file in files:
             if (found := open_cube(file).shape) != shape:
-                what = f"must be a cube of height, width, channels {shape} as the others, but is {found}"
+                what = f"must have height, width and channels {shape}, like the other cubes, but has {found}"
                 raise DataError(what, where=str(file), fix=FORMATS)
         self.has_masks = any(mask_path(file).is_file() for file in files)
 
@@ -70,7 +70,7 @@ class Files:
                 cube[:] = open_cube(file)
             if not (finite := np.isfinite(cube)).all():
                 what = f"must hold finite numbers, but {np.count_nonzero(~finite)} of {cube.size} are not"
-                raise DataError(what, where=str(file), fix="give them a neighbour's value, or take the file away")
+                raise DataError(what, where=str(file), fix="replace them with a neighboring value, or remove the file")
             if mask_path(file).is_file():
                 mask[:] = open_mask(mask_path(file), self.shape[:2])
         return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}
@@ -83,7 +83,7 @@ class Files:
 
 
 def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
-    """Return the splits of a folder: its subfolders train, val and test, or else a fifth each for val and test.
+    """Return the splits of a folder: its subfolders train, val and test; without these, val and test get a fifth each.
 
     channels  required number of channels; None: that of the first cube
     Raises InputMissing if the folder, its cubes or a split is missing, DataError if the shapes of cubes differ.
@@ -95,7 +95,7 @@ def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
     for split in SPLITS:
         if not members.get(split):
             found = ", ".join(f"{len(files)} in {name}" for name, files in members.items())
-            what = f"{folder} has no cubes for {split} ({found}); three are the least, one for each of train, val, test"
+            what = f"{folder} has no cubes for {split} ({found}); at least three are needed: train, val, test"
             raise InputMissing(what, where="data.path", fix=FORMATS)
     first = members["train"][0]
     height, width, found = open_cube(first).shape
@@ -117,7 +117,7 @@ def _cubes_in(folder: Path) -> list[Path]:
 
 
 def _split_by_name(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files by split, ordered by the hashes of their names, so that a new file moves few others."""
+    """Return the files by split, ordered by the hashes of their names, so that a new file moves few of them."""
     ordered = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
     held_out = max(1, len(files) // 5)
     return {

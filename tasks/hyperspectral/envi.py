@@ -30,15 +30,14 @@ def open_cube(path: Path) -> Array:
 
 
 def open_mask(path: Path, shape: tuple[int, int]) -> Array:
-    """Return the mask (H, W) uint8 of a file. Raises DataError unless it has that shape and holds 0, 1 and 255."""
+    """Return the mask (H, W) uint8 of a file. Raises DataError for another shape, or values other than 0, 1 and 255."""
     mask = open_array(path)
     if mask.shape != shape or mask.dtype.kind not in "biu":
         what = f"must be a mask {shape} of integers, but is {_describe(mask)}"
         raise DataError(what, where=str(path), fix=FORMATS)
     if not np.isin(mask, (0, 1, 255)).all():
-        what = (
-            f"must hold 0 (background), 1 (target) and 255 (unknown), but holds {int(mask.min())} to {int(mask.max())}"
-        )
+        found = f"values from {int(mask.min())} to {int(mask.max())}"
+        what = f"must contain only 0 (background), 1 (target) and 255 (unknown), but has {found}"
         raise DataError(what, where=str(path), fix=FORMATS)
     return mask.astype(np.uint8)
 
@@ -48,14 +47,15 @@ def open_array(path: Path) -> Array:
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise DataError(f"is no array in .npy format: {error}", where=str(path), fix=FORMATS) from None
+        raise DataError(f"is not an array in .npy format: {error}", where=str(path), fix=FORMATS) from None
     return array
 
 
 def open_envi(header: Path) -> Array:
     """Return the cube (H, W, C) that an ENVI header describes, mapped into memory.
 
-    The data is in the folder of the header, with the same name and no suffix or one of RAW_SUFFIXES, in any interleave.
+    The data is in the folder of the header, under the same name without a suffix or with one of RAW_SUFFIXES. Any
+    interleave is supported.
     Raises DataError if the header is invalid or does not match the data, InputMissing if the data is missing.
     """
     fields = read_header(header)
@@ -65,12 +65,12 @@ def open_envi(header: Path) -> Array:
         axes = INTERLEAVES[fields["interleave"].lower()]
         offset, order = int(fields.get("header offset", 0)), int(fields.get("byte order", 0))
     except (KeyError, ValueError) as error:
-        what = "needs lines, samples, bands, a numeric data type and an interleave of bsq, bil or bip; wrong is"
-        raise DataError(f"{what} {error}", where=str(header), fix=FORMATS) from None
+        what = "must have lines, samples, bands, a numeric data type and an interleave of bsq, bil or bip; invalid"
+        raise DataError(f"{what}: {error}", where=str(header), fix=FORMATS) from None
     beside = [header.with_suffix(suffix) for suffix in RAW_SUFFIXES]
     raw = next((path for path in beside if path.is_file()), None)
     if raw is None:
-        what = f"{header} has no data beside it: looked for {', '.join(path.name for path in beside)}"
+        what = f"{header} has no data file: expected one of {', '.join(path.name for path in beside)}"
         raise InputMissing(what, where="data.path", fix=FORMATS)
     sizes = {"lines": lines, "samples": samples, "bands": bands}
     shape = tuple(sizes[axis] for axis in axes)
@@ -86,7 +86,7 @@ def read_header(path: Path) -> Mapping[str, str]:
     """Return the fields of an ENVI header, names in lower case. Raises DataError if the file is not a header."""
     text = path.read_text(encoding="latin-1")
     if not text.startswith("ENVI"):
-        raise DataError('is no ENVI header: its first line must be "ENVI"', where=str(path), fix=FORMATS)
+        raise DataError('is not an ENVI header: its first line must be "ENVI"', where=str(path), fix=FORMATS)
     fields = re.findall(r"^\s*([^=\n{}]+?)\s*=\s*(\{[^}]*\}|[^\n]*?)\s*$", text, flags=re.MULTILINE)
     return {name.lower(): value for name, value in fields}
 

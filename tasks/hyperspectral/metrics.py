@@ -13,9 +13,9 @@ UNKNOWN = 255  # in a mask: excluded from loss and metrics
 def detection(logits: Tensor, mask: Tensor) -> dict[str, Sum]:
     """Return IoU, F1 and AUROC of logits (B, H, W) against masks (B, H, W) of 0, 1 and UNKNOWN, as sums and counts.
 
-    IoU = TP / (TP + FP + FN) and F1 = 2 TP / (2 TP + FP + FN) are over the pixels of all cubes, whose counts are added
-    exactly. AUROC compares pixels within a cube, and is averaged over the cubes with both kinds; over all cubes it
-    would need all scores at once.
+    IoU = TP / (TP + FP + FN) and F1 = 2 TP / (2 TP + FP + FN) are computed from counts over the pixels of all cubes.
+    AUROC compares pixels within a cube, and is averaged over the cubes that contain both kinds. Comparing the pixels of
+    all cubes would require all scores at once.
     """
     found, target, known = logits > 0, mask == 1, mask != UNKNOWN
     hits = (found & target).sum()

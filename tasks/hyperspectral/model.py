@@ -88,7 +88,7 @@ class Detector(nn.Module):
         """Return the two halves of the forward pass, for a pipeline.
 
         Both use the whole model, because statistics, the center and metrics need all weights on each rank. The weights
-        are small; a pipeline divides the computation, and the activations, whose size is that of the cubes.
+        are small; a pipeline divides the computation and the activations, which are as large as the cubes.
         """
         return [FunctionLayer(self.project, self), FunctionLayer(self.decide, self)]
 
@@ -222,7 +222,7 @@ class TrainableRX(Detector):
 class DeepSVDD(Detector):
     """A network that maps normal spectra into a small sphere; spectra outside of it are anomalous.
 
-    forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius (B,) in the same unit, for each cube the same. The
+    forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius (B,) in the same unit, equal for all cubes. The
     logit is the squared distance to the center minus the squared radius. The unit is the standard deviation of the
     squared distance after the first phase.
 

@@ -40,7 +40,7 @@ def maps_picture(maps: Sequence[Map], unit: str) -> bytes:
     """Return the PNG of one row per cube: false color, RX score, trained score, mask with detections."""
     figure = new_figure(11.5, 2.75 * len(maps) + 0.5)
     grid = figure.subplots(len(maps), 4, squeeze=False)
-    heads = ("False colour", "RX alone, sigmas above threshold", f"Trained, {unit}", "Mask and what was found")
+    heads = ("False colour", "RX alone, sigmas above threshold", f"Trained, {unit}", "Mask and detections")
     for axes, head in zip(grid[0], heads, strict=True):
         axes.set_title(head, fontsize=10)
     for row, one in zip(grid, maps, strict=True):

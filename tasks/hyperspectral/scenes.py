@@ -55,7 +55,7 @@ class Scenes:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch itself: cube (B, H, W, C), mask (B, H, W), index (B,)."""
+        """Return the collated batch: cube (B, H, W, C), mask (B, H, W), index (B,)."""
         cubes = np.empty((len(indices), *self.shape), dtype=np.float32)
         masks = np.zeros((len(indices), *self.shape[:2]), dtype=np.uint8)
         for cube, mask, index in zip(cubes, masks, indices, strict=True):
@@ -78,12 +78,12 @@ class Scenes:
         raise NotImplementedError
 
     def labeled(self) -> Scenes:
-        """Return only the cubes with a mask, which are all."""
+        """Return only the cubes with a mask: all of them have one."""
         return self
 
 
 class PhotographScenes(Scenes):
-    """Crops of photographs that come with scikit-image; each photograph belongs to one split only."""
+    """Crops of photographs that come with scikit-image; each photograph belongs to only one split."""
 
     def __init__(
         self, files: Sequence[Path], split: str, num_cubes: int, height: int, width: int, channels: int
@@ -179,7 +179,7 @@ def _prepared(cache: Path, name: str) -> Path:
     # Read from the folder of the package, because the functions of skimage.data download missing files.
     source = Path(require("skimage.data", "hyperspectral").__file__).parent / name
     if not source.is_file():
-        what = f"{source} does not exist: this scikit-image came without its photographs"
+        what = f"{source} does not exist: this installation of scikit-image has no photographs"
         raise InputMissing(what, where="task.data", fix="install a complete scikit-image, or use task.data=synthetic")
     picture = require("skimage.io", "hyperspectral").imread(source)[..., :3].astype(np.float32) / 255
     smaller = max(1, min(picture.shape[:2]) // 400)

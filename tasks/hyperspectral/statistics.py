@@ -76,7 +76,7 @@ class PixelStatistics(Fit):
     def finish(self, model: Any, state: State) -> Mapping[str, float]:
         """Set normalization, components, whitening, selector and threshold of the model; return the figures.
 
-        Raises DataError if there are no more pixels than channels, or values or their squares are not finite.
+        Raises DataError if there are not more pixels than channels, or if values or their squares are not finite.
         """
         pixels = int(state["count"])
         if pixels <= self.channels:
@@ -101,8 +101,8 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     """
     num_cubes, num_pixels, channels = cubes.shape
     rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
-    room = torch.empty(rows, channels, dtype=dtype, device=cubes.device)
-    parts = [_cube_moments(cube, room) for cube in cubes]
+    buffer = torch.empty(rows, channels, dtype=dtype, device=cubes.device)
+    parts = [_cube_moments(cube, buffer) for cube in cubes]
     count = torch.full((), float(num_pixels), dtype=torch.float64, device=cubes.device)
     total = parts[0]
     for number, part in enumerate(parts[1:], start=1):
@@ -110,14 +110,14 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     return total | {"count": count * num_cubes}
 
 
-def _cube_moments(pixels: Tensor, room: Tensor) -> State:
-    """Return mean, co-moment, low and high of pixels (N, C); `room` (rows, C) is a work buffer."""
-    shift = pixels[:: max(1, len(pixels) // 256)].mean(0).to(room.dtype)
+def _cube_moments(pixels: Tensor, buffer: Tensor) -> State:
+    """Return mean, co-moment, low and high of pixels (N, C); `buffer` (rows, C) is a work buffer."""
+    shift = pixels[:: max(1, len(pixels) // 256)].mean(0).to(buffer.dtype)
     total = torch.zeros(len(shift), dtype=torch.float64, device=pixels.device)
     products = torch.outer(total, total)
     lows, highs = [], []
-    for part in torch.split(pixels, len(room)):
-        away = torch.sub(part, shift, out=room[: len(part)])
+    for part in torch.split(pixels, len(buffer)):
+        away = torch.sub(part, shift, out=buffer[: len(part)])
         fold = math.gcd(
             len(part), 64
         )  # few long rows, because a reduction over many short ones takes four times as long

@@ -65,7 +65,7 @@ def build(
     size           number of cubes x height x width x channels: tiny 96 x 64 x 64 x 24, small 200 x 128 x 128 x 50, full
                    1000 x 256 x 256 x 100
     head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
-    data           photographs: scikit-image's, expanded to channels by a filter bank; synthetic: generated spectra
+    data           photographs: from scikit-image, expanded to channels by a filter bank; synthetic: generated spectra
     num_cubes      training cubes; null: depends on size. The validation and test splits have a quarter of that number
                    each, from 8 to 64
     height         cube height in pixels; null: depends on size
@@ -96,7 +96,7 @@ def build(
     channels = splits["train"].shape[2]
     components = components or max(1, channels // 3)
     if channels < 3 or components > channels:
-        what = f"must have at least 3 channels and at most as many components, but has {channels} and {components}"
+        what = f"must have at least 3 channels and no more components than channels, not {channels} and {components}"
         raise ConfigError(Problem(what, "task.components"))
     if head == "svdd":
         return OneClass(splits, DeepSVDD(channels), statistics)
@@ -219,7 +219,7 @@ class Detection(AnomalyTask):
     unit = "log-odds of a target"
 
     def dataset(self, split: str) -> Cubes:
-        """Return the cubes of a split; in phase `train` without training cubes that have no mask, and so no loss."""
+        """Return the cubes of a split; in phase `train`, without training cubes that have no mask and so no loss."""
         cubes = self.cubes[split]
         return cubes.labeled() if (split, self.phase) == ("train", "train") and cubes.has_masks else cubes
 
@@ -263,7 +263,7 @@ class Detection(AnomalyTask):
 class OneClass(AnomalyTask):
     """Detects pixels outside the sphere of normal pixels; known targets are excluded from training."""
 
-    unit = "distance to the sphere, spreads"
+    unit = "distance to the sphere, sigmas"
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
         """Return squared radius + max(0, squared distance - squared radius) / nu, summed over pixels except targets."""

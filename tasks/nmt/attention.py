@@ -80,7 +80,7 @@ def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
     figure.suptitle(
         f"Attention calls of one training pass, {'packed' if packed else 'padded'} rows", x=0.003, ha="left"
     )
-    axes.set_title(f"{_count_masked(calls)} of {len(calls)} carry a mask", loc="left", fontsize=10)
+    axes.set_title(f"{_count_masked(calls)} of {len(calls)} have a mask", loc="left", fontsize=10)
     _draw_row(axes, -1, [(name, WHITE) for name in COLUMNS], fontsize=9.0, weight="bold")
     for number, each in enumerate(calls):
         _draw_row(axes, number, _cells(each), fontsize=8.0)

@@ -110,7 +110,7 @@ class PairData:
         return Batch(Rows(*(field[0] for field in source)), Rows(*(field[0] for field in target)), labels[0], places[0])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself, one row per pair; S and T are always the maximum lengths."""
+        """Return the collated batch, one row per pair; S and T are always the maximum lengths."""
         rows = np.arange(len(indices))
         places = RowPacking(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
         return _lay_out(self.sources, self.labels, np.asarray(indices), places, self.source_length, self.target_length)
@@ -130,7 +130,7 @@ class PackedData(PairData):
         self.target_room = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself, packed into few rows."""
+        """Return the collated batch, packed into few rows."""
         return self.compose(self.load_fixed, indices)
 
     def load_fixed(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -262,7 +262,7 @@ def standard_library() -> list[Path]:
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith(".")]
         files += [Path(folder) / name for name in names if name.endswith(".py") and not name.startswith(BUILT)]
     if len(files) < 100:
-        what = f"this Python has no sources of its standard library in {root}"
+        what = f"the sources of Python's standard library are not in {root}"
         raise InputMissing(what, where="data.path", fix=FORMATS)
     return sorted(files)
 
@@ -280,7 +280,7 @@ def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
 
 
 def described_functions(code: bytes, name: str) -> Iterator[tuple[str, str]]:
-    """Yield a pair for each function with a docstring: `Class.name: first paragraph` in one line, `name(parameters)`.
+    """Yield a pair for each function with a docstring: `Class.name: first paragraph`, one line, and `name(parameters)`.
 
     Files that are not valid in this version of Python are skipped.
     """
@@ -331,14 +331,14 @@ def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
         if len(mine) == 1:
             pairs[split] = list(_read_table(mine[0]))
         elif mine:
-            pairs[split] = list(_read_columns(*mine))
+            pairs[split] = list(_read_parallel_files(*mine))
         else:
             del pairs[split]
     return pairs
 
 
 def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[str, float]:
-    """Return the results of frequency baselines, from the training split on the validation split.
+    """Return the results of frequency baselines: counted on the training split, evaluated on the validation split.
 
     loss                     in nats per token, of token frequencies (add-one smoothing)
     token_accuracy           of always predicting the most frequent token
@@ -371,12 +371,12 @@ def _read_table(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(_lines(path), start=1):
         fields = line.split("\t")
         if len(fields) != 2 or not all(field.strip() for field in fields):
-            what = f"must be source<TAB>target, both not empty, but has {len(fields)} columns: {_shorten(line)}"
+            what = f"must be source<TAB>target, both nonempty, but has {len(fields)} columns: {_shorten(line)}"
             raise DataError(what, where=f"{path}, line {number}", fix=FORMATS)
         yield fields[0].strip(), fields[1].strip()
 
 
-def _read_columns(sources: Path, targets: Path) -> Iterator[tuple[str, str]]:
+def _read_parallel_files(sources: Path, targets: Path) -> Iterator[tuple[str, str]]:
     sides = _lines(sources), _lines(targets)
     if len(sides[0]) != len(sides[1]):
         what = f"must have as many lines as {sources.name}, {len(sides[0])}, but has {len(sides[1])}"
@@ -456,7 +456,7 @@ def _fingerprint(files: Sequence[Path], data_path: Path | None) -> str:
 def check_no_data_path(data_path: Path | None) -> None:
     """Raise ConfigError if data.path is set, because it would not be read."""
     if data_path is not None:
-        what = f"task.data=random makes its pairs, so {data_path} would not be read"
+        what = f"task.data=random generates its pairs, so {data_path} would not be read"
         raise ConfigError(Problem(what, "data.path", "leave it out, or use task.data=pairs"))
 
 
@@ -466,7 +466,7 @@ HELD_OUT = 0.1  # fraction of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}
 FORMATS = (
     "data.path takes a .tsv file with source<TAB>target in each line, or a folder with train.tsv and val.tsv, "
-    "or with train.src, train.tgt, val.src and val.tgt, a line for each text; UTF-8"
+    "or with train.src, train.tgt, val.src and val.tgt, one text per line; UTF-8"
 )
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "lib2to3"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.noise import SampleNoise, per_sample_noise
 
-MAX_SEGMENTS = 8  # pairs in a row: this number of channels is appended to each head, and kernels prefer multiples of 8
+MAX_SEGMENTS = 8  # maximum pairs per row; as many channels are appended to each head, and kernels prefer multiples of 8
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Transformer(nn.Module):
         Raises ValueError if dropout needs noise, but there is none: rows do not identify their samples.
         """
         if noise is None and self.training and any(self.rates):
-            raise ValueError("dropout needs the draws of the batch: model(source, target, noise=model.noise(places))")
+            raise ValueError("dropout needs random numbers: model(source, target, noise=model.noise(places))")
         memory = self._encode(source, noise) if cache is None or cache.length == 0 else None
         draws = target_draws(self.rates, noise, source, target)
         x = embed(self.embedding, self.target_positions, target, self.rates.residual, draws)
@@ -256,7 +256,7 @@ def _draws(rates: DropoutRates, noise: PairNoise | None, name: str, tokens: Rows
 
 
 def make_attention_mask(queries: Rows, keys: Rows, *, packed: bool) -> AttentionMask:
-    """Return a mask of other segments, as codes, if rows are packed; otherwise a mask of padding."""
+    """Return codes that mask other segments if rows are packed, otherwise a padding mask."""
     if not packed:
         return AttentionMask(padding=(keys.segments != 0)[:, None, None])
     numbers = torch.arange(1, MAX_SEGMENTS + 1, device=keys.segments.device)
@@ -433,7 +433,7 @@ class LayerCache:
 
 
 def _heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
-    """Return `count` tensors (R, H, T, D) of (R, T, count x H x D)."""
+    """Split (R, T, count x H x D) into `count` tensors (R, H, T, D)."""
     R, T, C = x.shape
     return x.view(R, T, count, num_heads, C // count // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 

@@ -25,7 +25,7 @@ from .layers import split_layers
 from .model import Rows, Shape, Transformer
 from .vocabulary import END, PAD
 
-# Defaults of all sizes, and of each size; settings on the command line have precedence.
+# Defaults of all sizes, and of each size; settings on the command line take precedence.
 SETTINGS = {
     "updates": 2000,
     "global_batch_size": 256,
@@ -215,7 +215,7 @@ class Translation(Task):
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    # In float32, without a copy of float16 logits on a GPU, which F.cross_entropy(logits.float()) makes.
+    # Computes in float32. On a GPU, it does not copy float16 logits, as F.cross_entropy(logits.float()) would.
     log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
     return F.nll_loss(log_probabilities, labels.flatten(), ignore_index=PAD, reduction="sum")
 

@@ -112,7 +112,7 @@ class Numbers:
     def encode(self, text: str) -> list[int]:
         tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]
         if any(not FIRST_ORDINARY <= token < self.num_tokens for token in tokens):
-            known = f"numbers from {FIRST_ORDINARY} to {self.num_tokens - 1} with spaces between them"
+            known = f"numbers from {FIRST_ORDINARY} to {self.num_tokens - 1} separated by spaces"
             what = f"with task.data=random a text must be {known}, but is {text!r}"
             raise ConfigError(Problem(what, "inference.source"))
         return tokens

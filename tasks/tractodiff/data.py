@@ -1,6 +1,6 @@
-"""Pieces of streamlines with the condition at their start: the data of dipy, or a folder.
+"""Segments of streamlines, each with the condition at its start: from dipy's data, or from a folder.
 
-Data is prepared once: points every `step` mm in RAS, and per subject a field of spherical harmonics and mask.
+Data is prepared once: points every `step` mm in RAS and, for each subject, a field of spherical harmonics and a mask.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Tracts:
     """Streamlines of several subjects, and their fields.
 
     points    (N, 3) mm, concatenated streamlines; streamline i is points[ends[i - 1] : ends[i]]
-    subject   (M,) of each streamline
-    split     (M,) of each streamline, a number of SPLITS
-    bundle    (M,) of each streamline, a number of `bundles`
+    subject   (M,) index of each streamline's subject
+    split     (M,) index into SPLITS for each streamline
+    bundle    (M,) index into `bundles` for each streamline
     bundles   names of the bundles
     affines   (S, 4, 4) from voxels to RAS mm
     """
@@ -76,7 +76,7 @@ class SegmentDataset:
     """Sample i is 16 consecutive points of a streamline, relative to the point before them, and the condition there.
 
     Each point of a streamline gives two samples, one per direction. In training, one sample in five lacks a random part
-    of its history, and half of these all of it, so that the model can start from a seed. Such a segment may also
+    of its history, and half of these lack all of it, so that the model can start from a seed. Such a segment may also
     continue straight beyond the end of its streamline, so that generated streamlines leave the mask. Held-out segments
     have only real points, and always have a known direction.
     """
@@ -115,11 +115,11 @@ class SegmentDataset:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself."""
+        """Return the collated batch."""
         return self.compose(self.load_fixed, indices)
 
     def load_fixed(self, indices: Sequence[int]) -> Batch:
-        """Return a batch with, instead of the condition, image values and all known points before each start."""
+        """Return a batch without the condition, but with image values and all known points before each start."""
         at = torch.as_tensor(indices)
         start, sense, line = self._start[at], self._sense[at], self._line[at]
         back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], self.num_known[at, None])
@@ -212,7 +212,7 @@ def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
                 bundle.append(names.index(name))
     for part in ("train", "val"):
         if SPLITS.index(part) not in split:
-            what = f"no {part} streamline is at least {(NUM_POINTS + 1) * step:g} mm long: 16 points every {step:g} mm"
+            what = f"no {part} streamline is at least {(NUM_POINTS + 1) * step:g} mm long (16 points every {step:g} mm)"
             raise DataError(what, where="data.path", fix="give longer streamlines, or a smaller task.step_mm")
     values = np.concatenate([subject.field.reshape(-1, NUM_CHANNELS) for subject in subjects])
     np.save(folder / "values.npy", values.astype(np.float16))

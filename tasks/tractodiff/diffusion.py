@@ -54,7 +54,7 @@ class Schedule(nn.Module):
 
         predict    (x_t, step (B,)) -> x0
         draw       () -> noise (B, ...) of unit variance
-        num_steps  None: ancestral sampling in T steps; otherwise DDIM in that many steps, at most T, which draws once
+        num_steps  None: ancestral sampling in T steps; otherwise DDIM in that many steps, at most T; calls `draw` once
         """
         return self._ancestral(predict, draw) if num_steps is None else self._ddim(predict, draw(), num_steps)
 

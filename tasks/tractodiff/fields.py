@@ -34,12 +34,12 @@ class Fields:
     to_voxel: Tensor
 
     def to(self, device: torch.device) -> Fields:
-        """Return the same on a device."""
+        """Return the fields on a device."""
         return Fields(self.values.to(device), self.shapes.to(device), self.to_voxel.to(device))
 
     @property
     def mask(self) -> Fields:
-        """Only the mask."""
+        """The fields with the mask as the only channel."""
         return Fields(self.values[:, -1:].float(), self.shapes, self.to_voxel)
 
     @property

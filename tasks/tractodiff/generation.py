@@ -34,7 +34,7 @@ def sample_segments(
 
 
 class SegmentSampler:
-    """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the segments.
+    """Draw the next 16 points (B, 16, 3) after the last 9 points (B, 9, 3), all in mm, and count the segments.
 
     If fewer than 9 points are known, the first one is repeated, so that its directions are zero, as in training.
     """
@@ -67,7 +67,7 @@ class SegmentSampler:
 def generate_streamlines(
     draw: Draw, inside: Callable[[Tensor], Tensor], seeds: Tensor, *, advance: int, max_points: int
 ) -> list[Tensor]:
-    """Return a streamline (n, 3) through each seed (N, 3), n at least 1; all points are inside.
+    """Return a streamline (n, 3) through each seed (N, 3), n at least 1; `inside` is true for all points.
 
     inside      points (M, 3) -> (M,) bool
     advance     number of points to keep of each segment of 16 before the next one is drawn

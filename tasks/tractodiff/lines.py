@@ -1,4 +1,4 @@
-"""Streamlines as arrays: steps, distances, even points, and files that other programs open."""
+"""Streamlines as arrays: steps, distances, resampling, and files for other programs."""
 
 from __future__ import annotations
 

@@ -80,16 +80,16 @@ class StreamlineDiffusion(nn.Module):
 class Begin(nn.Module):
     """Map noisy points, step and condition to noisy points, embedded step and normalized condition."""
 
-    def __init__(self, whole: StreamlineDiffusion) -> None:
+    def __init__(self, model: StreamlineDiffusion) -> None:
         super().__init__()
-        self.time = whole.time
-        self._whole = [
-            whole
+        self.time = model.time
+        self._model = [
+            model
         ]  # in a list, so that it is not a submodule; its buffers are read in each call, because they may be moved
 
     def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> tuple[Tensor, ...]:
-        (whole,) = self._whole
-        return noisy, self.time(step), (condition - whole.center) / whole.spread
+        (model,) = self._model
+        return noisy, self.time(step), (condition - model.center) / model.spread
 
 
 class Encode(nn.Module):
@@ -113,9 +113,9 @@ class Join(nn.Module):
 
 
 class GRUDenoiser(nn.Module):
-    """A GRU of 16 cells, one per point: the condition is the initial state, and the input is all noisy points.
+    """A GRU of 16 time steps, one per point. The condition is its initial state; each input is all noisy points.
 
-    A cell predicts the step to its point. A line is the cumulative sum of the steps, and therefore always smooth.
+    Each output is the step to one point. A line is the cumulative sum of the steps, and therefore always smooth.
     """
 
     def __init__(self, shape: Shape, width: int) -> None:
@@ -200,7 +200,7 @@ class Transposed(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """A block of a stage."""
+    """Apply a block of a stage, with the condition; pass the condition and the skip connections on."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
 
 
 def _diffusion(image: Path, bvals: Path, bvecs: Path) -> tuple[Array, Array, Any]:
-    """Return the data (X, Y, Z, N), the affine and the gradients. Raises DataError with the invalid file."""
+    """Return the data (X, Y, Z, N), the affine and the gradients. Raises DataError, naming the invalid file."""
     read = _dipy("io.gradients").read_bvals_bvecs
     with _readable(image):
         loaded = require("nibabel", "tractodiff").load(image)
@@ -190,8 +190,8 @@ def _atlas(lines: Sequence[Array]) -> Array:
 def read_subjects(path: Path) -> list[Subject]:
     """Return the subjects of a folder, in order of their names.
 
-    The last tenth of the subjects, at least one, is the validation split. With three or more subjects, the same number
-    before it is the test split. A single subject is split by streamlines.
+    The last tenth of the subjects, at least one, is the validation split. With three or more subjects, as many before
+    them are the test split. A single subject is split by streamlines.
     Raises DataError if a file is damaged or has the wrong shape, InputMissing if a subject, an image or its
     streamlines are missing.
     """

@@ -31,7 +31,7 @@ SETTINGS = {
     "checkpoint.best_is": "min",
 }
 
-# Defaults of each size; settings on the command line have precedence.
+# Defaults of each size; settings on the command line take precedence.
 SIZES = {
     "tiny": {
         "updates": 4000,
@@ -65,7 +65,7 @@ def build(
     """Diffusion of streamline segments, conditioned on the data around their start.
 
     size             tiny: for two CPU cores; full: the published sizes
-    denoiser         gru: a GRU of 16 cells; unet: a 1-D U-Net along the points
+    denoiser         gru: a GRU with one time step per point; unet: a 1-D U-Net along the points
     data             volume: dipy's small_64D, tracked on its tensors, with held-out streamlines; bundles: dipy's
                      minimal bundles of five subjects, one for val and one for test; ignored with data.path
     step_mm          distance between two points in mm; null: 4 for bundles, 1 otherwise
@@ -107,8 +107,8 @@ class TractoDiff(Task):
         """Return 20 MDF + 10 collision, summed over the segments, MDF in units of the model's scale.
 
         Every second segment is evaluated again at the least noisy 5 % of the steps, where the prediction is close to a
-        sample. The collision is the fraction of its points outside the mask whose true points are inside. It is counted
-        twice, to represent all segments.
+        sample. The collision is the fraction of predicted points that are outside the mask while the true ones are
+        inside. It is counted twice, to represent all segments.
         """
         schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
         noise, count = per_sample_noise(batch), len(points)
@@ -170,8 +170,8 @@ class TractoDiff(Task):
     ) -> Iterator[Prediction]:
         """Yield the streamlines generated in each held-out subject, as .trk and .tck.
 
-        split       test: streamlines that were not used to choose the checkpoint, or val if there are none; val:
-                    streamlines that were used
+        split       test: streamlines that were not used to select the checkpoint, or val if there are none; val:
+                    streamlines that were used to select it
         seeds       streamlines per subject
         seeds_from  streamlines: points of held-out streamlines, which are compared with the generated streamlines;
                     mask: random points in the mask
@@ -191,7 +191,7 @@ class TractoDiff(Task):
             raise ConfigError(Problem(what, "inference.steps"))
         note = ""
         if not self.tracts.subjects(split):
-            split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint"
+            split, note = "val", f"no {split} streamlines: these are from val, which also selects the checkpoint"
         fields = self.tracts.fields.to(generator.device)
         mask = fields.mask
         tracking = Tracking(self.tracts, split)

@@ -231,9 +231,13 @@ def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
     ("task", "record", "args"),
     [
         ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": 1}, "at character 1, but has '\\(x'"),
-        ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": "4"}, "start is missing or another"),
+        (
+            "qa",
+            {"question": "x?", "context": "f(x=12)", "answer": "12", "start": "4"},
+            "start is missing or of another",
+        ),
         ("summary", {"source": " ", "target": "a"}, "source must not be empty"),
-        ("summary", {"source": "cut: \ud83d", "target": "a"}, "source has half of a character"),
+        ("summary", {"source": "cut: \ud83d", "target": "a"}, "source contains half a character"),
         ("code", ["a"], "must be an object"),
         ("classification", {"text": "a", "label": "module"}, "must be one of the training data's"),
     ],

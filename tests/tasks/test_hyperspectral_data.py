@@ -192,15 +192,15 @@ def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: i
 @pytest.mark.parametrize(
     ("name", "content", "error", "args"),
     [
-        ("a.npy", b"not an array", DataError, r"a\.npy: is no array"),
+        ("a.npy", b"not an array", DataError, r"a\.npy: is not an array"),
         ("a.npy", None, DataError, r"a\.npy: must be a cube \(H, W, C\).*\(8, 9\)"),
-        ("a.hdr", b"nothing", DataError, r"a\.hdr: is no ENVI header"),
-        ("a.hdr", b"ENVI\nsamples = 3\n", DataError, r"a\.hdr: needs lines"),
+        ("a.hdr", b"nothing", DataError, r"a\.hdr: is not an ENVI header"),
+        ("a.hdr", b"ENVI\nsamples = 3\n", DataError, r"a\.hdr: must have lines"),
         (
             "a.hdr",
             b"ENVI\nsamples=3\nlines=2\nbands=4\ndata type=4\ninterleave=bsq\n",
             InputMissing,
-            r"a\.hdr has no data beside it",
+            r"a\.hdr has no data file",
         ),
     ],
 )
@@ -232,10 +232,10 @@ def test_cubes_and_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"_mask\.npy: must be a mask \(8, 9\)"):
         splits["val"][0]
     np.save(mask, np.full((8, 9), 7, dtype=np.uint8))
-    with pytest.raises(DataError, match="holds 7 to 7"):
+    with pytest.raises(DataError, match="values from 7 to 7"):
         splits["val"][0]
     np.save(files[3], np.zeros((8, 9, 4), dtype=np.float32))
-    with pytest.raises(DataError, match=r"\(8, 9, [45]\) as the others, but is \(8, 9, [45]\)"):
+    with pytest.raises(DataError, match=r"\(8, 9, [45]\), like the other cubes, but has \(8, 9, [45]\)"):
         open_folder(tmp_path, None)
 
 
@@ -259,7 +259,7 @@ def test_a_folder_without_cubes_for_each_split_is_refused(tmp_path: Path) -> Non
     with pytest.raises(InputMissing, match="is not a folder"):
         open_folder(tmp_path / "nowhere", None)
     write_cubes(tmp_path, 2)
-    with pytest.raises(InputMissing, match="three are the least"):
+    with pytest.raises(InputMissing, match="at least three are needed"):
         open_folder(tmp_path, None)
 
 

@@ -193,7 +193,7 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
     [
         (b"a\tb\nonly one\n", r"train\.tsv, line 2: must be source<TAB>target.*1 columns: 'only one'"),
         (b"a\tb\nc\td\te\n", r"line 2: .*3 columns"),
-        (b"a\tb\nc\t \n", r"line 2: .*not empty"),
+        (b"a\tb\nc\t \n", r"line 2: .*nonempty"),
         (b"a\tb\n\xff\tb\n", r"line 2: must be UTF-8"),
         (b"", r"line 1: must be source<TAB>target"),
     ],
