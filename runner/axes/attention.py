@@ -75,7 +75,7 @@ def flash(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer the flash kernel (capability 8.0 and above, no mask); unsupported calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict if this device lacks the kernel.
+    With strict, raises ConfigError if this device lacks the kernel.
     Source: Dao, FlashAttention-2, 2023; needs compute capability 8.0 and float16 or bfloat16 on a GPU.
     """
     return _prefer("flash", SDPBackend.FLASH_ATTENTION, device, strict)
@@ -85,7 +85,7 @@ def efficient(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer the memory-efficient kernel, which supports masks and older GPUs; other calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict if this device lacks the kernel.
+    With strict, raises ConfigError if this device lacks the kernel.
     Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021; kernels of xFormers.
     """
     return _prefer("efficient", SDPBackend.EFFICIENT_ATTENTION, device, strict)
@@ -95,7 +95,7 @@ def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer cuDNN's kernel, designed for H100 and newer; unsupported calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict if this device lacks the kernel.
+    With strict, raises ConfigError if this device lacks the kernel.
     Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION.
     """
     return _prefer("cudnn", SDPBackend.CUDNN_ATTENTION, device, strict)

@@ -25,7 +25,7 @@ def default(num_sharing: int, *, threads: Literal["auto"] | Threads = "auto") ->
 
 
 def auto(num_sharing: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Use `fast` with a GPU and a model with convolutions whose shapes repeat, else `default`; the plan chooses."""
+    """Let the plan choose: `fast` on a GPU for a model with convolutions whose shapes repeat, else `default`."""
     return default(num_sharing, threads=threads)
 
 

@@ -150,7 +150,7 @@ def _compile(module: nn.Module, **options: Any) -> None:
 def _use_cuda_graphs(module: nn.Module) -> BeginForward:
     """Return the function that starts an iteration of CUDA graphs.
 
-    The outputs of an iteration overwrite those of the last one. Without this function, torch starts an iteration at
+    The outputs of an iteration overwrite those of the previous one. Without this function, torch starts an iteration at
     each call of the model while no backward pass is pending, so in an evaluation the second call for a batch would
     overwrite the output of the first. Once the function has been called, torch starts no iterations by itself.
     Source: torch.compiler.cudagraph_mark_step_begin; GenerationTracker in cudagraph_trees.py of torch 2.13.

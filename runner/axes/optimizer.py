@@ -8,7 +8,7 @@ betas         decay rates of the running averages of the gradient and its square
 eps           added to the square root of the second moment
 kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
               operation; auto: fused if supported, else foreach
-decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+decay_1d      also decay parameters with fewer than two dimensions (biases, norms)
 lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
 momentum      momentum factor; 0: none
 nesterov      use Nesterov momentum
@@ -129,7 +129,7 @@ def adamw8bit(
 
     The state of parameters with fewer than 4096 values stays in float32.
 
-    library       kernel library; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
+    library       kernel library; auto: bitsandbytes, else torchao, which takes seconds to compile at its first update
     Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
     """
@@ -440,7 +440,7 @@ def _groups(
     problems = unmatched_problems(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
         what = "the model has no parameter to train: all are frozen"
-        problems.append(Problem(what, "optimizer", "set requires_grad=True for one"))
+        problems.append(Problem(what, "optimizer", "set requires_grad=True for at least one"))
     if problems:
         raise ConfigError(problems)
     # As few groups as possible: foreach and fused kernels run once per group.

@@ -114,7 +114,7 @@ def pipeline(
     stages      number of ranks that together hold one copy of the model: all; a number that divides world_size; auto:
                 the number with the shortest predicted update among those that fit; on a CPU or with memory=budget, all.
                 With several copies, each processes its share of an update, and gradients are summed over the copies
-    schedule    1f1b: backward as early as possible; gpipe: all forward passes first
+    schedule    1f1b: run each backward pass as early as possible; gpipe: run all forward passes first
     split       number of layers of each stage, such as [8,6]; null: determined by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init        full: each rank builds the whole model, then frees the layers of other ranks; meta: large tensors are

@@ -58,7 +58,7 @@ class TrainingSamples:
     def in_numbered_order(
         self, order: Callable[[int, int], IntArray], count: int, content: Sequence[Any] = ()
     ) -> Sampler:
-        """Like `in_order`, for an order without errors that adds `self.num_samples` for each repetition of a sample."""
+        """Like `in_order`, but unchecked; the order already adds `self.num_samples` for each repetition of a sample."""
         sampler = EvenUpdates(count, self.global_batch_size, order, drop_last=self.drop_last)
         sampler.content = _hash(*content) if len(content) else ""
         return sampler
@@ -167,7 +167,7 @@ def mixture(
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
-    """Put samples of similar length into the same update, each once per epoch; uses `sample_lengths` of the task.
+    """Put samples of similar length into the same update, drawing each once per epoch, by the task's `sample_lengths`.
 
     Updates come in random order.
 

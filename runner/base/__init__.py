@@ -1,1 +1,1 @@
-"""What every package needs: errors, text, values of settings, the task contract, order and random numbers."""
+"""Code that every package uses: errors, text, values of settings, the task contract, order and random numbers."""

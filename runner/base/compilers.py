@@ -1,4 +1,4 @@
-"""What TorchInductor, the default backend of torch.compile, needs on this machine; checked without importing torch."""
+"""Check without importing torch whether this machine has what TorchInductor, torch.compile's default backend, needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.base.errors import Problem
 
-MIN_CAPABILITY = (7, 0)  # of a GPU that Triton supports
+MIN_CAPABILITY = (7, 0)  # minimum for Triton
 
 
 def find_missing_compiler(kind: str) -> Problem | None:

@@ -1,4 +1,4 @@
-"""Methods that other trainers call and accel-run does not, and what a task uses instead."""
+"""Methods that other trainers call but accel-run does not, and what to use instead in a task."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class TorchView:
     architectures  targets of its CUDA kernels: sm_75, compute_120, ...
     intel          its Intel GPUs
     cuda_error     torch's message about why it finds no CUDA device; empty if there is none
-    mps_bytes      memory that Metal recommends to use; None without Metal
+    mps_bytes      maximum memory use that Metal recommends; None without Metal
     """
 
     version: str
@@ -75,7 +75,7 @@ def nvidia_formats(capability: tuple[int, int] | None, name: str = "") -> Format
 def amd_formats(architecture: str) -> Formats:
     """Return the native formats of AMD matrix cores (CDNA) and WMMA units (RDNA 3 and later) for an architecture name.
 
-    TF32 is omitted: hipBLASLt has it on gfx942 only, and only if an environment variable enables it.
+    TF32 is omitted: hipBLASLt supports it only on gfx942, and only if an environment variable enables it.
     Source: AMD Instinct MI200 and MI300 and RDNA3 instruction set references; AOTriton's targets for flash attention.
     """
     if architecture == "gfx908":  # MI100: bfloat16 at half the rate of float16

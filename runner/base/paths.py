@@ -62,10 +62,10 @@ def working_folder(folder: Path) -> Iterator[None]:
 
 
 def is_elsewhere() -> bool:
-    """Return whether this process works in another folder than the user's shell."""
+    """Return whether the working directory differs from that of the user's shell."""
     return bool(_left_folders) and _left_folders[0] != os.getcwd()  # noqa: PTH109
 
 
 def path_for_user(path: Path) -> Path:
-    """Return the path as the user can use it: absolute if this process works in another folder."""
+    """Return the path as the user can use it: absolute if the working directory is not the user's."""
     return path.absolute() if is_elsewhere() else path

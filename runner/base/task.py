@@ -318,7 +318,7 @@ class Task:
 
     def example(self) -> tuple[Tensor, ...]:
         """Return example arguments of the model, a batch of two samples on the CPU; `export` traces them."""
-        raise NotImplementedError(f"{type(self).__name__} defines no example()")
+        raise NotImplementedError(f"{type(self).__name__} does not define example()")
 
     def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:
         """Yield predictions with the trained model, in eval mode and without gradients.

@@ -25,8 +25,9 @@ HELP = """usage: accel-run doctor [--json] [device=DEVICE] [checks=[NAME,...]] [
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
 Tests whether this machine can train: packages, driver, versions, limits, disk, other processes on each GPU, matrix
-products against float64. Each check prints ok, warn, FAIL or skip with its result. Problems are repeated at the end,
-with the reason why they matter and a fix. A check that crashes or hangs counts as FAIL, and the other checks continue.
+products compared with float64. Each check prints ok, warn, FAIL or skip with its result. Problems are repeated at the
+end, with the reason why they matter and a fix. A check that crashes or hangs counts as FAIL, and the other checks
+continue.
 To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares predictions for a GPU (formats, kernels, memory, times, waits) with measurements, in at most five

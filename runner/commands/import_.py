@@ -15,8 +15,8 @@ from runner.config.request import format_override
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
 
 Converts a file written by torch.save to safetensors. torch.load reads it with weights_only=True, which creates only
-tensors and plain data, in a subprocess with limited memory. A file that requests anything else is refused, with the
-name of what it requested.
+tensors and plain data, in a subprocess with limited memory. A file that requests anything else is rejected, and the
+message names what it requested.
 
   NEW.safetensors   the new file (default: FILE with that extension); existing files are not overwritten
   key=ENTRY         the entry that holds the weights, for example key=ema.model; common entries are found automatically

@@ -51,7 +51,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
             fix = "write the value itself; the shell inserts an environment variable for $NAME outside of single quotes"
-            problems.append(Problem("${...} is allowed in files only", argument, fix))
+            problems.append(Problem("${...} is allowed only in files", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
             is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"

@@ -193,7 +193,7 @@ def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
     """Return a known word that is one typo away, else the most similar one above the cutoff.
 
     A word of up to three letters may have the typo anywhere but in the first letter (l4 is not t4, tpu is not cpu);
-    one of up to four letters may have one typo only.
+    one of up to four letters may have only one typo.
     """
     known = list(known)
     one_away = [

@@ -131,7 +131,7 @@ class LocalPool(TrialPool):
         super().__exit__()
 
     def start(self, trial: Trial, request: Request) -> None:
-        """Start the process of a trial. With one slot, it uses the terminal; else, its name precedes each line."""
+        """Start the process of a trial. With several slots, its name precedes each line of its output."""
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}

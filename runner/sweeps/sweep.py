@@ -326,8 +326,8 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
 def _find_named_runs(overrides: Sequence[str], root: Path, earlier: Mapping[str, str]) -> dict[str, str]:
     """Return override -> the override with the folder of the run that it names; unchanged ones are left out.
 
-    earlier  result when the sweep started. It applies while the folder exists, and to `last` also if it does not,
-             because trials change which run is last
+    earlier  result when the sweep started. It applies while the folder exists, and to `last` even if the folder is
+             gone, because trials change which run is last
     """
     found = dict(zip(overrides, resolve_run_names(overrides, root), strict=True))
     for override in found:

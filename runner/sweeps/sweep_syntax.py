@@ -54,7 +54,7 @@ class SearchSpace:
         return len(self.values) or (1 + round((self.high - self.low) / step) if step else math.inf)
 
     def as_recorded(self, text: str) -> SearchSpace:
-        """Return the space with numbers in Python's notation if `text`, from an earlier version, describes it so."""
+        """Return the space with numbers in Python's notation if `text`, written by an earlier version, uses it."""
         pairs = [value.partition("=") for value in self.values]
         plain = replace(self, values=tuple(f"{key}={plain_number(number)}" for key, _, number in pairs))
         return plain if str(plain) == text else self
