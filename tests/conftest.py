@@ -152,7 +152,7 @@ def _outside_samples(items: list[pytest.Item], name: str) -> set[pytest.Item]:
 def _chosen(cases: list[pytest.Item], count: int, rng: random.Random) -> list[pytest.Item]:
     """Return `count` random cases that together cover as many parameter values as possible."""
     left, kept = rng.sample(cases, len(cases)), []
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[str, int | str]] = set()
     while left and len(kept) < count:
         best = max(left, key=lambda item: len(_values(item) - seen))
         left.remove(best)
@@ -161,8 +161,9 @@ def _chosen(cases: list[pytest.Item], count: int, rng: random.Random) -> list[py
     return kept
 
 
-def _values(item: Any) -> set[tuple[str, int]]:
-    return {(name, id(value)) for name, value in item.callspec.params.items()}
+def _values(item: Any) -> set[tuple[str, int | str]]:
+    # Not every value is hashable; equal strings may be different objects.
+    return {(name, value if isinstance(value, str) else id(value)) for name, value in item.callspec.params.items()}
 
 
 def pytest_report_header() -> str:

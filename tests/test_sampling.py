@@ -25,6 +25,10 @@ def test_small(number): ...
 @pytest.mark.parametrize("other", range(2))
 def test_product(one, other): ...
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind, case", [(case[:2], case) for case in "ax1 ax2 ax3 ax4 by1 cz1".split()])
+def test_kinds(kind, case): ...
+
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("number", range(5))
 def test_costly(number): ...
@@ -87,7 +91,7 @@ def test_the_given_number_of_sampled_cases_runs(file: Path) -> None:
     assert result.of("test_small") == ["test_small[0]", "test_small[1]"]
     assert result.of("test_other") == ["test_other"]
     assert result.of("test_long") == []
-    assert result.num_left_out == 7 + 3 + 1
+    assert result.num_left_out == 7 + 3 + 3 + 1
 
 
 def test_slow_cases_and_tests_run_on_request(file: Path) -> None:
@@ -113,7 +117,7 @@ def test_the_choice_of_cases_depends_on_the_seed(file: Path, monkeypatch: pytest
 def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "IS_LONG", True)
     result = collected(file)
-    assert len(result.names) == 10 + 2 + 6 + 5 + 1 + 1 + 1
+    assert len(result.names) == 10 + 2 + 6 + 6 + 5 + 1 + 1 + 1
     assert result.num_left_out == 0
 
 
@@ -128,6 +132,9 @@ def test_each_value_of_a_parameter_is_in_some_chosen_case(
     seed: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tallies, "SEED", seed)
-    chosen = [name[len("test_product[") : -1].split("-") for name in collected(file).of("test_product")]
+    selected = collected(file)
+    chosen = [name[len("test_product[") : -1].split("-") for name in selected.of("test_product")]
     assert {other for other, _ in chosen} == {"0", "1"}
     assert {one for _, one in chosen} == {"0", "1", "2"}
+    kinds = [name.removeprefix("test_kinds[")[:2] for name in selected.of("test_kinds")]
+    assert sorted(kinds) == ["ax", "by", "cz"]
