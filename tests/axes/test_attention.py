@@ -179,7 +179,7 @@ def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "capability", "args"),
+    ("backend", "dtype", "capability", "reason"),
     [
         ("flash", torch.float16, (7, 5), "8.0, but the device has 7.5"),
         ("flash", torch.float32, (9, 0), "but are float32"),
@@ -195,11 +195,11 @@ def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
     ],
 )
 def test_unsupported_dtypes_and_gpus_have_a_refusal_reason(
-    backend: str, dtype: torch.dtype, capability: tuple[int, int], args: str
+    backend: str, dtype: torch.dtype, capability: tuple[int, int], reason: str
 ) -> None:
     result = refusal_reason(backend, dtype, CUDA, capability=capability)
-    assert args in result
-    assert bool(args) == bool(result)
+    assert reason in result
+    assert bool(reason) == bool(result)
 
 
 def test_flash_does_not_support_masks_and_large_heads() -> None:

@@ -403,7 +403,7 @@ def test_no_environment_variable_is_set_without_allocator_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "args"),
+    ("text", "pattern"),
     [
         ("expandable_segment:True", r"did you mean expandable_segments\?"),
         ("expandable_segments", "must be True or False, but is empty"),
@@ -416,8 +416,8 @@ def test_no_environment_variable_is_set_without_allocator_settings() -> None:
         ("nonsense", "has no setting nonsense"),
     ],
 )
-def test_an_invalid_allocator_setting_is_refused(text: str, args: str) -> None:
-    with pytest.raises(ConfigError, match=args):
+def test_an_invalid_allocator_setting_is_refused(text: str, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         allocator_environment(text)
 
 

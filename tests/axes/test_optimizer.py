@@ -569,7 +569,7 @@ def damage(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "args"),
+    ("change", "pattern"),
     [
         ("missing", "0.weight.exp_avg is missing"),
         ("unknown", "9.weight.exp_avg belongs to no parameter"),
@@ -578,7 +578,7 @@ def damage(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> Non
         ("optimizer", "torch.SGD, but this run's is torch.AdamW"),
     ],
 )
-def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, args: str) -> None:
+def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, pattern: str) -> None:
     model = network()
     optimizer = made(adamw)(model)
     train(model, optimizer, range(2))
@@ -586,7 +586,7 @@ def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, args: st
     other = made(adamw)(network())
     train(network(), other, range(0))
     damage(change, tensors, rest)
-    with pytest.raises(IncompatibleResume, match=args):
+    with pytest.raises(IncompatibleResume, match=pattern):
         import_state(other, tensors, rest)
     assert not other.state
 

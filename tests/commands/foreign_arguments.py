@@ -1,4 +1,4 @@
-"""Arguments of other tools, each with the suggestion that must be in the answer; "" if there is no such setting.
+"""Arguments of other tools, each with the suggestion that the message must contain; "" if no setting corresponds.
 
 One table per tool. The test also checks that the suggestion itself is accepted.
 """

@@ -69,7 +69,7 @@ def test_both_trains_and_predicts_with_the_run_that_it_trained(tmp_path: Path) -
     assert summary(run)["checkpoint_update"] == 30
 
 
-def test_both_that_was_stopped_names_the_commands_for_the_rest(server: ForkServer, tmp_path: Path) -> None:
+def test_a_stopped_both_prints_the_commands_that_remain(server: ForkServer, tmp_path: Path) -> None:
     args = [*ON_CPU[:4], "updates=1000", "log_every=1", "task.sleep_s=0.02"]
     pid = server.start(["both", "run=mine", *args], tmp_path)
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -83,7 +83,7 @@ def test_both_that_was_stopped_names_the_commands_for_the_rest(server: ForkServe
     assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
-def test_both_exits_like_the_training_that_failed_and_predicts_nothing(tmp_path: Path) -> None:
+def test_both_exits_with_the_code_of_a_failed_training_and_predicts_nothing(tmp_path: Path) -> None:
     result = run_here(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert result.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
@@ -114,7 +114,7 @@ def test_inference_uses_the_last_trained_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inference_and_evaluate_use_the_log_level(folder: Path) -> None:
+def test_inference_and_evaluate_respect_the_log_level(folder: Path) -> None:
     for command in ("inference", "evaluate"):
         assert "update-0000000030" in run_here(command, folder).out
         result = run_here(command, folder, env={"ACCEL_RUN_LOG_LEVEL": "warning"})
@@ -136,7 +136,7 @@ def test_inference_accepts_a_run_by_name_and_by_folder(folder: Path) -> None:
         assert result.out.startswith("first: ")
 
 
-def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(folder: Path) -> None:
+def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     result = run_here(f"inference run={folder}/outputs/first", elsewhere)
@@ -144,7 +144,7 @@ def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(folder: Path) -
     assert result.err.endswith(f" --task {TASK}\n")
 
 
-def test_the_same_seed_predicts_the_same_and_another_does_not(folder: Path) -> None:
+def test_predictions_depend_on_the_seed(folder: Path) -> None:
     result = []
     for seed in (3, 3, 4):
         assert run_here(f"inference inference.seed={seed}", folder).code == 0
@@ -154,7 +154,7 @@ def test_the_same_seed_predicts_the_same_and_another_does_not(folder: Path) -> N
     assert result[0] != result[2]
 
 
-def test_the_summary_has_times_and_memory(folder: Path) -> None:
+def test_the_summary_contains_times_and_memory(folder: Path) -> None:
     assert run_here("inference inference.samples=7", folder).code == 0
     result = summary(folder / "outputs" / "second")
     assert result.keys() == {
@@ -165,7 +165,7 @@ def test_the_summary_has_times_and_memory(folder: Path) -> None:
     latency = result["latency_ms"]
     assert latency.keys() == {"mean", "median", "p95", "p99"}
     assert latency["median"] > 0
-    assert latency["p95"] is latency["p99"] is None, "6 calls after the first determine neither"
+    assert latency["p95"] is latency["p99"] is None, "6 calls after the first are too few for these statistics"
     model = result["model"]
     assert (model["calls"], model["samples_per_call"]) == (7, 1)
     assert 0 < model["seconds"] < result["seconds"]
@@ -185,7 +185,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_reported(folder: Path) -> No
     assert sorted(checkpoints.iterdir()) == before  # inference does not move checkpoints
 
 
-def test_all_checkpoints_damaged_is_exit_65(folder: Path) -> None:
+def test_exit_code_is_65_if_all_checkpoints_are_damaged(folder: Path) -> None:
     for checkpoint in (folder / "outputs" / "second" / "checkpoints").glob("update-*"):
         damage(checkpoint)
     result = run_here("inference", folder)
@@ -193,20 +193,20 @@ def test_all_checkpoints_damaged_is_exit_65(folder: Path) -> None:
     assert suggested(result.err) == ["run=second"]
 
 
-def test_no_checkpoint_is_exit_66(folder: Path) -> None:
+def test_exit_code_is_66_without_a_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder / "outputs" / "second" / "checkpoints")
     result = run_here("inference", folder)
     assert result.code == 66
     assert "no checkpoint" in result.err
 
 
-def test_no_run_is_exit_66(folder: Path) -> None:
+def test_exit_code_is_66_without_a_run(folder: Path) -> None:
     result = run_here("inference run=secnd", folder)
     assert result.code == 66
     assert " second?" in result.err
 
 
-def test_an_unknown_key_is_exit_78(folder: Path) -> None:
+def test_exit_code_is_78_for_an_unknown_key(folder: Path) -> None:
     result = run_here("inference inference.sample=3", folder)
     assert result.code == 78
     assert "inference.sample=3" in result.err
@@ -223,7 +223,7 @@ def test_an_unknown_key_is_exit_78(folder: Path) -> None:
         ("--device cpu", "device=cpu"),
     ],
 )
-def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(folder: Path, typed: str, meant: str) -> None:
+def test_the_error_for_a_training_key_suggests_the_inference_key(folder: Path, typed: str, meant: str) -> None:
     result = run_here(f"inference {typed}", folder)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", meant]
@@ -232,8 +232,8 @@ def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(folder: Path
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4"])
-def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, tmp_path: Path) -> None:
-    """There is no run, so the keys are those of the default task."""
+def test_the_error_for_a_batch_size_suggests_the_inference_key(typed: str, tmp_path: Path) -> None:
+    """Without a run, the keys are those of the default task."""
     result = run_here(f"inference {typed}", tmp_path)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
@@ -251,7 +251,7 @@ def test_keys_of_the_users_task_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_without_predict_reports_what_to_define(tmp_path: Path) -> None:
+def test_the_error_for_a_task_without_predict_says_what_to_define(tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)
     result = run_here(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
@@ -260,7 +260,7 @@ def test_a_task_without_predict_reports_what_to_define(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
-def test_a_prediction_that_fails_names_the_line(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_prediction_names_the_line(tmp_path: Path) -> None:
     source = TASK.read_text().replace(
         "        for number in range(samples):", "        for number in range(samples + {}):"
     )

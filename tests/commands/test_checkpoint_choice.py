@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "outputs/mine/checkpoints").iterdir())
 
 
-def ran(folder: Path, args: str) -> CompletedCommand:
+def run_successfully(folder: Path, args: str) -> CompletedCommand:
     result = run_here(args, folder)
     assert result.code == 0, result.err
     return result
@@ -63,7 +63,7 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(folder: Path) -> Non
         ("checkpoint=last", 6),
         ("checkpoint=4", 4),
     ):
-        messages = ran(folder, f"export mine format=safetensors {word}".strip()).out
+        messages = run_successfully(folder, f"export mine format=safetensors {word}".strip()).out
         assert checkpoint_path(Path(), number).name in messages
         assert f"val/loss {losses(folder)[number]:.4g}" in messages
         wanted = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
@@ -73,9 +73,9 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(folder: Path) -> Non
 
 def test_evaluate_and_inference_use_the_chosen_checkpoint(folder: Path) -> None:
     for word, number in (("", best(folder)), ("checkpoint=last", 6), ("checkpoint=4", 4)):
-        record = json.loads(ran(folder, f"evaluate mine --json {word}".strip()).out)
+        record = json.loads(run_successfully(folder, f"evaluate mine --json {word}".strip()).out)
         assert (record["update"], record["metrics"]["val/loss"]) == (number, losses(folder)[number])
-        shown = ran(folder, f"inference mine {word}".strip()).out
+        shown = run_successfully(folder, f"inference mine {word}".strip()).out
         assert checkpoint_path(Path(), number).name in shown
         assert f"val/loss {losses(folder)[number]:.4g}" in shown
         weights = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
@@ -84,20 +84,22 @@ def test_evaluate_and_inference_use_the_chosen_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_status_and_report_mark_the_best_and_the_last(folder: Path) -> None:
+def test_status_and_report_mark_the_best_and_the_last_checkpoint(folder: Path) -> None:
     lines = {
-        line.split(":")[0].split()[-1]: line for line in ran(folder, "status mine").out.splitlines() if "valid" in line
+        line.split(":")[0].split()[-1]: line
+        for line in run_successfully(folder, "status mine").out.splitlines()
+        if "valid" in line
     }
     marked = {name: word for name, line in lines.items() for word in ("best", "last") if word in line}
     assert marked == {checkpoint_path(Path(), best(folder)).name: "best", checkpoint_path(Path(), 6).name: "last"}
-    ran(folder, "report mine")
+    run_successfully(folder, "report mine")
     page = (folder / "outputs/mine/report.html").read_text()
     assert f"best, val/loss {losses(folder)[best(folder)]:.4g}" in page
 
 
-def test_a_rewound_run_gives_its_earlier_results(folder: Path) -> None:
+def test_a_rewound_run_reproduces_its_earlier_results(folder: Path) -> None:
     before, weights = losses(folder), load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
-    result = ran(folder, "resume mine checkpoint=3")
+    result = run_successfully(folder, "resume mine checkpoint=3")
     assert "resumes after update 3" in result.out
     assert losses(folder) == before
     again = load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
@@ -108,7 +110,7 @@ def test_a_rewound_run_gives_its_earlier_results(folder: Path) -> None:
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").is_file()
 
 
-def test_a_refused_resume_does_not_rewind(folder: Path) -> None:
+def test_a_rejected_resume_does_not_rewind(folder: Path) -> None:
     before = names(folder)
     for args, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
         assert run_here(f"resume mine checkpoint=3 {args}", folder).code == code
@@ -126,7 +128,7 @@ def test_a_refused_resume_does_not_rewind(folder: Path) -> None:
     ],
     ids=["other model", "fails in build", "fails in the first update"],
 )
-def test_a_resume_that_fails_before_it_trains_loses_nothing(old: str, new: str, folder: Path) -> None:
+def test_a_resume_that_fails_before_its_first_update_keeps_all_checkpoints(old: str, new: str, folder: Path) -> None:
     before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
     (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
     result = run_here(f"resume mine checkpoint=3 --task {TASK.name}", folder)
@@ -136,7 +138,7 @@ def test_a_resume_that_fails_before_it_trains_loses_nothing(old: str, new: str, 
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
 
-def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(folder: Path) -> None:
+def test_a_resume_that_fails_after_an_update_keeps_its_new_checkpoints(folder: Path) -> None:
     before = (folder / "outputs/mine/metrics.jsonl").read_bytes()
     count = "if model.training: counted.append(1)\n        if len(counted) > 2: raise RuntimeError\n        return (mod"
     text = TASK.read_text().replace("return (mod", count).replace("SETTINGS =", "counted = []\nSETTINGS =")
@@ -148,23 +150,23 @@ def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(folder: 
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
 
 
-def test_the_settings_of_the_group_keep_their_meaning(folder: Path) -> None:
+def test_other_settings_of_the_group_checkpoint_still_work(folder: Path) -> None:
     longer = "updates=7 resume_allow=[updates]"
-    ran(folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
+    run_successfully(folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
     assert checkpoint_path(Path(), 7).name in names(folder)
 
 
 def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(tmp_path: Path) -> None:
     args = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
     assert run_here(args, tmp_path).code == 0
-    assert checkpoint_path(Path(), 6).name in ran(tmp_path, EXPORT).out
+    assert checkpoint_path(Path(), 6).name in run_successfully(tmp_path, EXPORT).out
     assert run_here(f"{EXPORT} checkpoint=best", tmp_path).code == 66
 
 
-def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(folder: Path) -> None:
+def test_a_damaged_best_checkpoint_is_skipped_unless_it_was_requested(folder: Path) -> None:
     path = checkpoint_path(folder / "outputs/mine/checkpoints", best(folder))
     (path / "model.safetensors").write_bytes(b"damaged")
-    result = ran(folder, EXPORT)
+    result = run_successfully(folder, EXPORT)
     assert path.name in result.err
     assert checkpoint_path(Path(), 6).name in result.out
     assert run_here(f"{EXPORT} checkpoint=best", folder).code == 65

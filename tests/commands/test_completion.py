@@ -139,8 +139,8 @@ OFFERS = {
 }
 
 
-def test_training_commands_complete_the_run_they_would_resume(folder: Path) -> None:
-    """`train run=` with the name of a trial would start the trial again, outside its sweep."""
+def test_training_commands_complete_only_runs_that_they_would_resume(folder: Path) -> None:
+    """`train run=TRIAL` would start the trial again, outside its sweep."""
     trial = folder / "outputs" / "grid" / "grid-1"
     trial.mkdir(parents=True)
     (trial / "run.json").write_text("{}")
@@ -153,7 +153,7 @@ def test_training_commands_complete_the_run_they_would_resume(folder: Path) -> N
 
 
 @pytest.mark.parametrize("line", OFFERS)
-def test_completions_in_full(line: str, folder: Path) -> None:
+def test_completion_offers_all_candidates(line: str, folder: Path) -> None:
     assert " ".join(offered(line)) == OFFERS[line]
 
 
@@ -187,7 +187,7 @@ def test_arguments_may_be_quoted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["def build(", "\0", "build = 3"])
-def test_an_unreadable_task_prints_nothing_into_the_command_line(
+def test_completion_prints_nothing_if_the_task_file_is_invalid(
     content: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "my_task.py").write_text(content)
@@ -195,18 +195,18 @@ def test_an_unreadable_task_prints_nothing_into_the_command_line(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_help_flag_on_the_line_is_not_for_the_completion_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_ignores_a_help_flag_on_the_completed_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "--", "train", "--help", "precision=b"]) == 0
     assert capsys.readouterr() == ("precision=bf16\n", "")
 
 
-def test_the_internal_command_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_internal_completion_command_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     assert "\n  complete " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("args", ["", "zhs", "bash zsh"])
-def test_an_unknown_shell_is_exit_78(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_is_78_for_an_unknown_shell(args: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", *args.split()]) == 78
     assert "zsh" in capsys.readouterr().err
 
@@ -217,8 +217,8 @@ LINES = (
 )  # fmt: skip
 
 
-def test_a_completion_loads_no_library_and_reads_few_files(folder: Path) -> None:
-    """Users wait for it; its time depends on what it loads and reads (scripts/measure/command_line.py)."""
+def test_completion_imports_no_library_and_reads_few_files(folder: Path) -> None:
+    """Users wait for completions; their time depends on what is loaded and read (scripts/measure/command_line.py)."""
     code = """if True:
         import collections, contextlib, io, json, sys
         import runner.cli as cli
@@ -271,7 +271,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     return done.stdout
 
 
-# How readline splits a line: words also end at = and :, and only the last piece is replaced.
+# readline also ends words at = and :, and replaces only the last piece.
 IN_BASH = {
     "accel-run t": (["accel-run", "t"], "train tune"),
     "accel-run ": (["accel-run", ""], " ".join(name for name, (_, summary) in COMMANDS.items() if summary)),
@@ -293,7 +293,7 @@ IN_BASH = {
 
 
 @pytest.mark.slow
-def test_bash_completes(folder: Path) -> None:
+def test_completion_works_in_bash(folder: Path) -> None:
     script = "source ./completion.bash\n"
     for args, _ in IN_BASH.values():
         quoted = " ".join(f"'{word}'" for word in args)
@@ -313,7 +313,7 @@ def test_bash_registers_the_completion_for_accel_run(folder: Path) -> None:
     assert shown.split()[-3:] == ["-F", "_accel_run", "accel-run"]
 
 
-def test_zsh_completes(folder: Path) -> None:
+def test_completion_works_in_zsh(folder: Path) -> None:
     """compadd is replaced, because real completion needs a terminal."""
     script = "compdef() { registered=$2 }\nsource ./completion.zsh\necho $registered\n"
     script += 'compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rn -- "${@:+$* }" }\n'
@@ -333,7 +333,7 @@ def test_zsh_completes(folder: Path) -> None:
     assert [answer.strip() for answer in answers] == list(lines.values())
 
 
-def test_fish_completes(folder: Path) -> None:
+def test_completion_works_in_fish(folder: Path) -> None:
     lines = {
         "accel-run t": "train tune",
         "accel-run train precision=f": "precision=fp16 precision=fp32",

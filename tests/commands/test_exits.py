@@ -45,7 +45,7 @@ class Mine(Task):
 """
 
 
-def test_an_internal_error_is_one_line_and_a_traceback(
+def test_an_internal_error_prints_one_line_and_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "two\nlines"
@@ -63,7 +63,7 @@ def test_an_internal_error_is_one_line_and_a_traceback(
     assert "in broken" in err
 
 
-def test_an_internal_error_in_a_run_is_one_line_and_a_traceback_in_error_json(
+def test_an_internal_error_in_a_run_prints_one_line_and_writes_a_traceback_to_error_json(
     server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
@@ -115,7 +115,7 @@ def test_an_interrupt_during_an_import_exits_quietly_with_130(
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
-        process.kill()  # if it ignored the signal, it would train for an hour
+        process.kill()  # a process that ignored the signal would train for an hour
     assert process.returncode == 130, err
     assert err == "\naccel-run: interrupted\n"
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
@@ -145,7 +145,7 @@ def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: 
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
     given = [*args, "--task", str(task), "device=cpu", "monitor=off", "updates=20"]
     server.start(given, tmp_path, {"IMPORT_FIRST": "tests.forked_trials"})
-    select.select([reader], [], [], 60)  # until there is output
+    select.select([reader], [], [], 60)  # wait until there is output
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
@@ -158,7 +158,7 @@ def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: 
 
 
 @pytest.mark.slow
-def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
+def test_train_runs_without_standard_streams(tmp_path: Path) -> None:
     """Uses a real process, since Python sets up its streams when it starts."""
     task = ROOT / "tests" / "faults" / "task_to_attack.py"
     args = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
@@ -170,7 +170,7 @@ def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_behind_standard_output_is_exit_74(tmp_path: Path) -> None:
+def test_exit_code_is_74_if_the_disk_of_standard_output_is_full(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "runner", "--help"], cwd=tmp_path, env=ENVIRONMENT, check=False,
@@ -182,7 +182,7 @@ def test_a_full_disk_behind_standard_output_is_exit_74(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_closed_streams_are_not_an_error(tmp_path: Path) -> None:
+def test_closed_output_streams_do_not_change_the_exit_code(tmp_path: Path) -> None:
     program = f'"{sys.executable}" -m runner'
     line = f"{program} explain precision >&- 2>&-; echo $?; {program} frobnicate 2>&-; echo $?"
     done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)

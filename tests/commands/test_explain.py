@@ -1,4 +1,4 @@
-"""`accel-run explain`: what set a value, and what the value would be otherwise."""
+"""`accel-run explain`: the source of a value, and the value without this source."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_unknown_key_gets_a_suggestion(args: str, folder: Path, capsys: pytes
     assert capsys.readouterr() == ("", f"accel-run: {REFUSED[args]}\n")
 
 
-def test_every_named_file_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_file_named_as_a_source_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every key of the default configuration and of two hardware profiles."""
     from runner.config.configuration import compose
     from runner.config.request import Request

@@ -92,10 +92,8 @@ def test_each_exported_format_gives_the_outputs_of_the_model(folder: Path) -> No
     assert distance(wanted.tolist(), result.tolist()) <= allowed(torch.float32, 5)
 
 
-def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With two names for one weight, of which safetensors stores one, a tensor without rows, and averages."""
+def test_a_sharded_checkpoint_is_exported_to_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has a weight with two names (safetensors stores one), a tensor without rows, and averages."""
     more = "self.again = self.layer; self.register_buffer('count', torch.tensor(3.0))"
     text = TASK.replace("nn.Linear(4, 2), batch_bound", f"nn.Linear(4, 2), batch_bound; {more}")
     (tmp_path / "mine.py").write_text(text)
@@ -126,7 +124,7 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
     parity = json.loads((tmp_path / "outputs/first/export/parity.json").read_text())
     assert (parity["checkpoint_update"], parity["safetensors"]["file"]) == (3, "model.safetensors")
     assert parity["safetensors"]["largest_difference"] == 0.0, "compared bit by bit"
-    for state in states(recording.start, recording.operations, 60, "names"):  # after a crash
+    for state in states(recording.start, recording.operations, 60, "names"):  # left by a crash
         assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
 
     def write_damaged(path: Path, data: Iterable[bytes | memoryview]) -> None:
@@ -140,7 +138,7 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
 
 
 @pytest.mark.slow
-def test_outputs_that_are_not_finite_are_compared_too(folder: Path) -> None:
+def test_outputs_that_are_not_finite_are_compared(folder: Path) -> None:
     masked = run_here(["export", "first", "format=safetensors,program", "task.kind=masked"], folder)
     assert masked.code == 0, masked.err + masked.out
     noise = run_here(["export", "first", "format=safetensors", "task.kind=noise"], folder)

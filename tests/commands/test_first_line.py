@@ -71,7 +71,9 @@ def test_the_first_line_is_printed_before_torch_is_imported(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_beside_other_processes_threads_sleep_before_torch_is_imported(is_busy: bool, tmp_path: Path) -> None:
+def test_waiting_openmp_threads_are_set_to_sleep_on_a_busy_machine_before_torch_is_imported(
+    is_busy: bool, tmp_path: Path
+) -> None:
     reports_policy = CUSTOMIZED.replace(f'b"{IMPORTED}\\n"', f'os.environ.get("{POLICY}", "unset").encode()')
     idle = BUSY.replace("1000 * time.monotonic()", "0.0")
     (tmp_path / "sitecustomize.py").write_text(reports_policy + (BUSY if is_busy else idle))

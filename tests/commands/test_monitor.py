@@ -51,7 +51,7 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
     """Run the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
 
     def watch(state: Any, *args: str, **variables: str) -> CompletedCommand:
-        if state is None:  # a new process: the loader searches other folders for the driver
+        if state is None:  # a new process: the dynamic linker reads LD_LIBRARY_PATH only at the start
             run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
                 [sys.executable, "-c", run, *args],
@@ -69,7 +69,7 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
     return watch
 
 
-def the_folder(folder: Path) -> Path:
+def only_folder(folder: Path) -> Path:
     (made,) = (folder / "gpu_logs").iterdir()
     return made
 
@@ -77,7 +77,9 @@ def the_folder(folder: Path) -> Path:
 # ---------------------------------------------------------------- on a pipe
 
 
-def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, tmp_path: Path) -> None:
+def test_monitoring_on_a_pipe_prints_a_line_per_sample_and_writes_a_summary_and_files(
+    monitor: Watch, tmp_path: Path
+) -> None:
     done = monitor(T4, "seconds=0.5", "interval_s=0.1")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -89,7 +91,7 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
     assert re.search(r"utilization +% +85 +85 +85\n", done.out)
     assert "good  GPU 0 utilization: " in done.out
     assert re.search(r"power limit.* 100 %.* 61 °C", done.out)
-    made = the_folder(tmp_path)
+    made = only_folder(tmp_path)
     assert {path.name for path in made.iterdir()} == {"gpu.csv", "monitor.json", "gpu0.png", "machine.png"}
     rows = (made / "gpu.csv").read_text().splitlines()
     assert rows[0] == ",".join(COLUMNS)
@@ -105,9 +107,9 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
 def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     nvml_stub: NvmlStub, tmp_path: Path, room: int
 ) -> None:
-    """A file size limit simulates a full disk: first gpu.csv does not fit, then monitor.json does not either."""
+    """A file size limit simulates a full disk: gpu.csv does not fit, or only monitor.json does not."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
-    # Pipes are not limited.
+    # The limit does not apply to pipes.
     result = subprocess.run(
         command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -131,7 +133,7 @@ def test_two_monitors_write_to_two_folders(monitor: Watch, tmp_path: Path) -> No
     assert len(list((tmp_path / "mine").iterdir())) == 2
 
 
-def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch, tmp_path: Path) -> None:
+def test_json_output_has_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(TEN, "seconds=0.3", "interval_s=0.1", "--json", "log_dir=null")
     assert done.code == 0, done.err
     result = [json.loads(line) for line in done.out.splitlines()]
@@ -142,7 +144,7 @@ def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch,
     assert not (tmp_path / "gpu_logs").exists()
 
 
-def test_two_gpus_are_distinguished_and_only_visible_ones_monitored(monitor: Watch, tmp_path: Path) -> None:
+def test_only_gpus_in_cuda_visible_devices_are_monitored(monitor: Watch, tmp_path: Path) -> None:
     def names(**variables: str) -> list[str]:
         sample, *_ = monitor(PAIR, "--json", *SHORT, **variables).out.splitlines()
         return [gpu["name"] for gpu in json.loads(sample)["gpus"]]
@@ -151,7 +153,7 @@ def test_two_gpus_are_distinguished_and_only_visible_ones_monitored(monitor: Wat
     assert names(CUDA_VISIBLE_DEVICES="GPU-3070") == [PAIR["1.name"]]
 
 
-def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_path: Path) -> None:
+def test_a_gpu_error_is_printed_before_any_advice_on_a_pipe(monitor: Watch, tmp_path: Path) -> None:
     state = T4 | {"event_types": 11, "events": "0:8:48", "0.throttle": 0}
     done = monitor(state, "seconds=0.3", "interval_s=0.1", "log_dir=null")
     assert done.err.count("XID 48") == 1
@@ -160,13 +162,13 @@ def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_
     assert done.out.count("XID 48") == 1
 
 
-def test_hidden_gpus_are_the_reason_if_none_is_monitored(monitor: Watch, tmp_path: Path) -> None:
+def test_a_note_says_that_cuda_visible_devices_hides_all_gpus(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(PAIR, *SHORT, CUDA_VISIBLE_DEVICES="")
     assert done.code == 0
     assert re.search(r"CUDA_VISIBLE_DEVICES=\s+hides\s+2", done.err)
 
 
-def test_readings_of_an_unsupported_query_are_absent(monitor: Watch, tmp_path: Path) -> None:
+def test_readings_that_the_driver_does_not_support_are_absent(monitor: Watch, tmp_path: Path) -> None:
     sample, *_ = monitor(T4 | {"0.err.power": 3, "0.err.util": 3}, "--json", *SHORT).out.splitlines()
     readings = json.loads(sample)["readings"]
     assert "gpu0/memory_gib" in readings
@@ -174,17 +176,15 @@ def test_readings_of_an_unsupported_query_are_absent(monitor: Watch, tmp_path: P
 
 
 @pytest.mark.slow
-def test_without_a_gpu_cpu_and_ram_are_shown_with_the_reason(monitor: Watch, tmp_path: Path) -> None:
+def test_without_a_gpu_only_cpu_and_ram_are_shown_with_a_reason(monitor: Watch, tmp_path: Path) -> None:
     live = monitor(None, "seconds=0.2", "interval_s=0.1")
     assert live.code == 0
     assert re.match(r"CPU: [\d.]+% \| RAM: [\d.]+%\n", live.out)
     assert "no NVIDIA driver" in live.err
-    assert {path.name for path in the_folder(tmp_path).iterdir()} == {"gpu.csv", "monitor.json", "machine.png"}
+    assert {path.name for path in only_folder(tmp_path).iterdir()} == {"gpu.csv", "monitor.json", "machine.png"}
 
 
-def test_missing_permission_and_a_lost_gpu_are_reported_and_monitoring_continues(
-    monitor: Watch, tmp_path: Path
-) -> None:
+def test_monitoring_continues_after_a_missing_permission_or_a_lost_gpu(monitor: Watch, tmp_path: Path) -> None:
     denied = monitor(T4 | {"err.init": 4}, *SHORT)
     assert denied.code == 0
     assert "no permission" in denied.err
@@ -207,13 +207,13 @@ def test_files_are_written_when_the_pipe_reader_exits(nvml_stub: NvmlStub, tmp_p
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
-    assert (the_folder(tmp_path) / "monitor.json").is_file()
+    assert (only_folder(tmp_path) / "monitor.json").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
+def test_monitoring_writes_summary_and_files_after_a_signal(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
     environment = nvml_stub.environment(T4)
     with subprocess.Popen(
         [*COMMAND, "interval_s=0.1"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -224,11 +224,11 @@ def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tm
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "utilization" in out
-    assert (the_folder(tmp_path) / "monitor.json").is_file()
+    assert (only_folder(tmp_path) / "monitor.json").is_file()
 
 
 def test_stop_requests_are_handled_until_the_display_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside, a signal exits at once, without restoring the terminal."""
+    """Before the display opens and after it closes, a signal ends the process immediately."""
     make_display = machine_display.make_display
     outside, inside = [], []
 
@@ -273,7 +273,7 @@ def run_of_a_pair(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_recording_of_a_run_is_summarized_and_plotted_in_its_folder(
+def test_samples_of_a_run_are_summarized_and_plotted_in_its_folder(
     server: ForkServer, run_of_a_pair: Path, screen: Callable[..., None]
 ) -> None:
     done = server.run("monitor run=last", run_of_a_pair)
@@ -336,13 +336,13 @@ def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, caps
     assert messages.err.endswith(f": {what}\n")
 
 
-def test_a_run_as_json_is_its_summary_and_writes_nothing(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_json_of_a_run_prints_its_summary_and_writes_no_files(server: ForkServer, run_of_a_pair: Path) -> None:
     done = server.run("monitor run=first --json", run_of_a_pair)
     assert json.loads(done.out)["whole"]["metrics"]["gpu0/util"]["mean"] == 90
     assert not (run_of_a_pair / "outputs" / "first" / "plots").exists()
 
 
-def test_a_run_without_samples_is_explained(server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_a_run_without_samples_gives_the_reason(server: ForkServer, tmp_path: Path) -> None:
     assert server.run("monitor run=last", tmp_path).code == 66
     (tmp_path / "outputs" / "first").mkdir(parents=True)
     (tmp_path / "outputs" / "first" / "run.json").write_text("{}")
@@ -377,12 +377,12 @@ def test_a_typo_gets_a_suggestion(capsys: pytest.CaptureFixture[str], screen: Ca
     screen("\n".join(messages))
 
 
-def test_monitor_flags_given_to_train_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitor_flags_given_to_train_produce_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--monitor-only"]) == 78
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
 
 
-def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
+def test_the_error_for_a_folder_that_cannot_be_created_names_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -396,7 +396,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
 
 
 @pytest.mark.slow
-def test_help_imports_almost_nothing_and_monitoring_no_torch(nvml_stub: NvmlStub) -> None:
+def test_help_imports_few_modules_and_monitoring_does_not_import_torch(nvml_stub: NvmlStub) -> None:
     code = "import json, sys, runner.cli; runner.cli.main(['monitor', *{!r}]); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code.format(["--help"])], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
@@ -452,7 +452,7 @@ def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], T
         subprocess.run(["tmux", "-S", str(each.socket), "kill-server"], capture_output=True, check=False)
 
 
-def test_the_live_screen_follows_and_restores_the_terminal(
+def test_the_live_screen_adapts_to_the_terminal_size_and_restores_the_terminal(
     tmux: Callable[[int, int], Tmux], nvml_stub: NvmlStub
 ) -> None:
     seen = tmux(100, 24)
@@ -476,7 +476,7 @@ def test_the_live_screen_follows_and_restores_the_terminal(
     assert re.search(r"utilization +% +10 +", screen)
 
 
-def test_no_color_and_a_dumb_terminal_are_respected(tmux: Callable[[int, int], Tmux]) -> None:
+def test_no_color_and_term_dumb_are_respected(tmux: Callable[[int, int], Tmux]) -> None:
     seen = tmux(100, 24)
     seen.start(T4, "log_dir=null", TERM="dumb")
     screen = seen.until(lambda text: len(re.findall(LINE, text)) >= 2)
@@ -485,7 +485,7 @@ def test_no_color_and_a_dumb_terminal_are_respected(tmux: Callable[[int, int], T
     seen.until(lambda text: "good  GPU 0 memory" in text)
 
 
-def test_the_screen_shows_when_it_ends(tmux: Callable[[int, int], Tmux]) -> None:
+def test_the_screen_shows_when_monitoring_ends(tmux: Callable[[int, int], Tmux]) -> None:
     seen = tmux(80, 20)
     seen.start(None, "seconds=600", "log_dir=null")
     screen = seen.until(lambda text: "no NVIDIA driver" in " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The task that `accel-run new` writes works unchanged, with other settings, from any folder."""
+"""The task that `accel-run new` writes works without changes, with any settings, and from any folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state(run: Path) -> str:
     return str(json.loads((run / "run.json").read_text())["state"])
 
 
-def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
+def test_the_new_task_has_under_40_lines_and_names_its_own_file(folder: Path) -> None:
     text = (folder / "my_task.py").read_text()
     assert len(text.splitlines()) < 40
     assert LINE in text
@@ -47,7 +47,7 @@ def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_absolute", [True, False])
-def test_the_printed_command_names_the_file(
+def test_the_printed_command_contains_the_file_name(
     is_absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def test_the_printed_command_names_the_file(
     assert main(["explain", "task.hidden", *command[2:]]) == 0
 
 
-def test_the_suggested_name_is_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suggested_name_is_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a folder").mkdir()
     assert main(["new", str(tmp_path / "a folder" / "json.py")]) == 78
     command = shlex.split(capsys.readouterr().err.partition("use accel-run ")[2])
@@ -81,7 +81,7 @@ def test_the_suggested_name_is_in_the_same_folder(tmp_path: Path, capsys: pytest
     ],
     ids=" ".join,
 )
-def test_it_trains_with_any_mechanics(args: list[str], folder: Path) -> None:
+def test_the_new_task_trains_with_any_setting(args: list[str], folder: Path) -> None:
     given = [word for word in SHORT if not ("updates" in word and any("epochs" in one for one in args))]
     result = run_here(["train", "--task", "./my_task.py", "run=mine", *given, *args], folder)
     assert result.code == 0, result.err
@@ -89,7 +89,7 @@ def test_it_trains_with_any_mechanics(args: list[str], folder: Path) -> None:
     assert state(folder / "outputs" / "mine") == "done"
 
 
-def test_training_reduces_the_loss(folder: Path) -> None:
+def test_training_the_new_task_reduces_the_loss(folder: Path) -> None:
     result = run_here(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
     assert result.code == 0, result.err
     record = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
@@ -97,7 +97,7 @@ def test_training_reduces_the_loss(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_found_from_another_folder(folder: Path) -> None:
+def test_the_new_task_is_found_from_another_folder(folder: Path) -> None:
     elsewhere = folder / "else" / "where"
     elsewhere.mkdir(parents=True)
     result = run_here(
@@ -111,7 +111,7 @@ def test_it_is_found_from_another_folder(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
+def test_the_new_task_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
     args = ["train", "--task", "./my_task.py", "run=mine", "updates=100000", "log_every=1", *ON_CPU]
     run = folder / "outputs" / "mine"
     for life in ("first", "second"):
@@ -128,7 +128,7 @@ def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_predicts(folder: Path) -> None:
+def test_the_new_task_predicts(folder: Path) -> None:
     assert run_here(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
     result = run_here(["inference", "inference.samples=5"], folder)
     assert result.code == 0, result.err
@@ -140,7 +140,7 @@ def test_it_predicts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_model_is_exported(folder: Path) -> None:
+def test_the_model_of_the_new_task_can_be_exported(folder: Path) -> None:
     assert run_here(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
     result = run_here("export mine format=safetensors,program", folder)
     assert result.code == 0, result.err
@@ -148,7 +148,7 @@ def test_its_model_is_exported(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_swept(folder: Path) -> None:
+def test_the_new_task_can_be_swept(folder: Path) -> None:
     args = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
     result = run_here(args, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
     assert result.code == 0, result.err
@@ -156,7 +156,7 @@ def test_it_is_swept(folder: Path) -> None:
     assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", result.out), result.out
 
 
-def test_it_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_task.py").write_text("mine")
     assert main(["new", "my_task.py"]) == 73
     assert (folder / "my_task.py").read_text() == "mine"
@@ -164,7 +164,9 @@ def test_it_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["task", "prediction", "f", "none", "__"])
-def test_its_class_hides_no_other_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_of_the_new_task_shadows_no_imported_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", f"{name}.py"]) == 0
     nodes = [*ast.walk(ast.parse((tmp_path / f"{name}.py").read_text()))]
@@ -180,7 +182,7 @@ BAD_NAMES = [
 ]  # fmt: skip
 
 
-def test_a_bad_name_is_refused(
+def test_an_invalid_name_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -66,7 +66,7 @@ def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, CompletedComm
                 assert repr(row[name]).encode() in content, (row["update"], name)
 
 
-def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, CompletedCommand]) -> None:
+def test_the_wandb_key_is_not_written_to_any_file(tracked: tuple[Path, CompletedCommand]) -> None:
     run, result = tracked
     assert KEY not in result.out + result.err
     files = [path for path in run.parents[1].rglob("*") if path.is_file()]
@@ -159,7 +159,7 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "often"])
-def test_an_invalid_interval_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
+def test_an_invalid_monitor_interval_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
     result = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
 
     assert result.code == 78
@@ -191,7 +191,7 @@ def test_a_run_shorter_than_the_profiler_writes_a_partial_profile(server: ForkSe
     assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()
 
 
-def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path: Path) -> None:
+def test_console_log_contains_the_terminal_output(server: ForkServer, tmp_path: Path) -> None:
     text = "mind the gap"
     (tmp_path / "mine.py").write_text(f"{TASK.read_text()}\n__import__('warnings').warn({text!r})\n")
     result = server.run("train --task mine.py run=mine device=cpu monitor=off updates=20", tmp_path)

@@ -1,4 +1,4 @@
-"""`plan` reports how a model and its updates would be divided among ranks, also for hardware that is not available."""
+"""`plan` reports how a model and its updates would be divided among ranks, even on hardware that is absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
 
 
 @pytest.mark.slow
-def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path: Path) -> None:
+def test_two_unequal_gpus_share_an_update_in_proportion_to_memory(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in result.out
@@ -23,13 +23,13 @@ def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_path: Path) -> None:
+def test_the_plan_lists_each_layer_of_a_pipeline_with_its_size(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r" = 8 .* of 4, .* 2 stages", result.out)
     rows = [line for line in result.out.splitlines() if "rank " in line and "MiB" in line]
     names = ["embedding+positions", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm+embedding"]
-    assert [row.split()[0] for row in rows] == names, "each layer once, in order"
+    assert [row.split()[0] for row in rows] == names, "each layer is listed once, in order"
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(tmp_path: Path) -> No
     actual = {word.partition("=")[0]: word for _, _, word in rows}
     assert {"micro_batch_size", "memory"} <= actual.keys(), result.out
     again = run_here(f"{args} {actual['micro_batch_size']}", tmp_path)
-    assert "DOES NOT FIT" not in again.out, "the advised size fits"
+    assert "DOES NOT FIT" not in again.out, "the suggested micro-batch size fits"
     assert again.code == 0
 
 
@@ -84,7 +84,7 @@ def test_an_error_of_a_task_is_attributed_to_the_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_a_task_without_layers_says_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "undivided.py").write_text(
         "import torch\nfrom torch import nn\nfrom runner import Task\n"
         "class Undivided(Task):\n"
@@ -102,22 +102,22 @@ def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_pa
 @pytest.mark.parametrize(
     "args", [f"{PAIR} parallelism=pipeline", "train parallelism=pipeline parallelism.world_size=2"]
 )
-def test_a_task_that_cannot_be_divided_is_refused_with_what_to_use(args: str, tmp_path: Path) -> None:
+def test_the_error_for_a_task_that_cannot_be_pipelined_names_an_alternative(args: str, tmp_path: Path) -> None:
     result = run_here(f"{args} task=dynamo", tmp_path)
     assert result.code == 78, result.err
     assert {"parallelism=ddp", "parallelism=fsdp"} <= set(suggested(result.err.splitlines()[-1]))
-    assert not list(tmp_path.rglob("checkpoints/*")), "before training"
+    assert not list(tmp_path.rglob("checkpoints/*")), "the error is reported before training"
 
 
 @pytest.mark.slow
-def test_auto_does_not_pipeline_a_task_that_cannot_be_divided(tmp_path: Path) -> None:
+def test_auto_does_not_select_a_pipeline_for_a_task_that_cannot_be_divided(tmp_path: Path) -> None:
     result = run_here(f"{PAIR} parallelism=auto task=dynamo", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
 
 
 @pytest.mark.slow
-def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(tmp_path: Path) -> None:
+def test_the_profile_of_two_gpus_splits_an_update_and_lists_remedies(tmp_path: Path) -> None:
     result = run_here("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", result.out, re.M)
@@ -128,7 +128,7 @@ def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(tmp_path: Pat
     assert messages.code == 0, messages.err
     assert re.search(r"^note: parallelism=auto: .* 400000 ", messages.out, re.M)
     assert "DOES NOT FIT" in messages.out
-    assert "layers  " not in messages.out, "applies to a pipeline, which is not selected"
+    assert "layers  " not in messages.out, "the remedy applies only to a pipeline, which is not selected"
     rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", messages.out, re.M)
     assert rows
     assert all(int(size) < 400000 for size in rows)
@@ -136,7 +136,7 @@ def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(tmp_path: Path) -> None:
-    """The profile selects memory=budget, which must not make a run slower that fits without recomputation."""
+    """The profile selects memory=budget, which must not slow down a run that fits without recomputation."""
     profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
 
     def recomputed(args: str) -> list[str]:
@@ -152,10 +152,12 @@ def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(tmp_path
 
 
 @pytest.mark.slow
-def test_a_machine_of_eight_gpus_is_planned_with_its_profile_and_its_ranks(server: ForkServer, tmp_path: Path) -> None:
+def test_a_machine_with_eight_gpus_can_be_planned_by_profile_or_number_of_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
     result = server.run("plan +hardware=h100 parallelism.world_size=8", tmp_path)
     assert result.code == 0, result.err
     devices = re.findall(r"cuda:(\d+): NVIDIA H100", result.out)
     assert devices == list("01234567")
     assert re.search(r"^update time +[\d.]+ ms", result.out, re.M)
-    assert result.out.count(" fits\n") == 1, "all ranks are equal"
+    assert result.out.count(" fits\n") == 1, "all ranks have equal shares"

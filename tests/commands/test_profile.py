@@ -17,7 +17,9 @@ from tests.suggestions import suggested
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # each sleep and each reading advances the clock
-TICKS_S = 1e-3  # per update: a tick is a microsecond, and an update reads the clock fewer than 1,000 times
+TICKS_S = (
+    1e-3  # per update: each reading of the clock takes a microsecond, and an update reads it fewer than 1,000 times
+)
 
 
 def profile(server: ForkServer, folder: Path, *args: str, updates: int = 2) -> CompletedCommand:
@@ -42,7 +44,7 @@ def read_output(folder: Path, name: str = "summary.json") -> Any:
 
 @pytest.fixture(scope="module")
 def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
-    """A profile of the task with a module that is slow in both passes, and two lines that synchronize."""
+    """A profile of a task that has two lines that synchronize and a module that is slow in both passes."""
     folder = tmp_path_factory.mktemp("planted")
     result = profile(
         server, folder, "task.forward_s=0.01", "task.backward_s=0.02", "task.waits=true", "with_stack=true", updates=3
@@ -75,11 +77,11 @@ def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[P
     assert whole == pytest.approx(summary["update_ms"]["modules timed"] / 1e3, abs=TICKS_S)
 
 
-def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, CompletedCommand]) -> None:
+def test_no_lines_that_wait_for_the_device_are_reported_on_a_cpu(planted: tuple[Path, CompletedCommand]) -> None:
     assert read_output(planted[0])["waits"] is None
 
 
-def test_the_trace_has_the_operators_of_each_update(planted: tuple[Path, CompletedCommand]) -> None:
+def test_the_trace_contains_the_operators_of_each_update(planted: tuple[Path, CompletedCommand]) -> None:
     folder, result = planted
     content = (folder / "outputs" / "profiles" / "p" / "profile" / "trace.json.gz").read_bytes()
     names = [event.get("name") for event in json.loads(gzip.decompress(content))["traceEvents"]]
@@ -120,7 +122,7 @@ def test_no_line_is_wider_than_the_screen(planted: tuple[Path, CompletedCommand]
     assert max(map(len, text.splitlines())) <= 140
 
 
-def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None:
+def test_profiling_does_not_change_the_losses(server: ForkServer, tmp_path: Path) -> None:
     shared_settings = "device=cpu monitor=off log_every=1 epochs=3 global_batch_size=6 micro_batch_size=2"
     plain = [str(TASK), *shared_settings.split()]
     assert server.run(["train", "--task", *plain, "run=plain"], tmp_path).code == 0
@@ -137,7 +139,7 @@ def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None
     assert losses("profiles/p") == losses("plain")[:10]
 
 
-def test_a_profiled_run_is_stored_beside_the_others_and_saves_no_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+def test_a_profiled_run_is_stored_with_other_runs_and_saves_no_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     trained = server.run(f"train --task {TASK} run=p device=cpu monitor=off updates=2", tmp_path)
     assert trained.code == 0, trained.err
     result = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
@@ -177,7 +179,7 @@ def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Pa
     assert sum(row["own"]["mean"] for row in summary["modules"]) < TICKS_S
 
 
-def test_invalid_requests_get_a_message(server: ForkServer, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported(server: ForkServer, tmp_path: Path) -> None:
     for args, answer in (
         (["updates=1000"], "updates=1000"),
         (["sort_by=memory"], "sort_by=memory"),
@@ -202,7 +204,7 @@ def test_a_compiled_graph_is_timed_as_one_module(server: ForkServer, tmp_path: P
 
 
 @pytest.mark.slow
-def test_phases_and_ranks_have_profiles(server: ForkServer, tmp_path: Path) -> None:
+def test_each_phase_and_rank_has_a_profile(server: ForkServer, tmp_path: Path) -> None:
     args = "parallelism=ddp parallelism.world_size=2 device=cpu monitor=off run=p skip=1 updates=1 global_batch_size=2"
     result = server.run(
         f"profile task=hyperspectral {args} task.num_cubes=24 task.height=16 task.width=16 task.data=synthetic",

@@ -1,4 +1,4 @@
-"""`accel-run resume` continues a stopped run from any folder, with its arguments, and refuses what `train` refuses."""
+"""`accel-run resume` continues a stopped run from any folder, with its arguments, and rejects what `train` rejects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON = {"NO_KILL": "1"}  # the task does not fail again
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that failed after its checkpoint at update 20."""
     folder = tmp_path_factory.mktemp("project")
     assert run_here(["train", *STOPPED], folder).code == 70
@@ -28,10 +28,10 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def begun(once: Path, tmp_path: Path) -> Path:
-    """A copy of `once`, recorded as the folder in which the run was started."""
+def begun(failed_run: Path, tmp_path: Path) -> Path:
+    """A copy of `failed_run`, whose record names the copy as the folder in which the run was started."""
     folder = tmp_path / "my prøject"
-    shutil.copytree(once, folder)
+    shutil.copytree(failed_run, folder)
     record = folder / "outputs" / "mine" / "run.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"folder": str(folder)}))
     return folder
@@ -61,7 +61,7 @@ def test_resume_works_from_any_folder_with_the_original_arguments(begun: Path, e
     run = begun / "outputs" / "mine"
     shown = [line.split(maxsplit=1)[1] for line in result.out.splitlines() if line.startswith(("directory", "run  "))]
     assert shown[1:] == [str(run), str(run)]
-    assert shlex.split(result.out.splitlines()[-1])[-1] == f'run="{run}"', "which works where the shell is"
+    assert shlex.split(result.out.splitlines()[-1])[-1] == f'run="{run}"', "the command works in the current directory"
     record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
@@ -71,7 +71,7 @@ def test_resume_works_from_any_folder_with_the_original_arguments(begun: Path, e
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(begun: Path, elsewhere: Path) -> None:
+def test_a_run_folder_can_be_resumed_only_if_its_task_is_confirmed(begun: Path, elsewhere: Path) -> None:
     run = str(begun / "outputs" / "mine")
     refused = run_here(["resume", run], elsewhere, ON)
     assert refused.code == 89
@@ -93,7 +93,7 @@ def test_a_moved_run_resumes_in_its_new_folder(begun: Path, elsewhere: Path) -> 
     assert again.code == 0, again.err
 
 
-def test_mechanics_may_differ_and_mathematics_only_by_name(begun: Path) -> None:
+def test_settings_that_change_results_need_resume_allow_and_others_do_not(begun: Path) -> None:
     refused = run_here("resume mine seed=1 global_batch_size=24", begun, ON)
     assert refused.code == 88
     assert "seed: was " in refused.err
@@ -106,7 +106,7 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(begun: Path) -> None:
     assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
-def test_another_scheduler_may_have_other_state(begun: Path) -> None:
+def test_a_run_can_be_resumed_with_a_scheduler_that_has_different_state(begun: Path) -> None:
     words = "evaluate.every=10 scheduler.metric=val/loss resume_allow=[scheduler]"
     result = run_here(f"resume scheduler=plateau {words}", begun, ON)
     assert result.code == 0, result.err
@@ -116,10 +116,10 @@ def test_another_scheduler_may_have_other_state(begun: Path) -> None:
 
 
 @pytest.mark.slow
-def test_completed_updates_cannot_be_undone(begun: Path) -> None:
+def test_a_resumed_run_is_not_shorter_than_its_checkpoint(begun: Path) -> None:
     refused = run_here("resume updates=10", begun, ON)
     assert refused.code == 88
-    assert "updates=20" in refused.err, "the number of updates of the checkpoint"
+    assert "updates=20" in refused.err, "the message gives the update of the checkpoint"
     result = run_here("resume updates=10 resume_allow=[updates]", begun, ON)
     assert result.code == 0, result.err
     run = begun / "outputs" / "mine"
@@ -131,7 +131,7 @@ def test_completed_updates_cannot_be_undone(begun: Path) -> None:
     assert (record["updates"], record["total"], record["finished"]) == (20, 20, True)
 
 
-def test_a_length_in_the_other_unit_replaces_the_old_one(begun: Path) -> None:
+def test_epochs_given_to_resume_replace_the_number_of_updates(begun: Path) -> None:
     refused = run_here("resume epochs=3", begun, ON)
     assert refused.code == 88
     assert "resume_allow=[epochs,updates]" in refused.err
@@ -157,7 +157,7 @@ def test_a_run_started_with_resume_fresh_can_be_resumed(begun: Path) -> None:
         ("resume first resume=fresh", 78, "resume=fresh: "),
     ],
 )
-def test_a_typo_gets_a_suggestion(
+def test_invalid_arguments_of_resume_are_reported(
     args: str,
     code: int,
     answer: str,

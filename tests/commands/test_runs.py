@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_run_is_listed_the_newest_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_listed_newest_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "task", "state", "updates", "metric", "items/s", "written", "size"]
@@ -88,7 +88,7 @@ def test_the_json_list_has_the_same_content(folder: Path, capsys: pytest.Capture
 def test_an_unfinished_run_shows_its_last_evaluation(
     last: dict[str, object], shown: str, num_later: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """run.json has the metrics only after a process has ended without error."""
+    """Metrics are written to run.json only when a process ends without error."""
     path = folder / "outputs" / "killed" / "metrics.jsonl"
     train = {"update": 20, "phase": "train", "train/loss": 2.5}
     rows = [train, {"update": 20, "phase": "train", **last}, *[train] * num_later]
@@ -144,7 +144,7 @@ def test_the_status_of_a_folder_suggests_a_command_for_any_directory(
     assert f"accel-run resume {run}" in capsys.readouterr().out
 
 
-def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_runs_do_not_hide_other_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, plan in (("bad\nname", {"phases": 3}), ("bad2", {"phases": [{"name": ["x"], "updates": "y"}, 7]})):
         path = folder / "outputs" / name
         path.mkdir()
@@ -157,7 +157,7 @@ def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixtur
     assert any(line.startswith("bad\\nname ") for line in lines)
 
 
-def test_missing_runs_and_typos_get_a_message(
+def test_missing_runs_and_typos_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_missing_runs_and_typos_get_a_message(
         assert fix in capsys.readouterr().err
 
 
-def test_a_run_is_given_once_as_argument_or_as_key() -> None:
+def test_a_run_is_given_either_as_argument_or_as_key() -> None:
     assert parse_run_request(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
     assert parse_run_request(["run=mine"]).overrides == ("run=mine",)
     assert parse_run_request([]).overrides == ()
@@ -196,7 +196,7 @@ WORDS = (
 )
 
 
-def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
+def test_the_reproduction_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
     here = tmp_path / "with space" / "and 'quote"
     here.mkdir(parents=True)
     program = tmp_path / "py thon"
@@ -219,7 +219,7 @@ def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["runs", "monitor run=last", "report"])
-def test_every_command_refuses_a_folder_that_is_not_local(
+def test_every_command_rejects_a_folder_that_is_not_local(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

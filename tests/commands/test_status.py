@@ -68,7 +68,9 @@ def test_a_status_shows_state_task_command_progress_checkpoints_and_the_last_err
 
 
 @pytest.mark.slow
-def test_finished_runs_are_listed_with_report_and_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_every_state_and_status_suggests_report_or_resume(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["runs", "--json"]) == 0
     states = {row["name"]: (row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)}
     assert states == {
@@ -99,10 +101,10 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_an_error_is_shown_until_the_run_succeeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_error_is_shown_until_the_run_succeeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "broken" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running", "pid": 0}))
-    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the later attempt was killed, and this is shown"
+    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the status shows that the later attempt was killed"
     assert run_here([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: finished ")
@@ -110,7 +112,7 @@ def test_an_error_is_shown_until_the_run_succeeds(folder: Path, capsys: pytest.C
     assert not (folder / "outputs" / "broken" / "error.json").exists()
 
 
-def test_status_of_a_killed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_killed_run_suggests_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "killed")
     assert lines[0].startswith("killed: killed; ")
     assert RESUME in lines[0]
@@ -140,7 +142,7 @@ def test_status_of_a_running_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Does not end during the test.
+    # The run does not end during the test.
     long = ["task.sleep_s=0.02", "updates=1000", "evaluate.every=0", "checkpoint.every=500"]
     pid = server.start([*BASE, "run=mine", *long], tmp_path)
     try:
@@ -154,7 +156,7 @@ def test_status_of_a_running_run(
     assert lines[-1] == "  checkpoints none yet"
 
 
-def test_a_damaged_checkpoint_is_named_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_listed_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = folder / "outputs" / "finished" / "checkpoints"
     file = checkpoints / "update-0000000100" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -167,7 +169,7 @@ def test_a_damaged_checkpoint_is_named_with_the_reason(folder: Path, capsys: pyt
     assert (third[1], third[2].split()[0]) == ("damaged", "model.safetensors")
 
 
-def test_last_is_the_run_written_most_recently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_selects_the_run_written_most_recently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("finished", "killed"):
         os.utime(folder / "outputs" / name / "run.json")
         assert status(capsys)[0].startswith(f"{name}: ")
@@ -199,7 +201,7 @@ def test_an_unfinished_checkpoint_is_not_reported_as_damaged(folder: Path, capsy
     begun.rmdir()
 
 
-def test_an_unknown_run_is_exit_66_with_a_suggestion(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_exits_with_66_and_a_suggestion(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "finishd"]) == 66
     out, err = capsys.readouterr()
     assert out == ""
@@ -207,7 +209,7 @@ def test_an_unknown_run_is_exit_66_with_a_suggestion(folder: Path, capsys: pytes
     assert " finished?" in err
 
 
-def test_no_run_at_all_is_exit_66(
+def test_exit_code_is_66_if_there_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -225,7 +227,7 @@ def test_files_that_cannot_be_read_are_shown_as_unknown(
     assert status(capsys, "finished")[2] == "  command     unknown"
 
 
-def test_a_loss_missing_from_the_last_evaluation_is_not_an_earlier_one(
+def test_a_loss_missing_from_the_last_evaluation_is_shown_as_not_measured(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = folder / "outputs" / "finished" / "metrics.jsonl"
@@ -236,7 +238,7 @@ def test_a_loss_missing_from_the_last_evaluation_is_not_an_earlier_one(
 
 
 @pytest.mark.parametrize("rows", ["", '{"update": 1, "phase": "train", "train/loss": 1.0}\n'])
-def test_a_run_that_stops_between_two_rows_of_metrics_reports_its_update(
+def test_a_run_that_stops_between_two_metric_rows_shows_its_last_update(
     rows: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = folder / "outputs" / "stopped"
@@ -249,7 +251,7 @@ def test_a_run_that_stops_between_two_rows_of_metrics_reports_its_update(
     assert reached.replace(" of ", "/") in row
 
 
-def test_a_phase_without_rows_of_metrics_has_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_without_metric_rows_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "finished" / "run.json"
     record = json.loads(file.read_text())
     fit = {**record["phases"]["train"], "name": "statistics", "kind": "fit", "updates": 3, "total": 3}
@@ -258,8 +260,8 @@ def test_a_phase_without_rows_of_metrics_has_a_line(folder: Path, capsys: pytest
     assert phases == [["statistics:", "update", "3", "of", "3"], ["train:", "update", "100", "of", "100"]]
 
 
-def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_run_rejected_before_its_settings_are_written_leaves_no_folder(tmp_path: Path) -> None:
     result = run_here([*BASE, "run=refused", "resume=nowhere"], tmp_path)
     assert result.code == 66, result.err
-    assert "refused" not in result.err, "as a run to resume"
+    assert "refused" not in result.err, "the message must not list the folder as a run to resume"
     assert not (tmp_path / "outputs" / "refused").exists()

@@ -83,11 +83,11 @@ def suggestions(fix: str) -> Iterator[str]:
             yield shlex.join(kept)
 
 
-def refusals(suggestion: str) -> list[tuple[str, str]]:
+def problems_of_suggestion(suggestion: str) -> list[tuple[str, str]]:
     """Return the problems of a suggestion, except missing files and placeholders."""
     args = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
     if "micro_batch_size=" in suggestion and "global_batch_size=" not in suggestion:
-        args.append("global_batch_size=64")  # its divisors depend on the task
+        args.append("global_batch_size=64")  # the valid divisors depend on the task
     result = []
     for where, fix in problems_of(shlex.join(args)):
         if not where.startswith("--task") and " " not in where.strip():
@@ -97,40 +97,42 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
-def test_every_suggestion_is_accepted(args: str) -> None:
+def test_every_suggestion_for_a_typo_is_accepted(args: str) -> None:
     _, *rest = SLIPS[args].split("\n")
     task = " ".join(word for word in args.split() if word.removeprefix("task=") in list_options("task"))
     for line in rest:
         for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
             context = "-m " * args.startswith("train -m ") + f"{task} " * ("task" not in suggestion)
-            assert refusals(context + suggestion) == [], suggestion
+            assert problems_of_suggestion(context + suggestion) == [], suggestion
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("line", TABLE)
-def test_an_override_of_another_tool_gets_a_suggestion(line: str) -> None:
+def test_overrides_of_other_tools_produce_a_suggestion(line: str) -> None:
     wanted, problems = TABLE[line], problems_of(line)
     if wanted is None:
         assert problems == []
         return
-    assert problems, "it is accepted"
+    assert problems, "the arguments of the other tool are accepted"
     answer = "\n".join(fix for _, fix in problems)
     if wanted:
         assert wanted in answer
     else:
         assert not GUESS.search(answer), answer
     for suggestion in suggestions(answer):
-        assert refusals(suggestion) == [], suggestion
+        assert problems_of_suggestion(suggestion) == [], suggestion
 
 
 @pytest.mark.parametrize("line", FIRST)
-def test_a_line_without_a_command_gets_the_complete_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_without_a_command_produce_the_complete_command_line(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(shlex.split(line)) == 78
     answer = capsys.readouterr().err
     assert FIRST[line] in answer
     for suggestion in suggestions(answer.partition("\n")[2].strip()):
-        assert refusals(suggestion) == [], suggestion
+        assert problems_of_suggestion(suggestion) == [], suggestion
 
 
 def test_the_table_of_foreign_overrides_has_enough_rows() -> None:
@@ -148,7 +150,7 @@ STRANGE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", STRANGE.split())
-def test_dissimilar_keys_get_no_suggestion(word: str) -> None:
+def test_dissimilar_keys_produce_no_suggestion(word: str) -> None:
     for line in (f"{word}=true", f"--{word}", f"+{word}=1", f"model.{word}=2"):
         for _, fix in problems_of(line):
             meant = re.search(r"did you mean ([\w.]+)\?", fix)
@@ -166,7 +168,7 @@ def all_keys() -> dict[str, list[object]]:
     return result
 
 
-def said_in_code() -> Iterator[tuple[str, str]]:
+def messages_in_code() -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of each string in the code that suggests arguments, with {} for fields of f-strings."""
     for file in sorted((ROOT / "runner").rglob("*.py")):
         if file.name == "auto_parallel.py":  # its messages are about arguments of Python functions
@@ -188,7 +190,7 @@ def said_in_code() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
+def test_every_setting_suggested_in_a_message_exists() -> None:
     keys, tried = all_keys(), 0
     owners = (
         SWEEP_KEYS,
@@ -208,7 +210,7 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
         *settings_keys(monitor.MonitorOptions),
         *(key for owner in owners for key in owner),
     }
-    for where, text in said_in_code():
+    for where, text in messages_in_code():
         for command in re.findall(r"(?:use |or |then |: )accel-run ([a-z]+)\b", text):
             assert command in COMMANDS, f"{where}: no command {command}: {text}"
         for key, value in re.findall(r"(?<![\w.{}\[/?&'\"-])([a-z][\w.]*)=([^\s;,)'\"]+)", text):
@@ -245,7 +247,7 @@ OF_COMMANDS = {
 
 def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
     for key in ABSENT:
-        assert find_nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
+        assert find_nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is a key of this program"
 
 
 @pytest.mark.parametrize("command", ["benchmark", "tune", "search"])
@@ -264,7 +266,7 @@ def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: s
         ("inference --seed 3", "use inference.seed=3"),
     ],
 )
-def test_a_suggestion_fits_the_given_command(args: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suggestion_matches_the_given_command(args: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args.split()) == 78
     assert wanted in capsys.readouterr().err
 
@@ -275,7 +277,7 @@ def test_a_suggestion_fits_the_given_command(args: str, wanted: str, capsys: pyt
      "x={a", "x='a", "a b=1", "optimizer.lr=(", "x=a;b", "x=*", "=3", "x=a[1]", "1x=2", "x=${", "x=a:b:c d",
      "x=" + "9" * 5000, "data.path=a(b)", "run='", "x=]", "x=a=(", "x=\\"],
 )  # fmt: skip
-def test_unparsable_overrides_get_a_plain_message(line: str) -> None:
+def test_unparsable_overrides_produce_a_short_message(line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(Request((line,)))
     text = str(refused.value)
@@ -287,8 +289,8 @@ def test_unparsable_overrides_get_a_plain_message(line: str) -> None:
     "line",
     ["optimizer.lr=nan", "updates=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"],
 )
-def test_an_invalid_number_is_refused_with_a_valid_one(line: str) -> None:
+def test_the_suggestion_for_an_invalid_number_is_accepted(line: str) -> None:
     (_, fix), *more = problems_of(line)
     assert not more
     for suggestion in suggestions(fix):
-        assert refusals(suggestion) == []
+        assert problems_of_suggestion(suggestion) == []

@@ -40,7 +40,7 @@ def record(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep whose first trial failed, the same command again, and a retry after the task was fixed."""
+    """Results of a sweep whose first trial failed, of the repeated command, and of a retry with a fixed task."""
 
     folder: Path
     words: list[str]
@@ -97,12 +97,12 @@ def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swe
     assert [(row["task.fail_at"], row["updates"]) for row in table][:2] == [("15", "20"), ("15", "10")]
 
 
-def test_a_trial_prints_only_problems(swept: Swept) -> None:
+def test_a_trial_prints_only_problems_by_default(swept: Swept) -> None:
     lines = swept.first.out.splitlines()
     own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
     assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert own[1].split("  ")[1] == "failed (70)"
-    assert lines[1 : len(own) + 1] == own, "no output between them"
+    assert lines[1 : len(own) + 1] == own, "trials print nothing between these lines"
     for number in (1, 2, 3, 4):
         kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
         assert " updates, " in kept
@@ -116,7 +116,7 @@ def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path
     assert result.out.count(" updates, ") == 2
 
 
-def test_the_same_command_repeats_no_trial_and_retries_failures_on_request(swept: Swept) -> None:
+def test_repeating_the_command_runs_no_trial_again_and_retries_failures_on_request(swept: Swept) -> None:
     assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
     assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.again.code == 0, swept.again.err
@@ -129,7 +129,7 @@ def test_the_same_command_repeats_no_trial_and_retries_failures_on_request(swept
     assert (swept.folder / "outputs" / "mine" / "mine-1" / "kept").exists()
 
 
-def test_values_may_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_can_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swept.folder)
     fewer = [word.replace("updates=20,10", "updates=20") for word in swept.words]
     before = (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes()
@@ -200,7 +200,7 @@ def test_the_first_line_is_printed_before_torch_is_loaded(
         assert "3" in lines.out, "the number of trials"
 
 
-def test_a_problem_of_several_trials_is_reported_once(
+def test_a_problem_shared_by_several_trials_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -230,7 +230,7 @@ def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
     assert not (tmp_path / "outputs" / "mine" / "mine-2").exists()
 
 
-def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, tmp_path: Path) -> None:
+def test_a_signal_during_the_start_of_a_trial_ends_the_sweep(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start(["train", "-m", "run=mine", "seed=1,2", *ON_CPU], tmp_path)
     out = tmp_path / ".out"
     wait_until(lambda: out.exists() and "[1/2]" in out.read_text())
@@ -243,14 +243,14 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
     assert suggested(result.out.splitlines()[-1]) == ["run=mine"]
 
 
-def test_after_a_signal_between_trials_none_is_started() -> None:
+def test_no_trial_is_started_after_a_signal_between_trials() -> None:
     with LocalPool() as pool:
         assert pool.has_free_slot
         os.kill(os.getpid(), signal.SIGTERM)
         assert not pool.has_free_slot
 
 
-def test_signal_handlers_are_restored() -> None:
+def test_signal_handlers_are_restored_after_a_sweep() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with LocalPool():

@@ -46,15 +46,15 @@ class Mine(Task):
         total = F.cross_entropy(model(x), y, reduction="sum")
         return total, len(y)
 """
-AT_12 = "if model.training and self.calls == 12: "  # there are two checkpoints by then
+AT_12 = "if model.training and self.calls == 12: "  # at this point, there are two checkpoints
 
 
 @dataclass(frozen=True)
 class Fault:
     """A change to the task, and the error that it must cause.
 
-    line   the text of the line that must be named; empty: only the file is named
-    saved  there is a checkpoint, and its name is in error.json
+    line   text of the line that the error must name; if empty, the error names only the file
+    saved  whether there is a checkpoint, whose name is then in error.json
     """
 
     old: str
@@ -274,7 +274,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_a_task_that_changes_directory_saves_in_the_run_folder(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_that_changes_the_working_directory_saves_in_the_run_folder(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     went = f"    import os\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return Mine(size)\n"
     (tmp_path / "mine.py").write_text(TASK.replace("    return Mine(size)\n", went, 1))
@@ -317,7 +317,7 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
 
 
 def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
-    """If the task is in the root of a checkout, the runner and perhaps a virtual environment are below its folder."""
+    """If the task is in the root of a checkout, its folder contains the runner and perhaps a virtual environment."""
     from runner.engine.contract.error_diagnosis import is_task_file
 
     root = Path(__file__).parents[2]
@@ -331,8 +331,8 @@ def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
     assert not is_task_file(str(root / "runner" / "engine" / "update" / "loop.py"), ours)
 
 
-def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_path: Path) -> None:
-    """`last` still means the earlier run, and a resumed run keeps its checkpoints."""
+def test_a_task_that_needs_a_missing_package_creates_no_run(server: ForkServer, tmp_path: Path) -> None:
+    """`last` still refers to the earlier run, and a resumed run keeps its checkpoints."""
     needs = "from runner.base.packages import require\n"
     missing = 'require("no_such_package", "tasks"); '
     (tmp_path / "mine.py").write_text(needs + TASK)
@@ -350,7 +350,9 @@ def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_p
 @pytest.mark.parametrize(
     "statement", ["from runner.utils import scale", "import runner.utils.more", "from runner import scale"]
 )
-def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_a_user_package_named_runner_has_a_hint(
+    statement: str, server: ForkServer, tmp_path: Path
+) -> None:
     package = tmp_path / "project" / "runner"
     package.mkdir(parents=True)
     for name in ("__init__.py", "utils.py"):
@@ -362,7 +364,7 @@ def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkSer
     assert "my_runner" in result.err
 
 
-def test_a_user_module_named_runner_gets_a_hint(server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_a_user_module_named_runner_has_a_hint(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "runner.py").write_text("scale = 2\n")
     (tmp_path / "task.py").write_text(f"{TASK}\nfrom runner import scale\n")
     result = server.run("train --task task.py updates=1 device=cpu monitor=off", tmp_path)

@@ -57,9 +57,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_last(
-    known: float, folder: Path
-) -> None:
+def test_the_throughput_is_the_number_of_items_per_second_after_the_first_update(known: float, folder: Path) -> None:
     evidence = record(folder)["evidence"]
     between = ("hooks", "logging", "drawing", "evaluation", "saving")
     updates = ("data", "transfer", "forward", "backward", "optimizer", "wait")
@@ -71,11 +69,11 @@ def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_
     assert items / seconds * (1 - rounded) <= known <= items / of_updates * (1 + rounded)
 
 
-def test_rows_of_metrics_give_the_same_throughput(known: float, folder: Path) -> None:
+def test_metric_rows_give_the_same_throughput(known: float, folder: Path) -> None:
     assert rows(folder)[-1]["perf/throughput"] == rows(folder)[-1]["perf/items_per_s"] == known
 
 
-def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path) -> None:
+def test_a_progress_line_shows_the_throughput_of_its_metric_row(screen: str, folder: Path) -> None:
     shown = [float(result) for result in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
     assert shown
     for figure in shown:  # rounded to four digits
@@ -98,7 +96,7 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
-def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path) -> None:
+def test_html_reports_show_the_throughput_of_the_run(args: str, known: float, folder: Path) -> None:
     shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
     result = run_here(args, folder)
     shutil.rmtree(folder / "outputs" / "two")
@@ -113,7 +111,7 @@ def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: P
     [{"evidence": None}, {"state": "running", "pid": 0, "evidence": {"items_per_s": 1.0}}],
     ids=["first process", "resumed: evidence of an earlier process"],
 )
-def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
+def test_an_unfinished_run_shows_the_throughput_of_its_last_metric_row(
     evidence: dict[str, Any], known: float, folder: Path
 ) -> None:
     path = folder / "outputs" / "one" / "run.json"
@@ -128,10 +126,10 @@ def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kill_at", "is_known"), [(2, False), (20, True)])
-def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
+def test_a_running_process_does_not_show_the_throughput_of_an_earlier_one(
     kill_at: int, is_known: bool, tmp_path: Path, server: ForkServer
 ) -> None:
-    """Kill the resumed run before its first row of metrics, or after it, and show it as if it was still running."""
+    """Kill the resumed run before or after its first metric row, and show it as if it were still running."""
     train = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=one", f"log_every={EVERY}"]
     train += [f"task.kill_at={kill_at}", f"task.wait_for={tmp_path}"]
     assert run_here([*train, f"updates={UPDATES}"], tmp_path, {"NO_KILL": "1"}).code == 0
@@ -142,7 +140,9 @@ def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
     assert (last["update"] > UPDATES) == is_known
     own = last["perf/throughput"] if is_known else None
     (row,) = json.loads(run_here("runs --json", tmp_path).out)
-    assert row["items_per_s"] == (own or earlier), "of the last process that has any, while none is running"
+    assert row["items_per_s"] == (own or earlier), (
+        "while no process runs, the throughput of the last process that has one"
+    )
     alive = {"pid": os.getpid(), "birth": process_identity(os.getpid())}
     (tmp_path / "outputs" / "one" / "run.json").write_text(json.dumps(record(tmp_path) | alive))
     (row,) = json.loads(run_here("runs --json", tmp_path).out)
@@ -154,7 +154,7 @@ def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
 
 
 def plant_throughput(folder: Path, figure: float) -> None:
-    """Replace the measured throughput, whose digits might be those of another figure in a page."""
+    """Replace the measured throughput, whose digits might also occur in another figure of a page."""
     content = record(folder)
     content["evidence"]["items_per_s"] = figure
     run = folder / "outputs" / "one"
@@ -164,7 +164,7 @@ def plant_throughput(folder: Path, figure: float) -> None:
 
 
 def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Path:
-    """Return the folder of a run with these rows and this record."""
+    """Write a run with these metric rows and this run.json, and return its folder."""
     run = folder / "outputs" / "one"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -173,7 +173,7 @@ def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Pa
 
 
 @pytest.mark.parametrize(("state", "figure"), [("running", None), ("failed", 123.0)])
-def test_a_run_without_a_row_of_its_last_process_shows_the_last_figure_once_it_has_ended(
+def test_an_ended_run_whose_last_process_wrote_no_row_shows_the_earlier_throughput(
     state: str, figure: float | None, tmp_path: Path
 ) -> None:
     row = {"phase": "train", "update": 10, "perf/throughput": 123.0}
@@ -183,7 +183,7 @@ def test_a_run_without_a_row_of_its_last_process_shows_the_last_figure_once_it_h
     assert (found["state"], found["items_per_s"]) == (state, figure)
 
 
-def test_a_throughput_has_the_unit_of_the_phase_in_which_it_was_measured(tmp_path: Path) -> None:
+def test_a_throughput_is_shown_in_the_unit_of_the_phase_that_measured_it(tmp_path: Path) -> None:
     run = stored(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
     starts = [{"kind": "phase", "phase": name, "item": item} for name, item in (("text", "token"), ("images", "image"))]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))

@@ -428,8 +428,8 @@ json.dump(answers, sys.stdout)
 def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str, str, bool]]:
-    """The results of the command lines that the selected tests need: composing each takes a third of a second."""
-    test = test_a_typo_gets_a_suggestion
+    """Results of only those command lines that the selected tests need; composing each takes a third of a second."""
+    test = test_invalid_arguments_print_exactly_the_expected_message
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
     asked = {item.callspec.params["args"] for item in items}
     folder = tmp_path_factory.mktemp("slips")
@@ -461,20 +461,24 @@ def with_all_options(answer: str) -> str:
 @pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("args", SLIPS)
-def test_a_typo_gets_a_suggestion(args: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
+def test_invalid_arguments_print_exactly_the_expected_message(
+    args: str, answers: dict[str, tuple[int, str, str, bool]]
+) -> None:
     code, out, err, torch_is_loaded = answers[args]
     assert err == with_all_options(SLIPS[args])
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
-def test_a_command_of_another_name_gets_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_known_by_another_name_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "-m", "seed=0,1"]) == 78
     assert "accel-run train -m" in capsys.readouterr().err
     assert main(["clean"]) == 78
-    assert "accel-run plan?" not in capsys.readouterr().err, "it has only letters in common"
+    assert "accel-run plan?" not in capsys.readouterr().err, "a name that only shares letters is not suggested"
 
 
-def test_a_missing_task_file_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_task_file_suggests_the_most_similar_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "my_task.py").write_text("")
@@ -484,7 +488,7 @@ def test_a_missing_task_file_gets_the_nearest_one(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.endswith(f" accel-run new '{folder / 'other.py'}'\n")
 
 
-def test_spaces_around_the_equals_sign_are_refused_and_the_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_spaces_around_an_equals_sign_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optimizer.lr = 0.1"]) == 78
     assert "optimizer.lr" in capsys.readouterr().err
 
@@ -498,7 +502,8 @@ def test_help_may_precede_the_command(args: str, capsys: pytest.CaptureFixture[s
 def loaded_by(lines: list[str], folder: Path, *names: str) -> dict[str, list[str]]:
     """Return which of these modules each command has loaded; one process runs all commands in this order.
 
-    The cost of the help is counted in modules, which determine its time (scripts/measure/command_line.py measures it).
+    The cost of the help is the number of modules, which determines its time (measured by
+    scripts/measure/command_line.py).
     """
     done = subprocess.run(
         [sys.executable, "-c", LOADED, *names], cwd=folder, input=json.dumps(lines), capture_output=True, text=True,
@@ -521,7 +526,7 @@ json.dump(found, sys.stdout)
 """
 
 
-def test_help_loads_no_library(tmp_path: Path) -> None:
+def test_help_imports_no_library(tmp_path: Path) -> None:
     lines = ["--help", *(f"{name} --help" for name in COMMANDS if name != "complete"), "completion zsh", "--version"]
     heavy = ("torch", "numpy", "hydra", "omegaconf", "rich", "psutil", "matplotlib", "yaml")
     assert loaded_by(lines, tmp_path, *heavy) == {line: [] for line in lines}
@@ -534,7 +539,7 @@ def test_commands_that_need_no_torch_do_not_import_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
+def test_runs_and_status_do_not_import_torch(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine"
     (run / "checkpoints" / "update-0000000001").mkdir(parents=True)
     (run / "run.json").write_text('{"state": "done"}')
@@ -545,7 +550,7 @@ def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
+def test_exit_code_is_66_for_a_missing_task_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "runner", "train", "--task", "./mine.py"],
         cwd=tmp_path,

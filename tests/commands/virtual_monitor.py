@@ -1,4 +1,4 @@
-"""Imported first in `accel-run monitor`: each sample advances the clock, so slow machines show as many samples."""
+"""Replaces the clock in `accel-run monitor`: each sample advances it, so slow machines take as many samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composing the files of options gives what Hydra alone gives, and each file is parsed once in a process."""
+"""Composing option files gives the same result as plain Hydra, and each file is parsed once per process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KNOWN = {"optimizer.lr": "0.001", "updates": "300", "checkpoint.keep": "1", "sch
 
 
 def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
-    """Return the composed tree of Hydra with its own reader of files and all of its own settings."""
+    """Return the tree that Hydra composes with its own file reader and all of its own settings."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), **version_base()):
         composed = hydra_compose("config", overrides=[f"{group}={option}" for group, option in groups.items()])
@@ -42,7 +42,7 @@ def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_CASES))
-def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path: Path) -> None:
+def test_composition_gives_the_same_result_as_hydra(number: int, tmp_path: Path) -> None:
     rng = random.Random(f"composition {SEED} {number}")
     groups = {group: rng.choice(list_options(group)) for group in rng.sample(GROUPS, rng.randint(0, len(GROUPS)))}
     composed = compose_groups(groups, Request(config_dir=tmp_path), [])
@@ -52,8 +52,8 @@ def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path
     assert set(choices) == set(GROUPS)
 
 
-def test_threads_compose_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(config_dir=tmp_path)  # with such a folder, no composition is cached for all tests
+def test_concurrent_compositions_run_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(config_dir=tmp_path)  # compositions with a config folder are not cached across tests
     errors: list[BaseException] = []
     groups = {group: list_options(group)[0] for group in GROUPS if list_options(group)}
 
@@ -68,7 +68,7 @@ def test_threads_compose_one_after_the_other(tmp_path: Path, monkeypatch: pytest
     def compose_beside_other(*args: Any, **keywords: Any) -> Any:
         monkeypatch.setattr(composition, "hydra_compose", hydra_compose)
         other.start()
-        other.join(1.0)  # lint-tests: timeout: it fails within this time if it does not wait for the first one
+        other.join(1.0)  # lint-tests: timeout: without waiting for the first composition, this one fails in that time
         return hydra_compose(*args, **keywords)
 
     monkeypatch.setattr(composition, "hydra_compose", compose_beside_other)
@@ -77,7 +77,7 @@ def test_threads_compose_one_after_the_other(tmp_path: Path, monkeypatch: pytest
     assert errors == []
 
 
-def test_a_program_that_uses_hydra_keeps_its_state() -> None:
+def test_composing_does_not_change_the_hydra_state_of_the_program() -> None:
     with initialize_config_dir(str(shipped_path("conf")), **version_base()):
         wanted = GlobalHydra.instance().hydra
         compose_groups({group: list_options(group)[0] for group in GROUPS}, Request(), [])
@@ -92,7 +92,7 @@ def test_libyaml_parses_the_shipped_files_as_omegaconf_does() -> None:
         assert repr(parsed) == repr(OmegaConf.to_container(OmegaConf.load(file))), file
 
 
-def test_invalid_yaml_in_a_shipped_file_has_the_message_of_other_files(tmp_path: Path) -> None:
+def test_invalid_yaml_has_the_same_message_in_shipped_and_other_files(tmp_path: Path) -> None:
     for text in ("a: [1,\nb: 2\n", "a: 1\na: 2\n", "\t- x", "a: *b\n"):
         messages = []
         for file in (CONF / "x.yaml", tmp_path / "x.yaml"):
@@ -110,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def outcome(case: Case, folder: Path) -> str:
-    """Return the configuration, or the problems; the place of a case's files is the same each time."""
+    """Return the configuration or the problems; the files of a case are always written to the same folder."""
     for name, content in case.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -122,7 +122,7 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_files_that_were_parsed_before_change_no_configuration_and_no_message(tmp_path: Path) -> None:
+def test_cached_parsing_changes_neither_configurations_nor_messages(tmp_path: Path) -> None:
     for number, case in enumerate(cases(KNOWN, 30 * NUM_CASES if IS_LONG else NUM_CASES)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -132,7 +132,7 @@ def test_files_that_were_parsed_before_change_no_configuration_and_no_message(tm
 
 
 @pytest.mark.slow
-def test_each_file_is_parsed_once_in_a_process(folder: Path) -> None:
+def test_each_file_is_parsed_once_per_process(folder: Path) -> None:
     def num_parsed(*words: str) -> int:
         """Return the number of files that composing has parsed."""
         before = parse_config.cache_info().misses
@@ -146,7 +146,7 @@ def test_each_file_is_parsed_once_in_a_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_changes_is_parsed_again(folder: Path) -> None:
+def test_a_modified_file_is_parsed_again(folder: Path) -> None:
     request = Request(("optimizer=mine",), config_dir=folder)
     assert compose(request).flat()["optimizer.lr"] == 0.5
     (folder / "optimizer" / "mine.yaml").write_text("defaults:\n  - adamw\nlr: 0.7\n")

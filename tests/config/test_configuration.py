@@ -46,7 +46,7 @@ def composed(*args: str, task: Path | None = None, folder: Path | None = None) -
     return compose(Request(args, task, folder))
 
 
-def refused(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
+def rejected(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
     """Compose and return the reported problems."""
     with pytest.raises(ConfigError) as caught:
         composed(*args, task=task, folder=folder)
@@ -57,7 +57,7 @@ def where(problems: Iterable[Problem]) -> list[str]:
     return [problem.where for problem in problems]
 
 
-def as_text(problems: Iterable[Problem]) -> str:
+def joined(problems: Iterable[Problem]) -> str:
     return "\n".join(map(str, problems))
 
 
@@ -76,7 +76,7 @@ def task(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- precedence and sources
 
 
-def test_a_plus_before_a_group_changes_nothing() -> None:
+def test_a_plus_before_a_group_has_no_effect() -> None:
     plain, plus = composed("hardware=t4"), composed("+hardware=t4")
     assert plus.flat() == plain.flat()
     assert plus.sources == plain.sources
@@ -93,7 +93,7 @@ def test_a_plus_before_a_group_changes_nothing() -> None:
         (("hardware=t4", "precision=fp32"), "fp32", "command line"),
     ],
 )
-def test_the_command_line_beats_the_profile_which_beats_the_default(
+def test_command_line_overrides_profile_and_profile_overrides_default(
     args: tuple[str, ...], precision: str, source: str | None
 ) -> None:
     configuration = composed(*args)
@@ -102,7 +102,7 @@ def test_the_command_line_beats_the_profile_which_beats_the_default(
     assert configuration.is_set_by_user("precision") == (source == "command line")
 
 
-def test_the_order_typed_does_not_matter() -> None:
+def test_the_order_of_arguments_does_not_matter() -> None:
     args = ("hardware=t4", "precision=bf16", "precision.keep_fp32=[head]")
     answers = [composed(*order) for order in permutations(args)]
     flat = answers[0].flat()
@@ -114,7 +114,7 @@ def test_the_order_typed_does_not_matter() -> None:
     assert all(answer.flat() == flat and answer.sources == answers[0].sources for answer in answers)
 
 
-def test_the_settings_of_a_task_beat_the_defaults_and_the_command_line_beats_them(task: Path) -> None:
+def test_task_settings_override_defaults_and_the_command_line_overrides_both(task: Path) -> None:
     of_task, typed = composed(task=task), composed("optimizer.lr=0.1", "updates=7", "task.hidden=9", task=task)
     keys = ("updates", "optimizer.lr", "scheduler.warmup", "evaluate.samples", "task.hidden")
     assert [of_task.flat()[key] for key in keys] == [40, 0.02, 5, 8, 4]
@@ -125,14 +125,14 @@ def test_the_settings_of_a_task_beat_the_defaults_and_the_command_line_beats_the
     ]  # fmt: skip
 
 
-def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: Path) -> None:
+def test_a_task_file_defines_the_task_keys_and_the_inference_keys(task: Path) -> None:
     configuration = composed("task.kind=flat", "inference.samples=9", task=task)
     assert configuration.choices["task"].name == "mine"
     assert configuration.choices["task"].options == {"hidden": 4, "kind": "flat"}
     assert configuration.inference == {"samples": 9, "seed": 0}
-    (problem,) = refused("task.kind=flatt", task=task)
+    (problem,) = rejected("task.kind=flatt", task=task)
     assert (problem.where, problem.fix) == ("task.kind=flatt", did_you_mean("flatt", ["flat"]))
-    assert where(refused("task=gpt", task=task)) == ["task=gpt"]
+    assert where(rejected("task=gpt", task=task)) == ["task=gpt"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: 
         (("epochs=2", "updates=null"), '{"updates": 40}', (None, 2)),
     ],
 )
-def test_epochs_override_updates_of_weaker_sources(
+def test_epochs_override_updates_of_sources_with_lower_precedence(
     args: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
@@ -171,7 +171,7 @@ def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", PRECISION_NAMES)
-def test_names_of_precisions_in_other_trainers_are_accepted(name: str) -> None:
+def test_precision_names_of_other_trainers_are_accepted(name: str) -> None:
     assert composed(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
 
 
@@ -195,7 +195,7 @@ def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
         (("optimizer.lr_scales={0:0.1}",), {"0": 0.1}),
     ],
 )
-def test_a_mapping_is_set_completely_or_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
+def test_a_mapping_can_be_set_as_a_whole_or_entry_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
     configuration = composed(*args)
     assert configuration.choices["optimizer"].options["lr_scales"] == scales
     assert configuration.sources["optimizer.lr_scales"] == "command line"
@@ -225,7 +225,7 @@ def test_a_config_folder_adds_a_variant_of_an_option(content: str, bare: Path, t
     assert configuration.notes == ()
 
 
-def test_a_variant_may_build_on_a_variant(tmp_path: Path) -> None:
+def test_a_variant_can_extend_another_variant(tmp_path: Path) -> None:
     files = {"optimizer/a.yaml": "defaults:\n  - sgd\nlr: 0.25\n", "optimizer/b.yaml": "defaults: [a]\nmomentum: 0.5\n"}
     chosen = composed("optimizer=b", folder=write(tmp_path, files)).choices["optimizer"]
     assert chosen.function == "sgd"
@@ -238,17 +238,19 @@ def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: P
     assert configuration.flat()["optimizer.lr"] == 7
     (note,) = configuration.notes
     assert note.startswith(f"{folder}/optimizer/adamw.yaml ")
-    assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder does not use it"
+    assert composed(task=bare).flat()["optimizer.lr"] != 7, (
+        "the next request, without the folder, does not use its files"
+    )
 
 
 @pytest.mark.parametrize("text", ["/data/year=2024", "epoch=3-step=10.safetensors", "a==b"])
-def test_an_equals_sign_in_a_text_needs_no_quotes(text: str) -> None:
+def test_an_equals_sign_in_a_string_setting_needs_no_quotes(text: str) -> None:
     assert compose(Request((f"data.path={text}", f"weights={text}"))).settings.data.path == text
     assert compose(Request((f"weights={text}",))).settings.weights.source == text
 
 
 @pytest.mark.parametrize("argument", ["updates==10", "updates=5=10", "updates=a=1,b=2", "data.path=[a=b]"])
-def test_an_equals_sign_elsewhere_is_refused(argument: str) -> None:
+def test_a_second_equals_sign_is_rejected_for_other_settings(argument: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose(Request((argument,)))
     assert [problem.where for problem in error.value.problems] == [argument]
@@ -257,23 +259,23 @@ def test_an_equals_sign_elsewhere_is_refused(argument: str) -> None:
 @pytest.mark.parametrize(
     "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
 )
-def test_any_text_can_be_given_as_an_override(text: str) -> None:
+def test_any_string_can_be_given_as_an_override(text: str) -> None:
     assert compose(Request((format_override("output_root", text),))).settings.output_root == text
 
 
 @pytest.mark.parametrize("text", ["2026", "007", "1e-3", "2.50", "-1", "nan"])
-def test_a_number_given_to_a_text_setting_is_used_as_written(text: str) -> None:
+def test_a_number_given_to_a_string_setting_is_used_as_written(text: str) -> None:
     settings = compose(Request((f"run={text}", f"weights={text}"))).settings
     assert (settings.run, settings.weights.source) == (text, text)
 
 
 @pytest.mark.parametrize("text", ["true", "null", "[1,2]"])
-def test_only_a_number_is_used_as_text(text: str) -> None:
-    assert where(refused(f"output_root={text}")) == [f"output_root={text}"]
+def test_other_literals_given_to_a_string_setting_are_rejected(text: str) -> None:
+    assert where(rejected(f"output_root={text}")) == [f"output_root={text}"]
 
 
 def test_modules_may_have_numbers_as_names(tmp_path: Path) -> None:
-    """Those of nn.Sequential have."""
+    """The modules of nn.Sequential have."""
     task = tmp_path / "task.py"
     task.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
     configuration = composed("weights.only=[0]", "phase.two.trains=[0,3]", task=task)
@@ -294,12 +296,12 @@ def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp
     assert result.choices["precision"].name == "bf16"
 
 
-def test_letters_beyond_ascii_need_no_quotes() -> None:
+def test_non_ascii_letters_need_no_quotes() -> None:
     path = "/home/josé/meine Bäume"
     assert compose(Request((f"data.path={path}",))).settings.data.path == path
 
 
-def test_a_file_of_the_folder_beats_the_settings_of_a_task(task: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_config_folder_overrides_task_settings(task: Path, tmp_path: Path) -> None:
     file = write(tmp_path, {"conf/optimizer/adamw.yaml": "lr: 7\n"}) / "conf/optimizer/adamw.yaml"
     configuration = composed(task=task, folder=tmp_path / "conf")
     assert (configuration.flat()["optimizer.lr"], configuration.sources["optimizer.lr"]) == (7, "config folder")
@@ -332,7 +334,7 @@ hardware:
 """
 
 
-def test_a_users_hardware_profile_selects_and_describes(tmp_path: Path) -> None:
+def test_a_users_hardware_profile_selects_options_and_describes_devices(tmp_path: Path) -> None:
     folder = write(tmp_path, {"hardware/mine.yaml": PROFILE})
     configuration = composed("+hardware=mine", "precision=bf16", folder=folder)
     assert (configuration.choices["precision"].name, configuration.choices["dataloader"].name) == ("bf16", "thread")
@@ -358,7 +360,7 @@ hardware: {title: mine, devices: []}
 
 
 @pytest.mark.slow
-def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tmp_path: Path) -> None:
+def test_a_profile_overrides_the_task_and_the_command_line_overrides_the_profile(tmp_path: Path) -> None:
     """Otherwise a task's setting would override the tuning for a machine."""
     folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
     configuration = compose(Request(("+hardware=mine", "global_batch_size=16"), folder / "two.py", folder))
@@ -368,9 +370,7 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
     result, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
     assert [result[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
-    assert result["phase.first.optimizer.kernel"] == "foreach", (
-        "keys that the profile does not set are those of the task"
-    )
+    assert result["phase.first.optimizer.kernel"] == "foreach", "keys that the profile does not set come from the task"
     assert {configuration.sources[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)} == {
         "profile mine"
     }
@@ -380,7 +380,7 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
 OPTION = "# mine\noption: adamw\nlr: 0.00001\n"
 TO_BF16 = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
-# files of the folder, overrides, places of the problems; {folder} is the folder with the files
+# files of the folder, overrides, locations of the problems; {folder} is the folder with the files
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     "unknown key": (
         {"optimizer/mine.yaml": "option: sgd\nlrr: 3\n"},
@@ -455,15 +455,15 @@ def test_an_error_in_a_config_folder_names_the_file_or_the_key(tmp_path: Path, s
     messages = []
     for number, (name, (files, args, places)) in enumerate(FAULTS.items()):
         folder = write(tmp_path / str(number), files)
-        problems = refused(*args, folder=folder)
+        problems = rejected(*args, folder=folder)
         assert where(problems) == [place.format(folder=folder) for place in places], name
-        messages.append(f"{name}\n{as_text(problems)}")
+        messages.append(f"{name}\n{joined(problems)}")
     screen("\n\n".join(messages), replace={r"<folder>/\d+": "<folder>"})
 
 
-def test_an_unresolved_interpolation_is_a_problem(tmp_path: Path) -> None:
+def test_an_unresolved_interpolation_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/mine.yaml": "option: sgd\nlr: ${nowhere}\n"})
-    problem, where = refused("optimizer=mine", folder=folder)[0], f"{folder}/optimizer/mine.yaml: optimizer.lr"
+    problem, where = rejected("optimizer=mine", folder=folder)[0], f"{folder}/optimizer/mine.yaml: optimizer.lr"
     assert str(problem).startswith(where)
     assert "'nowhere'" in problem.what
 
@@ -480,7 +480,7 @@ def test_an_unresolved_interpolation_is_a_problem(tmp_path: Path) -> None:
 )
 def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
-    (result,) = refused(task=file)
+    (result,) = rejected(task=file)
     assert str(result).startswith(f"{file}: ")
     assert problem in result.what or problem in str(result)
 
@@ -493,9 +493,9 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
         ('"seed": 1,\n**SHARED', "SHARED"),
     ],
 )
-def test_an_entry_that_is_no_literal_is_named_with_its_line(entries: str, shown: str, tmp_path: Path) -> None:
+def test_the_error_for_an_entry_that_is_not_a_literal_names_its_line(entries: str, shown: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": f"def build(): ...\nSETTINGS = {{{entries}}}\n"}) / "mine.py"
-    (problem,) = refused(task=file)
+    (problem,) = rejected(task=file)
     assert problem.what.endswith(f" {shown}")
     assert str(problem).startswith(f"{file}:3: ")
 
@@ -514,7 +514,7 @@ def test_an_entry_that_is_no_literal_is_named_with_its_line(entries: str, shown:
         "{0} = {{}}\ndef change():\n    global {0}\n    {0}['seed'] = 1\nchange()",
     ],
 )
-def test_declarations_that_parsing_misses_are_found_when_the_file_is_executed(
+def test_declarations_that_parsing_cannot_see_are_detected_when_the_file_is_executed(
     text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -524,7 +524,7 @@ def test_declarations_that_parsing_misses_are_found_when_the_file_is_executed(
     assert [*find_changed_declarations(runpy.run_path(str(file)), file)] == [name]
 
 
-def test_declared_names_may_be_used_otherwise(tmp_path: Path) -> None:
+def test_declared_names_can_also_be_used_in_other_ways(tmp_path: Path) -> None:
     uses = """
 from math import *
 from typing import TYPE_CHECKING
@@ -547,7 +547,7 @@ SEEDS = [SETTINGS.get("seed"), *SETTINGS.values()]
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
     settings = '{"sead": 1, "compile": "off", "optimizer": "adma", "precision.keep_fp32": "head", "optimizer.lr": 0}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
-    problems = refused(task=file)
+    problems = rejected(task=file)
     assert where(problems) == [
         "SETTINGS['optimizer']",
         "SETTINGS['compile']",
@@ -555,11 +555,11 @@ def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., 
         "SETTINGS['sead']",
         "optimizer.lr=0",
     ]
-    screen(as_text(problems))
+    screen(joined(problems))
 
 
 @pytest.mark.slow
-def test_a_task_selects_an_optimizer_and_the_user_may_select_another(tmp_path: Path) -> None:
+def test_a_user_can_override_the_optimizer_that_a_task_selects(tmp_path: Path) -> None:
     settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     tuned = composed(task=file)
@@ -585,13 +585,13 @@ def build(*, size: str = "tiny"): ...
 """
 
 
-def test_precedence_within_a_phase(tmp_path: Path) -> None:
+def test_phase_settings_override_run_settings(tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
     a, b = composed(task=file).phases
     assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
         "train", 5, "adam", 0.25, 3.0,
     )  # fmt: skip
-    assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not that of the run's adamw
+    assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not the value of the run's adamw
     assert (b.kind, b.global_batch_size, b.micro_batch_size, b.updates) == ("fit", 8, 4, None)
     typed = composed("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
     assert (typed.updates, typed.max_grad_norm, typed.optimizer.options["lr"]) == (9, 1.5, 0.125)
@@ -601,14 +601,14 @@ def test_precedence_within_a_phase(tmp_path: Path) -> None:
     assert (swapped.optimizer.name, swapped.optimizer.options["lr"]) == ("sgd", 0.0625)
 
 
-def test_invalid_phases_are_reported_with_their_place(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_invalid_phases_are_reported_with_their_location(tmp_path: Path, screen: Callable[..., None]) -> None:
     text = """
 PHASES = {"a": {"needs": ["z"], "lr": 1}, "b": {"kind": "fitt"}, "infer": {}, "c": {"kind": "fit", "updates": 3}}
 SETTINGS = {"phase.d.updates": 3}
 def build(): ...
 """
     file = write(tmp_path, {"mine.py": text}) / "mine.py"
-    problems = refused(task=file)
+    problems = rejected(task=file)
     places = [
         "mine.py: PHASES['a']",
         "mine.py: PHASES['b']",
@@ -618,7 +618,7 @@ def build(): ...
         "PHASES['c']['updates']",
     ]
     assert where(problems) == places
-    screen(as_text(problems))
+    screen(joined(problems))
 
 
 def test_parameters_of_helpers_in_a_task_file_are_not_settings(tmp_path: Path) -> None:
@@ -648,7 +648,7 @@ def test_a_url_is_not_a_local_path(key: str, url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs://box@account.dfs.core.windows.net/x", "memory://x"]
 )
-def test_a_mirror_is_a_url(url: str) -> None:
+def test_a_mirror_must_be_a_url(url: str) -> None:
     assert composed(f'checkpoint.mirror="{url}"').flat()["checkpoint.mirror"] == url
 
 
@@ -656,7 +656,7 @@ def test_a_mirror_is_a_url(url: str) -> None:
     "url", ["/mnt/x", "s3:/b", "s3://user@b/x", "https://u:pw@h/x", "abfs://u:pw@h/x", "s3://b/x?key=1", "s3://b/x#y",
             "simplecache::s3://b", "s3://b c"]
 )  # fmt: skip
-def test_a_mirror_holds_no_credentials_and_no_options(url: str) -> None:
+def test_a_mirror_with_credentials_or_options_is_rejected(url: str) -> None:
     with pytest.raises(AccelRunError):
         composed(f'checkpoint.mirror="{url}"')
 
@@ -667,7 +667,7 @@ def test_a_path_that_only_looks_like_a_url_is_local(path: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["task.x=1", "task.zzz=1"])
-def test_an_unknown_key_of_a_task_gets_its_keys(word: str) -> None:
+def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         composed(word)
     (problem,) = caught.value.problems
@@ -678,7 +678,7 @@ def test_an_unknown_key_of_a_task_gets_its_keys(word: str) -> None:
 def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
     args = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
     more = ("updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3", "backend.threads=2000")
-    problems = refused(*args, *more)
+    problems = rejected(*args, *more)
     assert where(problems) == [
         "--lr 3",
         "seed",
@@ -691,11 +691,11 @@ def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
         "micro_batch_size=3",
         "updates=5 epochs=5",
     ]
-    screen(as_text(problems))
+    screen(joined(problems))
 
 
-def test_a_warmup_longer_than_the_training_is_refused_before_a_run_is_created() -> None:
-    (problem,) = refused("updates=2", "scheduler.warmup=40")
+def test_a_warmup_longer_than_the_training_is_rejected_before_a_run_is_created() -> None:
+    (problem,) = rejected("updates=2", "scheduler.warmup=40")
     assert problem.where == "scheduler.warmup"
     assert "scheduler.warmup=2 " in problem.fix
     for accepted in (["scheduler.warmup=2"], ["scheduler.warmup=0.9"], ["scheduler.warmup=40", "epochs=1"]):
@@ -706,22 +706,22 @@ def test_a_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> No
     file = tmp_path / "own.py"
     file.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
     args = ("updates=2", "phase.one.updates=100", "scheduler.warmup=40")
-    assert where(refused(*args, task=file)) == ["phase.two.scheduler.warmup"]
+    assert where(rejected(*args, task=file)) == ["phase.two.scheduler.warmup"]
     composed(*args, "phases=[one]", task=file)
 
 
 @pytest.mark.slow
-def test_names_of_other_trainers_get_suggestions() -> None:
+def test_setting_names_of_other_trainers_produce_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
-        result = refused(*(f"{key}=1" for key in keys))
+        result = rejected(*(f"{key}=1" for key in keys))
         suggestions = [translate_key(key, "1", ()) for key in keys]
         expected = [(f"{key}=1", text) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
 
 
 @pytest.mark.parametrize("messages", sorted(set(FOREIGN_KEYS.values())))
-def test_suggested_names_exist(messages: str) -> None:
+def test_suggested_setting_names_exist(messages: str) -> None:
     for key, value in re.findall(
         r"(?<![A-Z_])([a-z][\w.]*)=([^\s;,:]+)",
         "" if messages.startswith(("accel-run", "goal=", "trials=")) else messages,
@@ -737,8 +737,8 @@ def test_suggested_names_exist(messages: str) -> None:
 
 
 @pytest.mark.parametrize("arg", ["max_grad_norm=0", "max_grad_norm=none", "early_stopping.patience=0"])
-def test_a_setting_that_others_turn_off_with_0_suggests_null(arg: str) -> None:
-    (problem,) = refused(arg)
+def test_null_is_suggested_for_settings_that_other_tools_disable_with_0(arg: str) -> None:
+    (problem,) = rejected(arg)
     assert f"{arg.partition('=')[0]}=null" in problem.fix
 
 
@@ -759,21 +759,21 @@ def test_a_setting_that_others_turn_off_with_0_suggests_null(arg: str) -> None:
         ((), [()]),
     ],
 )  # fmt: skip
-def test_a_sweep_is_every_combination_in_order(args: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
+def test_a_sweep_contains_every_combination_in_order(args: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
     request = Request(args, Path("task.py"), Path("folder"))
     assert expand_sweep(request) == [Request(each, Path("task.py"), Path("folder")) for each in expected]
 
 
 @pytest.mark.parametrize("word", ["seed=interval(0,1)", "run=glob(*)"])
-def test_a_sweep_without_values_is_refused(word: str) -> None:
+def test_a_sweep_without_values_is_rejected(word: str) -> None:
     with pytest.raises(ConfigError, match="must list its values"):
         expand_sweep(Request((word,)))
 
 
-def test_a_combination_of_a_sweep_composes_as_a_single_run() -> None:
+def test_a_combination_of_a_sweep_is_composed_like_a_single_run() -> None:
     seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
     assert seeds == [3, 4]
-    (problem,) = refused("seed=3,4")
+    (problem,) = rejected("seed=3,4")
     assert problem.where == "seed=3,4"
     assert "accel-run train -m" in problem.fix
 
@@ -804,7 +804,7 @@ def test_new_overrides_replace_old_ones_of_the_same_key(
 # ---------------------------------------------------------------- shipped files
 
 
-def test_every_shipped_option_of_every_group_composes() -> None:
+def test_every_shipped_option_of_every_group_can_be_composed() -> None:
     options = {group: list_options(group) for group in GROUPS}
     assert all(options.values())
     for number in range(max(map(len, options.values()))):
@@ -817,10 +817,10 @@ def test_every_shipped_option_of_every_group_composes() -> None:
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 
-def test_the_defaults_list_has_every_group_and_the_profile_last() -> None:
+def test_the_defaults_list_contains_every_group_and_ends_with_the_profile() -> None:
     entries = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
     groups = [next(iter(entry)) for entry in entries[1:]]
-    assert entries[0] == "_self_", "else its values would overwrite those of a profile"
+    assert entries[0] == "_self_", "a later group would override the values of a profile"
     assert sorted(groups) == sorted(GROUPS)
     assert groups[-1] == "hardware"
     assert shipped_options() == {
@@ -828,7 +828,7 @@ def test_the_defaults_list_has_every_group_and_the_profile_last() -> None:
     }
 
 
-def test_the_settings_of_config_yaml_are_those_of_the_code() -> None:
+def test_config_yaml_has_exactly_the_settings_of_the_code() -> None:
     content: Any = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))
     written = {
         f"{key}.{name}" if name else key: item
@@ -838,12 +838,14 @@ def test_the_settings_of_config_yaml_are_those_of_the_code() -> None:
     }
     in_code = {name: key.default for name, key in settings_keys(Settings).items()}
     assert list(written) == list(in_code)
-    assert {key for key in written if written[key] != in_code[key]} == {"updates"}, "a length must be given somewhere"
+    assert {key for key in written if written[key] != in_code[key]} == {"updates"}, (
+        "the number of updates or epochs has no default"
+    )
 
 
-def test_every_group_with_options_is_one_of_the_groups() -> None:
+def test_every_folder_of_options_is_a_known_group() -> None:
     folders = {path.name for path in shipped_path("conf").iterdir() if path.is_dir()}
-    assert folders - {"benchmark"} == set(GROUPS), "and the techniques of the benchmark"
+    assert folders - {"benchmark"} == set(GROUPS), "apart from the techniques of the benchmark"
 
 
 def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
@@ -867,7 +869,7 @@ def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
 
 
 @pytest.mark.slow
-def test_torch_is_not_needed_to_compose() -> None:
+def test_composing_does_not_import_torch() -> None:
     import subprocess
     import sys
 

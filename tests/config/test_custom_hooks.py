@@ -71,11 +71,11 @@ def problems_of(file: Path, *args: str) -> list[Problem]:
     ("name", "key"),
     [("LogImages", "log_images"), ("EMA", "ema"), ("EMAHook", "ema_hook"), ("Log2D", "log2_d"), ("_Own", "own")],
 )
-def test_the_name_of_a_hook_is_that_of_its_class_in_lowercase(name: str, key: str) -> None:
+def test_the_name_of_a_hook_is_its_class_name_in_lowercase(name: str, key: str) -> None:
     assert hook_name(name) == key
 
 
-def test_a_hook_has_the_keys_of_its_constructor_or_of_the_one_it_inherits(write: Callable[[str], Path]) -> None:
+def test_a_hook_has_the_keys_of_its_own_or_inherited_constructor(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     configuration = compose(Request(("hook.log_images.every=7",), file))
     assert {hook.name: hook.options for hook in configuration.hooks} == {
@@ -87,7 +87,7 @@ def test_a_hook_has_the_keys_of_its_constructor_or_of_the_one_it_inherits(write:
     assert [note for note in configuration.notes if "freeze_after" in note and str(file) in note]
 
 
-def test_a_task_may_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> None:
+def test_a_task_can_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN.replace("HOOKS = [", "SETTINGS = {'hook.log_images.every': 9}\nHOOKS = ["))
     assert compose(Request((), file)).hooks[0].options["every"] == 9
 
@@ -99,7 +99,7 @@ def test_keys_of_a_disabled_hook_are_reported_as_without_effect(write: Callable[
     assert [note for note in configuration.notes if "hook.log_images.every=7" in note]
 
 
-def test_a_typo_in_a_hook_or_its_keys_gets_a_suggestion(write: Callable[[str], Path]) -> None:
+def test_a_typo_in_a_hook_or_its_keys_produces_a_suggestion(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     for typo, meant in (
         ("hook.log_images.evry", "hook.log_images.every"),
@@ -112,7 +112,7 @@ def test_a_typo_in_a_hook_or_its_keys_gets_a_suggestion(write: Callable[[str], P
     assert problem.where == "hook.log_images.every=often"
 
 
-def test_completion_knows_hooks_and_their_keys(write: Callable[[str], Path]) -> None:
+def test_completion_offers_hooks_and_their_keys(write: Callable[[str], Path]) -> None:
     before = ["train", "--task", str(write(NEVER_RUN))]
     assert "hook." in candidates([*before, "ho"])
     assert candidates([*before, "hook.log_images.ev"]) == ["hook.log_images.every="]
@@ -129,7 +129,7 @@ def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
     assert main(["explain", "hook.log_images.every", "--task", str(file)]) == 0
     shown = capsys.readouterr().out
     assert f"the default ({file})" in shown
-    assert len(shown.splitlines()) == 3, "value, source and meaning"
+    assert len(shown.splitlines()) == 3, "value, source and help text"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
         ("class A(Base):\n    def __init__(self, phase, *, enabled=True): ...\nHOOKS = [A]", ": HOOKS[A]"),
     ],
 )
-def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
+def test_an_invalid_hook_table_is_reported_as_one_problem_with_its_location(
     table: str, where: str, write: Callable[[str], Path]
 ) -> None:
     text = NEVER_RUN.replace("HOOKS = [LogImages, FreezeAfter]\n", "\n")
@@ -164,7 +164,7 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
         ("SCHEDULERS", "def make(updates): ...\nif True:\n    SCHEDULERS = {'mine': make}"),
     ],
 )
-def test_a_table_that_code_changes_ends_the_run_when_the_file_is_executed(
+def test_a_hook_table_that_code_modifies_is_an_error_when_the_file_is_executed(
     table: str,
     change: str,
     write: Callable[[str], Path],
@@ -180,7 +180,7 @@ def test_a_table_that_code_changes_ends_the_run_when_the_file_is_executed(
     assert table in message
 
 
-def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
+def test_a_hook_of_a_package_is_disabled_by_default_and_shows_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"package_{tmp_path.name}"
@@ -210,9 +210,7 @@ def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
     ("method", "fix"),
     [("on_train_batch_end(self, trainer)", "after_update"), ("after_updat(self, step)", "did you mean after_update?")],
 )
-def test_a_method_of_a_hook_that_is_never_called_is_refused(
-    method: str, fix: str, write: Callable[[str], Path]
-) -> None:
+def test_a_hook_method_that_is_never_called_is_rejected(method: str, fix: str, write: Callable[[str], Path]) -> None:
     text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    def {method}: ...")
     (problem,) = problems_of(write(f"{text}\ndef build(): ...\n"))
     assert problem.where.endswith("HOOKS[LogImages]")
@@ -220,7 +218,7 @@ def test_a_method_of_a_hook_that_is_never_called_is_refused(
     assert fix in problem.fix
 
 
-def test_a_hook_may_have_methods_that_it_calls_itself(write: Callable[[str], Path]) -> None:
+def test_hook_methods_that_the_hook_calls_itself_are_accepted(write: Callable[[str], Path]) -> None:
     more = "def after_updates(self): ...\n    def begin(self): self.after_updates()"
     text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    {more}")
     assert len(compose(Request((), write(f"{text}\ndef build(): ...\n"))).hooks) == 2
@@ -238,9 +236,7 @@ def test_a_hook_may_have_methods_that_it_calls_itself(write: Callable[[str], Pat
         ("def on_step(self)", "def __exit__(self)"),
     ],
 )
-def test_a_method_of_a_hook_that_other_code_may_call_is_accepted(
-    old: str, new: str, write: Callable[[str], Path]
-) -> None:
+def test_hook_methods_that_other_code_may_call_are_accepted(old: str, new: str, write: Callable[[str], Path]) -> None:
     method = "class LogImages(Base):\n    def on_step(self): ...\n"
     text = HOOKS.replace("import runner\n", "") if "other" in new else HOOKS
     text = text.replace("class LogImages(Base):", method).replace(old, new)
@@ -249,7 +245,7 @@ def test_a_method_of_a_hook_that_other_code_may_call_is_accepted(
     assert not [note for note in configuration.notes if "did you mean" in note]
 
 
-def test_a_typo_in_a_hook_that_other_code_may_call_is_noted(write: Callable[[str], Path]) -> None:
+def test_a_possible_typo_in_a_hook_method_that_other_code_may_call_is_noted(write: Callable[[str], Path]) -> None:
     text = HOOKS.replace("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):")
     text = text.replace("class LogImages(Base):", "class LogImages(Base):\n    def after_updat(self, step): ...\n")
     notes = compose(Request((), write(f"{text}\ndef build(): ...\n"))).notes

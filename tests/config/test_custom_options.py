@@ -1,4 +1,4 @@
-"""Options of a task file and of packages behave like shipped ones, and are listed without running code."""
+"""Options of task files and packages behave like shipped options, and are listed without running code."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callabl
     assert [note for note in configuration.notes if "optimizer=signed" in note and str(file) in note]
 
 
-def test_a_typo_in_a_users_option_or_its_keys_gets_a_suggestion(write: Callable[[str], Path]) -> None:
+def test_a_typo_in_a_user_defined_option_or_its_keys_produces_a_suggestion(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     assert [problem.fix for problem in problems_of(file, "optimizer=signd")] == [did_you_mean("signd", ["signed"])]
     (problem,) = problems_of(file, "optimizer=signed", "optimizer.bet=1")
@@ -127,7 +127,7 @@ def test_a_typo_in_a_users_option_or_its_keys_gets_a_suggestion(write: Callable[
     assert suggested(problem.fix) == ["scheduler=step"], "the shipped option comes first"
 
 
-def test_completion_knows_users_options_and_their_keys(write: Callable[[str], Path]) -> None:
+def test_completion_offers_user_defined_options_and_their_keys(write: Callable[[str], Path]) -> None:
     before = ["train", "--task", str(write(NEVER_RUN))]
     assert "optimizer=signed" in candidates([*before, "optimizer=s"])
     assert "optimizer.beta=" in candidates([*before, "optimizer=signed", "optimizer.b"])
@@ -157,7 +157,7 @@ def test_the_help_of_a_command_lists_what_the_task_file_defines(
         assert capsys.readouterr().out == without
 
 
-def test_explain_names_the_file_of_a_users_option(
+def test_explain_names_the_file_of_a_user_defined_option(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(NEVER_RUN)
@@ -214,7 +214,7 @@ def test_explain_names_the_file_of_a_users_option(
         ("TECHNIQUES = {'plots': ['precision=bf16']}", ": TECHNIQUES['plots']"),
     ],
 )
-def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
+def test_an_invalid_option_table_is_reported_as_one_problem_with_its_location(
     table: str, where: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(f"{NEVER_RUN}\n{table}\n")
@@ -223,8 +223,8 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
     assert capsys.readouterr().err.count("accel-run:") == 1
 
 
-def test_an_invalid_entry_that_is_selected_is_one_problem(write: Callable[[str], Path]) -> None:
-    """Not also an unknown option, on the command line or in SETTINGS."""
+def test_selecting_an_invalid_entry_is_reported_as_one_problem(write: Callable[[str], Path]) -> None:
+    """It is not also reported as an unknown option on the command line or in SETTINGS."""
     table = "def own(parameters, more): ...\nOPTIMIZERS = {'own': own}\n"
     where = "OPTIMIZERS['own']"
     settings = "SETTINGS = {'optimizer': 'own'}\n"
@@ -244,9 +244,7 @@ def test_an_invalid_entry_that_is_selected_is_one_problem(write: Callable[[str],
         ("class Mine(Task):\n    def evalute(self, model, batch): ...", "evaluate"),
     ],
 )
-def test_a_misspelled_name_that_the_file_does_not_use_is_noted(
-    line: str, name: str, write: Callable[[str], Path]
-) -> None:
+def test_an_unused_name_that_resembles_a_known_one_is_noted(line: str, name: str, write: Callable[[str], Path]) -> None:
     text = f"def build(): ...\n\n{line}\n"
     (note,) = (note for note in compose(Request((), write(text))).notes if "not read" in note)
     assert note.endswith(did_you_mean(name, [name]))
@@ -256,7 +254,7 @@ def test_a_misspelled_name_that_the_file_does_not_use_is_noted(
     assert not [note for note in compose(Request((), used)).notes if "not read" in note]
 
 
-def test_an_extension_has_the_keys_of_its_base_and_of_its_function(write: Callable[[str], Path]) -> None:
+def test_an_extended_option_has_the_keys_of_its_base_and_of_its_function(write: Callable[[str], Path]) -> None:
     own = "def rounded(model, *, bits: int = 8): ...\nPRECISIONS = {'rounded': ('fp16', rounded)}\n"
     file = write(own + NEVER_RUN)
     chosen = compose(Request(("precision=rounded", "precision.init_scale=4.0"), file)).choices["precision"]
@@ -266,7 +264,7 @@ def test_an_extension_has_the_keys_of_its_base_and_of_its_function(write: Callab
     assert problem.fix == did_you_mean("precision.bit", ["precision.bits"])
 
 
-def test_a_key_of_an_option_may_have_any_name() -> None:
+def test_option_keys_can_have_any_name() -> None:
     keys = {"table": 1, "option": 2, "given": 3, "keys": 4}
     assert call_option({"any": lambda *given, **result: (given, result)}, "any", "parameters", **keys) == (
         ("parameters",),
@@ -280,7 +278,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("keeps_a_list", [False, True])
-def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
+def test_a_run_with_a_user_defined_optimizer_and_schedule_resumes_bitwise_equal(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, keeps_a_list: bool
 ) -> None:
     listed = TASK.replace("lr=lr, momentum=beta", "{'lr': lr}").replace("torch.optim.SGD", "Listed") + KEEPS_A_LIST
@@ -296,7 +294,9 @@ def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
     assert uninterrupted[0] > uninterrupted[-1]
 
 
-def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_of_a_package_is_an_option_that_shows_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The module is parsed, not imported."""
     name = f"package_{tmp_path.name}"
     (tmp_path / name).mkdir()
@@ -318,7 +318,7 @@ def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, m
     assert name not in sys.modules
 
 
-def test_a_config_file_with_the_name_of_a_users_option_is_reported(
+def test_a_config_file_with_the_name_of_a_user_defined_option_is_reported(
     write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file, folder = write(NEVER_RUN), tmp_path / "conf"
@@ -333,7 +333,7 @@ def test_a_config_file_with_the_name_of_a_users_option_is_reported(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("word", ["scheduler=wsd scheduler.decay=0", "scheduler=warm_restarts scheduler.period=0.0"])
-def test_an_interval_of_zero_is_refused_with_its_type(word: str) -> None:
+def test_an_interval_of_zero_is_rejected_with_its_type(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(Request(tuple(word.split())))
     assert [problem.where for problem in caught.value.problems] == [word.split()[1]]

@@ -24,7 +24,7 @@ class Mine(Task):
 def build(): ...
 raise SystemExit("a task file is not executed to be checked")
 """
-LINE = 9  # of the method
+LINE = 9  # of the method in the file
 # Methods that users override, from the documentation of Lightning 2.6 and of the Trainer of transformers 5.
 LIGHTNING = (
     "backward configure_callbacks configure_gradient_clipping configure_model configure_optimizers lr_scheduler_step "
@@ -54,7 +54,7 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
     return []
 
 
-def test_each_method_of_other_frameworks_is_refused_with_its_replacement(
+def test_the_error_for_a_method_of_another_framework_names_its_replacement(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     names = [*LIGHTNING.split(), *TRANSFORMERS.split()]
@@ -79,7 +79,7 @@ def test_each_method_of_other_frameworks_is_refused_with_its_replacement(
         ("from runner import Task\n\nclass Base(Task): ...\n\nclass Second(Base): ...\n", "Second"),
     ],
 )
-def test_a_task_is_recognized_by_what_it_derives_from(imported: str, base: str, tmp_path: Path) -> None:
+def test_a_task_class_is_recognized_by_its_base_class(imported: str, base: str, tmp_path: Path) -> None:
     text = TASK.replace("from runner import Task", imported).replace("Mine(Task)", f"Mine({base})")
     (problem,) = problems_of(text.format(name="validation_step"), tmp_path)
     assert "Mine.validation_step" in problem.what
@@ -93,7 +93,7 @@ def test_other_classes_with_the_name_task_are_not_checked(imported: str, tmp_pat
 
 @pytest.mark.parametrize("use", ["self.{name}()", "getattr(self, '{name}')()"])
 @pytest.mark.parametrize("name", ["setup", "backward", "training_step"])
-def test_methods_that_the_file_itself_uses_are_allowed(name: str, use: str, tmp_path: Path) -> None:
+def test_methods_that_the_file_itself_calls_are_allowed(name: str, use: str, tmp_path: Path) -> None:
     text = TASK.replace("batch): ...", f"batch):\n        return {use}")
     assert not problems_of(text.format(name=name), tmp_path)
 
@@ -107,5 +107,5 @@ def test_methods_that_a_base_class_of_another_file_may_call_are_allowed(
     assert bool(problems_of(text, tmp_path)) == is_known
 
 
-def test_methods_of_the_contract_are_allowed(tmp_path: Path) -> None:
+def test_methods_of_the_task_contract_are_allowed(tmp_path: Path) -> None:
     assert not problems_of(TASK.format(name="evaluate"), tmp_path)

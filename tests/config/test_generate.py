@@ -24,14 +24,14 @@ SCHEMA = json.loads((ROOT / "conf" / "schema.json").read_text(encoding="utf-8"))
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \|.* `([\w.]+=.*)` \|$", PAGE, re.MULTILINE))
 
 
-def test_the_page_is_what_the_script_writes() -> None:
+def test_the_generated_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "generate.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_has_every_setting_and_option() -> None:
+def test_the_settings_page_lists_every_setting_and_option() -> None:
     assert set(all_keys()) <= set(ROWS)
     sections = set(re.findall(r"^### (\w+=[\w-]+)", PAGE, re.MULTILINE))
     assert sections == {f"{group}={option}" for group in AXES for option in list_options(group)}
@@ -39,7 +39,7 @@ def test_the_page_has_every_setting_and_option() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in ROWS if key.partition(".")[0] not in {"task", "inference"} - {*AXES}])
-def test_an_example_is_accepted(key: str) -> None:
+def test_every_example_on_the_settings_page_is_accepted(key: str) -> None:
     assert key not in GROUPS
     override = parse_override(ROWS[key].replace("\\|", "|"))
     assert override.key_or_group == key
@@ -47,8 +47,8 @@ def test_an_example_is_accepted(key: str) -> None:
 
 
 @cache
-def editor(group: str) -> Any:
-    """Return the JSON schema validator of an editor for files of the group, or for a complete configuration."""
+def schema_validator(group: str) -> Any:
+    """Return the JSON schema validator that editors use for files of a group, or for a complete configuration."""
     whole = {"$ref": f"#/definitions/{group}", "definitions": SCHEMA["definitions"]} if group in AXES else SCHEMA
     return jsonschema.Draft7Validator(whole)
 
@@ -59,16 +59,16 @@ def editor(group: str) -> Any:
     [file for file in (ROOT / "conf").rglob("*.yaml") if file.parent.name not in ("task", "technique")],
     ids=lambda file: f"{file.parent.name}/{file.stem}",
 )
-def test_editors_accept_every_shipped_file_and_no_unknown_key(file: Path) -> None:
+def test_the_json_schema_accepts_every_shipped_file_and_no_unknown_key(file: Path) -> None:
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    editor(file.parent.name).validate(content)
-    assert not editor(file.parent.name).is_valid({**content, "no_such_key": 1})
+    schema_validator(file.parent.name).validate(content)
+    assert not schema_validator(file.parent.name).is_valid({**content, "no_such_key": 1})
 
 
 @pytest.mark.parametrize("content", [{"updates": 0}, {"seed": "x"}, {"optimizer": {"lr": -1.0}}, {"device": "gpu"}])
-def test_editors_refuse_values_that_the_command_line_refuses(content: dict[str, object]) -> None:
-    assert not editor("").is_valid(content)
+def test_the_json_schema_rejects_values_that_the_command_line_rejects(content: dict[str, object]) -> None:
+    assert not schema_validator("").is_valid(content)
 
 
-def test_editors_accept_references_and_short_forms() -> None:
-    editor("").validate({"seed": "${oc.env:SLURM_JOB_ID}", "weights": "first", "data": {"path": None}})
+def test_the_json_schema_accepts_interpolations_and_short_forms() -> None:
+    schema_validator("").validate({"seed": "${oc.env:SLURM_JOB_ID}", "weights": "first", "data": {"path": None}})

@@ -44,7 +44,7 @@ def specs(task: Path, *args: str) -> dict[str, Any]:
     return {spec.name: spec for spec in parse_objectives(Pair(), planned(task, *args).phases[0])}
 
 
-def test_a_command_line_key_replaces_the_declared_value(task: Path) -> None:
+def test_a_command_line_key_overrides_the_value_in_objectives(task: Path) -> None:
     result = specs(
         task, "objective.actor.optimizer.lr=1e-4", "objective.actor.every=3", "objective.critic.max_grad_norm=0.5"
     )
@@ -53,13 +53,13 @@ def test_a_command_line_key_replaces_the_declared_value(task: Path) -> None:
     assert result["critic"].optimizer == specs(task)["critic"].optimizer
 
 
-def test_another_optimizer_has_its_own_keys(task: Path) -> None:
+def test_an_objective_accepts_the_keys_of_an_overridden_optimizer(task: Path) -> None:
     result = specs(task, "objective.actor.optimizer=sgd", "objective.actor.optimizer.momentum=0.3")["actor"].optimizer
     assert isinstance(result, Choice)
     assert (result.name, result.options["momentum"], result.options["lr"]) == ("sgd", 0.3, 0.01)
 
 
-def test_a_key_that_is_set_is_part_of_the_plan_and_others_are_not(task: Path) -> None:
+def test_only_keys_that_are_set_are_part_of_the_plan(task: Path) -> None:
     values = planned(task, "objective.actor.optimizer.lr=1e-4").values()
     assert {key: value for key, value in values.items() if key.startswith("objective.")} == {
         "objective.actor.optimizer.lr": 1e-4
@@ -79,13 +79,13 @@ def test_a_key_that_is_set_is_part_of_the_plan_and_others_are_not(task: Path) ->
         "objective.actor.trains=[critic]",
     ],
 )
-def test_a_wrong_key_or_value_is_refused(word: str, task: Path) -> None:
+def test_an_invalid_key_or_value_is_rejected(word: str, task: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(task, word)
     assert [problem.where for problem in caught.value.problems] == [word]
 
 
-def test_a_key_that_every_objective_declares_has_no_effect_on_its_own(tmp_path: Path) -> None:
+def test_a_note_says_that_a_run_setting_declared_by_every_objective_has_no_effect(tmp_path: Path) -> None:
     file = tmp_path / "both.py"
     declared = {name: {**content, "optimizer.lr": 0.1} for name, content in OBJECTIVES.items()}
     file.write_text(f"OBJECTIVES = {declared}\ndef build(): ...\n")
@@ -94,17 +94,17 @@ def test_a_key_that_every_objective_declares_has_no_effect_on_its_own(tmp_path: 
     assert note.startswith("optimizer.lr=0.3")
     assert all(word in note for word in suggested)
     assert planned(file, *suggested).notes == ()
-    assert planned(file, "max_grad_norm=0.3").notes == (), "of the actor"
+    assert planned(file, "max_grad_norm=0.3").notes == (), "the key of the actor"
 
 
-def test_explain_knows_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_the_keys_of_objectives(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = "objective.actor.optimizer.lr"
     assert main(["explain", key, "--task", str(task)]) == 0
     assert f"{key} = 0.5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["['actor', 'critic']", "('actor',)", "'actor'"])
-def test_objectives_that_are_no_mapping_are_refused_with_their_line(value: str, tmp_path: Path) -> None:
+def test_the_error_for_objectives_that_are_not_a_mapping_names_the_line(value: str, tmp_path: Path) -> None:
     file = tmp_path / "listed.py"
     file.write_text(f"def build(): ...\n\nOBJECTIVES = {value}\n")
     with pytest.raises(ConfigError) as caught:

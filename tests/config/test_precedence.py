@@ -74,18 +74,18 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def settings() -> list[Setting]:
-    """Return one setting of each rank, for the run and for a phase; the value identifies the source."""
+    """Return one setting of each precedence rank, for the run and for a phase; the value identifies the source."""
     return [
         Setting("seed", (for_phase, rank), rank, for_phase=for_phase) for for_phase in (False, True) for rank in Rank
     ]
 
 
-def test_the_strongest_source_wins_in_any_order() -> None:
+def test_the_source_with_the_highest_precedence_wins_in_any_order() -> None:
     for order in permutations([Setting("seed", rank, rank) for rank in (Rank.DEFAULT, Rank.TASK, Rank.COMMAND_LINE)]):
         assert merge(order)["seed"].value == Rank.COMMAND_LINE
 
 
-def test_a_command_line_key_beats_all_but_that_of_the_phase() -> None:
+def test_a_command_line_key_overrides_all_sources_except_a_key_of_the_phase() -> None:
     order = []
     rest = settings()
     while rest:
@@ -98,18 +98,18 @@ def test_a_command_line_key_beats_all_but_that_of_the_phase() -> None:
 
 
 @pytest.mark.parametrize("stronger", [rank for rank in Rank if rank > Rank.TASK])
-def test_a_length_resets_the_other_length_of_weaker_sources(stronger: Rank) -> None:
+def test_a_length_resets_the_other_length_from_sources_of_lower_precedence(stronger: Rank) -> None:
     merged = merge([Setting("updates", 5, Rank.TASK), Setting("epochs", 2.0, stronger, "who")])
     assert (merged["updates"].value, merged["epochs"].value) == (None, 2.0)
     assert merged["updates"].source == "who"
 
 
-def test_a_length_that_is_null_resets_nothing() -> None:
+def test_a_null_length_does_not_reset_the_other_length() -> None:
     merged = merge([Setting("updates", 5, Rank.TASK), Setting("epochs", None, Rank.COMMAND_LINE)])
     assert (merged["updates"].value, merged["epochs"].value) == (5, None)
 
 
-def test_an_entry_of_a_mapping_is_added_to_that_of_weaker_sources() -> None:
+def test_an_entry_is_added_to_the_mapping_from_sources_of_lower_precedence() -> None:
     key = "optimizer.lr_scales"
     merged = merge(
         [
@@ -124,7 +124,7 @@ def test_an_entry_of_a_mapping_is_added_to_that_of_weaker_sources() -> None:
 # ---------------------------------------------------------------- one composition per request
 
 
-def test_a_task_that_chooses_its_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
+def test_a_task_that_selects_its_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
     configuration = compose(Request((), task, folder))
     assert configuration.choices["optimizer"].name == "sgd"
     assert len(composed) == 1
@@ -181,7 +181,9 @@ def profile(folder: Path, option: str, **keys: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
-def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder: Path, args: tuple[str, ...]) -> None:
+def test_keys_of_a_profile_apply_only_to_the_option_that_it_selects(
+    task: Path, folder: Path, args: tuple[str, ...]
+) -> None:
     profile(folder, "sgd", lr=0.25, momentum=0.5)
     assert compose(Request(("hardware=box",), task, folder)).choices["optimizer"].options["momentum"] == 0.5
     typed = compose(Request(args, task, folder))
@@ -192,7 +194,7 @@ def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder
 
 
 @pytest.mark.slow
-def test_a_key_that_a_profile_does_not_keep_has_the_value_of_the_option_file(task: Path, folder: Path) -> None:
+def test_a_profile_key_for_another_option_does_not_override_the_option_file(task: Path, folder: Path) -> None:
     profile(folder, "sgd", lr=0.25)
     (folder / "optimizer").mkdir()
     (folder / "optimizer" / "slow.yaml").write_text("option: nadam\nlr: 0.125\n")
@@ -210,7 +212,7 @@ def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_and_a_folder_choose_options_of_the_task_file(task: Path, folder: Path) -> None:
+def test_a_profile_and_a_config_folder_can_select_options_of_the_task_file(task: Path, folder: Path) -> None:
     task.write_text(OWN + TASK.replace('"optimizer": "sgd", ', ""))
     profile(folder, "halved", lr=0.25)
     shipped_config = (shipped_path("conf") / "config.yaml").read_text()

@@ -39,7 +39,7 @@ from runner.config.schema import (
 )
 from runner.config.settings import EvaluateSettings, Settings
 
-# type, its description, valid values, invalid values
+# type, description, valid values, invalid values
 TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (int, "an integer", [0, -3, 10**30], [1.0, True, "1", None, [1]]),
     (float, "a number", [0, 1, -2.5, 1e308], [math.nan, math.inf, -math.inf, 10**400, True, "1.0", None]),
@@ -78,15 +78,15 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "args", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
-def test_a_type_is_described_and_enforced(kind: Any, args: str, good: list[Any], bad: list[Any]) -> None:
-    assert describe_type(kind) == args
+@pytest.mark.parametrize(("kind", "description", "good", "bad"), TYPES, ids=[text for _, text, _, _ in TYPES])
+def test_values_are_checked_against_each_type(kind: Any, description: str, good: list[Any], bad: list[Any]) -> None:
+    assert describe_type(kind) == description
     assert [value for value in good if describe_mismatch(kind, value) is not None] == []
     assert [value for value in bad if describe_mismatch(kind, value) is None] == []
 
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, "x"])
-def test_the_invalid_entry_of_a_mapping_is_named(value: object) -> None:
+def test_the_error_names_the_invalid_entry_of_a_mapping(value: object) -> None:
     found = describe_mismatch(Mapping[str, PositiveInt], {"code": 1, "qa": value})
     assert found is not None
     assert found.startswith("qa must be ")
@@ -102,7 +102,7 @@ def test_an_error_states_the_expected_and_the_actual_value(value: Any, shown: st
 
 
 @given(st.floats() | st.integers())
-def test_a_positive_number_is_positive(value: float) -> None:
+def test_positive_accepts_exactly_the_finite_numbers_above_zero(value: float) -> None:
     above = math.isfinite(value) and value > 0 if isinstance(value, float) else 0 < value <= sys.float_info.max
     assert (describe_mismatch(Positive, value) is None) == above
 
@@ -116,14 +116,14 @@ def test_bounds_of_a_range_are_inclusive_or_exclusive(value: int, low: bool, hig
 @pytest.mark.parametrize(
     "text", ["auto", "200updates", "1update", "2epochs", "2 epochs", "10min", "0.5min", ".5min", "10.0min", "3 minutes"]
 )
-def test_valid_checkpoint_intervals(text: str) -> None:
+def test_valid_checkpoint_intervals_are_accepted(text: str) -> None:
     assert describe_mismatch(Every, text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "0updates", "0min", "0.0min", ".min", "1.5epochs", "5days", "-1min", "200", "min"]
 )
-def test_invalid_checkpoint_intervals(text: str) -> None:
+def test_invalid_checkpoint_intervals_are_rejected(text: str) -> None:
     assert describe_mismatch(Every, text) == f'must be {describe_type(Every)}, but is "{text}"'
 
 
@@ -168,7 +168,7 @@ def sample(tmp_path: Path) -> Path:
     return file
 
 
-def test_functions_are_read_without_running_the_file(sample: Path) -> None:
+def test_signatures_are_read_without_executing_the_file(sample: Path) -> None:
     functions = read_functions(sample)
 
     assert list(functions) == ["first", "second", "Model.predict"]
@@ -234,7 +234,7 @@ def test_inference_has_the_keys_of_the_method_that_it_calls(text: str, expected:
     assert {*inference_keys(tmp_path / "task.py")} == expected
 
 
-def test_help_is_the_entry_of_the_docstring_also_if_continued(sample: Path) -> None:
+def test_help_includes_continuation_lines_of_the_docstring_entry(sample: Path) -> None:
     first = read_functions(sample)["first"]
     helps = {name: key.help for name, key in first.keys.items()}
 
@@ -249,12 +249,12 @@ def test_help_is_the_entry_of_the_docstring_also_if_continued(sample: Path) -> N
 def test_values_that_need_execution_are_kept_as_text(sample: Path) -> None:
     keys = read_functions(sample)["second"].keys
 
-    assert keys["own"].type is Any, "a type that the file defines is not checked"
+    assert keys["own"].type is Any, "values of a type that the file defines are not checked"
     assert keys["computed"].default == Expression("2 * SIZE")
     assert (keys["negative"].default, keys["pair"].default) == (-1.5, (1, 2))
 
 
-def test_defaults_are_data_and_are_not_shared(sample: Path) -> None:
+def test_mutable_defaults_are_not_shared(sample: Path) -> None:
     functions = read_functions(sample)
     taken = default_values(functions["first"].keys)
     taken["names"].append("b")
@@ -263,7 +263,7 @@ def test_defaults_are_data_and_are_not_shared(sample: Path) -> None:
     assert default_values(functions["second"].keys)["pair"] == [1, 2]
 
 
-def test_a_file_that_is_not_python_is_a_syntax_error_with_its_line(tmp_path: Path) -> None:
+def test_the_syntax_error_of_an_invalid_file_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\ndef build(\n")
     with pytest.raises(SyntaxError) as caught:
         read_functions(tmp_path / "broken.py")
@@ -295,12 +295,12 @@ KNOWN = ["optimizer.lr", "optimizer.weight_decay", "scheduler.warmup", "global_b
         ("", None),
     ],
 )
-def test_the_nearest_name_is_the_intended_one(typed: str, meant: str | None) -> None:
+def test_the_nearest_name_is_suggested(typed: str, meant: str | None) -> None:
     assert find_nearest(typed, KNOWN) == meant
     assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
 
 
-def test_a_short_name_may_have_one_wrong_letter() -> None:
+def test_a_short_name_is_matched_with_one_wrong_letter() -> None:
     assert find_nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
     assert find_nearest("x9", ["a100", "t4", "rtx_mid"]) is None
 

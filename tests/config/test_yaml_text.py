@@ -42,12 +42,12 @@ TREES = some.dictionaries(
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(tree=TREES.filter(lambda tree: "${" not in str(tree)))
-def test_omegaconf_reads_back_what_is_written(tree: dict[str, Any]) -> None:
+def test_written_yaml_round_trips_through_omegaconf(tree: dict[str, Any]) -> None:
     assert OmegaConf.to_container(OmegaConf.create(yaml_text(tree) if tree else "{}")) == tree
 
 
 @pytest.mark.parametrize("word", [*WORDS, "two words", "ünï", "long words " * 30, "b\udcff"])
-def test_strings_are_written_as_by_omegaconf(word: str) -> None:
+def test_strings_are_written_as_omegaconf_writes_them(word: str) -> None:
     tree = {"key": word, "inner": {"list": [word, 1, 0.001, None, True]}}
     try:
         expected = OmegaConf.to_yaml(OmegaConf.create(tree))
@@ -56,6 +56,6 @@ def test_strings_are_written_as_by_omegaconf(word: str) -> None:
     assert yaml_text(tree) == expected
 
 
-def test_equal_parts_are_written_twice() -> None:
+def test_repeated_objects_are_written_without_yaml_anchors() -> None:
     part = {"lr": 0.1}
     assert "&" not in yaml_text({"one": part, "two": part})

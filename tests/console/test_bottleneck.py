@@ -1,4 +1,4 @@
-"""The bottleneck of a run is reported with its numbers, and only if the numbers show one."""
+"""The bottleneck of a run is reported with evidence, and only if the measured times show one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.console.bottleneck import KINDS, MEANINGS, describe_bottleneck, form
 ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
 
 
-def test_every_part_has_one_kind_and_every_kind_a_text() -> None:
+def test_every_timed_part_has_one_kind_and_every_kind_has_a_description() -> None:
     assert sorted(part for parts in KINDS.values() for part in parts) == sorted(ALL)
     assert KINDS.keys() == MEANINGS.keys()
 
@@ -59,7 +59,7 @@ def test_every_part_has_one_kind_and_every_kind_a_text() -> None:
         ({}, "unknown: the time was not measured"),
     ],
 )
-def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: str) -> None:
+def test_the_bottleneck_is_reported_with_its_evidence(parts_s: dict[str, float], says: str) -> None:
     assert describe_bottleneck(parts_s, 10.0) == says
     assert describe_bottleneck(parts_s, 0.0) == describe_bottleneck({}, 10.0)
 
@@ -71,7 +71,7 @@ def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: s
         ("first_update", "start-up"), ("evaluation", "evaluation"), ("hooks", "hooks"), ("closing", "the end"),
     ],
 )  # fmt: skip
-def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
+def test_every_kind_of_work_can_be_the_bottleneck(part: str, kind: str) -> None:
     says = describe_bottleneck({part: 6.0, "forward": 4.0}, 10.0)
     assert says.startswith(f"{kind}: 60% ")
     assert " (6.0 of 10.0 s) " in says
@@ -100,7 +100,9 @@ def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float
     total_s = sum(parts_s.values()) + rest_s + 1.0
     lines = format_time_table(parts_s, total_s, updates=3)
     shares = [float(line.partition("%")[0].rpartition(" ")[2]) for line in lines]
-    assert sum(shares) == pytest.approx(100.0, abs=0.5 + 0.051 * len(lines)), "rounded, and without a rest below 0.5 %"
+    assert sum(shares) == pytest.approx(100.0, abs=0.5 + 0.051 * len(lines)), (
+        "shares are rounded, and a remainder below 0.5 % is not shown"
+    )
     assert all(len(line) <= 80 for line in lines)
 
 

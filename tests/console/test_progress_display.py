@@ -1,4 +1,4 @@
-"""Progress: exact lines for a pipe, a bar for a terminal, and almost no cost between two displays."""
+"""Progress: exact lines on a pipe, a bar on a terminal, and almost no cost for updates that display nothing."""
 
 from __future__ import annotations
 
@@ -76,15 +76,17 @@ def run_lines(total: int, done: int = 0, seconds_each: float = 2.0) -> str:
     return stream.getvalue()
 
 
-def test_a_pipe_gets_plain_lines_at_1_and_10_then_every_30_seconds_and_at_the_last(screen: Callable[..., None]) -> None:
+def test_a_pipe_shows_lines_at_updates_1_and_10_then_every_30_seconds_and_at_the_last_update(
+    screen: Callable[..., None],
+) -> None:
     screen(run_lines(40))
 
 
-def test_a_resumed_run_counts_its_first_lines_from_the_resume() -> None:
+def test_a_resumed_run_shows_its_first_lines_1_and_10_updates_after_the_resume() -> None:
     assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
 
 
-def test_no_line_extrapolates_the_start_of_a_process() -> None:
+def test_the_remaining_time_does_not_extrapolate_the_slow_start_of_a_process() -> None:
     stream, clock = io.StringIO(), Clock()
     lines = ProgressLines(stream, clock)
     lines.start(110, 100)
@@ -116,7 +118,7 @@ def test_plain_lines_are_used_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest
         assert type(make_progress(stream)) is ProgressLines
 
 
-def test_lines_reach_the_pipe_at_once() -> None:
+def test_lines_are_flushed_immediately() -> None:
     ours, theirs = os.pipe()
     with os.fdopen(theirs, "w") as stream, os.fdopen(ours, "rb", buffering=0) as reader:
         lines = make_progress(stream)
@@ -125,7 +127,7 @@ def test_lines_reach_the_pipe_at_once() -> None:
         assert reader.read(100) == b"update=1 total=1\n"
 
 
-def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., None]) -> None:
+def test_the_bar_shows_every_figure_and_the_machine_on_the_line_below(screen: Callable[..., None]) -> None:
     clock = Clock()
     with terminal() as (stream, seen):
         bar = Bar(stream, clock, item="token")
@@ -146,7 +148,7 @@ def test_the_bar_keeps_its_columns_for_any_values(columns: int) -> None:
         wide = {"train/loss": 0.00012345, "lr": 1e-4, "grad_norm": 0.0123, "memory_gib": 10.5, "data_wait": 1.0}
         bar.update(1, wide)
         clock.now += 90
-        bar.update(2, wide)  # the widest values: slowest, with the longest remaining time
+        bar.update(2, wide)  # the widest values: slow updates and a long remaining time
         seen()
         lengths, places = set(), set()
         for update in [*range(3, 1000, 31), 1000]:
@@ -162,7 +164,7 @@ def test_the_bar_keeps_its_columns_for_any_values(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
-def test_figures_that_become_known_do_not_change_the_bar(columns: int) -> None:
+def test_figures_that_become_known_do_not_change_the_width_of_the_bar(columns: int) -> None:
     clock = Clock()
     with terminal(columns) as (stream, seen):
         bar = Bar(stream, clock)
@@ -193,7 +195,7 @@ def test_a_narrow_terminal_drops_values_not_lines(columns: int) -> None:
         assert all(len(line) <= columns for frame in frames for line in frame.splitlines())
         if columns >= 40:
             assert "5/1000" in frames[-1]
-        if columns >= 80:  # less important values are dropped for the bar
+        if columns >= 80:  # less important values are dropped to keep the bar
             assert "░░░░" in frames[-1]
             assert "items/s" in frames[-1]
         bar.finish()
@@ -247,7 +249,7 @@ def test_the_cursor_is_never_hidden() -> None:
         bar.finish()
 
 
-def test_a_terminal_without_block_characters_gets_ascii() -> None:
+def test_the_bar_uses_ascii_if_the_terminal_lacks_block_characters() -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w", encoding="ascii") as stream:
         bar = make_progress(stream)
@@ -277,7 +279,7 @@ def test_a_lost_terminal_does_not_end_the_run() -> None:
         stream.close()
 
 
-def test_standard_output_is_restored() -> None:
+def test_standard_output_is_restored_after_the_bar() -> None:
     out, err = sys.stdout, sys.stderr
     with terminal() as (stream, _):
         for _phase in range(2):
@@ -288,7 +290,7 @@ def test_standard_output_is_restored() -> None:
     assert (sys.stdout, sys.stderr) == (out, err)
 
 
-def test_progress_of_silent_ranks_has_the_same_methods() -> None:
+def test_silent_ranks_have_a_progress_object_with_the_same_methods() -> None:
     silent = make_progress(None)
     silent.start(3)
     assert not silent.due(3)
@@ -298,7 +300,7 @@ def test_progress_of_silent_ranks_has_the_same_methods() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
-def test_an_update_that_is_not_due_costs_three_calls(kind: str) -> None:
+def test_an_update_that_displays_nothing_costs_three_calls(kind: str) -> None:
     """The calls are `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
     calls = 0
 
@@ -317,5 +319,5 @@ def test_an_update_that_is_not_due_costs_three_calls(kind: str) -> None:
                 progress.update(update, VALUES)
         finally:
             sys.setprofile(None)
-        assert calls <= 3 * 1000 + 1  # plus the call of setprofile
+        assert calls <= 3 * 1000 + 1  # and the call of setprofile
         progress.finish()

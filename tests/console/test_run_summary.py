@@ -69,21 +69,21 @@ END = EndOfRun(
 )
 
 
-def test_a_model_without_frozen_parameters_has_one_count() -> None:
+def test_a_model_without_frozen_parameters_shows_one_parameter_count() -> None:
     report = format_start(dataclasses.replace(START, num_parameters=834_304, num_trainable=834_304))
     assert report.count("834,304") == 1
 
 
-def test_the_start_report_in_full(screen: Callable[..., None]) -> None:
+def test_the_start_report_matches_its_snapshot(screen: Callable[..., None]) -> None:
     screen(format_start(START))
 
 
-def test_unequal_ranks_are_shown_as_a_sum() -> None:
+def test_shares_of_unequal_ranks_are_shown_as_a_sum() -> None:
     start = dataclasses.replace(START, batch=Batch(32, 19, (19, 13)))
     assert "32 = 19 + 13" in format_start(start)
 
 
-def test_the_end_summary_in_full(screen: Callable[..., None]) -> None:
+def test_the_end_summary_matches_its_snapshot(screen: Callable[..., None]) -> None:
     screen(format_end(END))
 
 
@@ -91,13 +91,13 @@ def test_unknown_values_are_omitted(screen: Callable[..., None]) -> None:
     screen(format_end(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
 
 
-def test_a_metric_is_shown_with_the_baselines_of_its_name(screen: Callable[..., None]) -> None:
+def test_a_metric_is_shown_next_to_its_baselines(screen: Callable[..., None]) -> None:
     metrics = {"val/bits": 4.665, "val/bits_per_byte": 4.0}
     baselines = {"val/bits_per_byte": 3.541, "val/bits_per_byte_unigram": 4.611, "val/other": 2.0}
     screen("\n".join(LearnedMetrics(None, metrics, baselines, "bigram model").lines()))
 
 
-def test_a_run_of_several_phases_counts_the_updates_of_all() -> None:
+def test_the_update_count_of_a_run_includes_all_phases() -> None:
     end = dataclasses.replace(END, phases=("fit", "train"), time=TimeSpent(2.0, num_updates=1012), items_per_s=None)
     assert re.findall(r"\d+", format_end(end).splitlines()[0]) == ["1000", "1000", "1012", "2", "2", "0"]
 
@@ -106,7 +106,7 @@ def test_a_long_run_is_shown_in_hours() -> None:
     assert "in 2 h 3 min" in format_end(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 
 
-def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
+def test_a_resumed_process_reports_its_own_updates_and_time() -> None:
     def figures(num_updates: int) -> list[str]:
         time = TimeSpent(125.0, num_updates=num_updates)
         return re.findall(r"\d+", format_end(dataclasses.replace(END, time=time, items_per_s=None)).splitlines()[0])
@@ -115,13 +115,13 @@ def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
     assert figures(1000) == ["1000", "1000", "2", "5"]
 
 
-def test_a_process_without_updates_was_limited_by_nothing() -> None:
+def test_a_process_without_updates_reports_no_bottleneck() -> None:
     for num_updates, num_lines in ((0, 0), (1, 1)):
         time = dataclasses.replace(END.time, num_updates=num_updates)
         assert format_end(dataclasses.replace(END, time=time)).count("limited by") == num_lines
 
 
-def test_the_cores_of_other_processes_are_part_of_the_limit() -> None:
+def test_the_bottleneck_mentions_the_load_of_other_processes() -> None:
     time = TimeSpent(10.0, {"forward": 9.0}, other_load="planted")
     (line,) = [line for line in format_end(dataclasses.replace(END, time=time)).splitlines() if "limited by" in line]
     assert line.endswith("planted")
