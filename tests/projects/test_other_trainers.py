@@ -169,7 +169,7 @@ def seed_samples(task: Any, order: Order) -> None:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("folder", "name"), CASES)
-def test_the_same_project_of_another_trainer_equals_the_plain_loop(
+def test_the_project_written_for_another_trainer_equals_the_plain_loop(
     folder: str, name: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process, one batch per update: what Lightning and the Trainer compute, too."""
@@ -205,7 +205,7 @@ def test_the_same_project_of_another_trainer_equals_the_plain_loop(
                 assert distance_of_weights(weights_of(task.model), wanted) <= tolerance
 
 
-def test_each_project_is_written_for_the_others_or_has_a_reason() -> None:
+def test_each_project_is_written_for_other_trainers_or_has_a_reason() -> None:
     written = {folder: {file.stem for file in (HERE / folder).glob("*.py")} for folder in OTHERS}
     excluded = {name for names in NOT_FOR_THE_TRAINER for name in names}
     assert written["with_lightning"] == PROJECTS.keys()

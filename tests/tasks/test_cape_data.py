@@ -94,7 +94,7 @@ def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Split
 
 
 @pytest.mark.slow
-def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
+def test_a_letter_and_similar_letters_are_in_the_same_split(letters: Splits) -> None:
     names = {split: {letter.name for letter in members} for split, members in letters.items()}
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
     where = {name: split for split, members in names.items() for name in members}
@@ -103,7 +103,7 @@ def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
 
 
 @pytest.mark.slow
-def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
+def test_no_held_out_letter_resembles_a_training_letter(letters: Splits) -> None:
     assert find_resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
     where = {letter.name: split for split, members in letters.items() for letter in members}
     for likenesses in ("F\ua7fb\u2132\U00010305", "S\u01a7", "s\u01a8", "\u0394\u1401", "M\u01a9", "v\u039b"):
@@ -111,7 +111,7 @@ def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
 
 
 @pytest.mark.slow
-def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(letters: Splits) -> None:
+def test_letters_resemble_their_mirror_image_with_any_direction_and_starting_point(letters: Splits) -> None:
     letter = next(letter for letter in letters["train"] if letter.name == "F")
     points = [point for point, code in enumerate(letter.codes) if code != 79]
     assert letter.codes[:-1] == (1, *[2] * (len(points) - 1)), "one contour of straight lines"
@@ -128,7 +128,7 @@ def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(let
 
 
 @pytest.mark.slow
-def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
+def test_letters_are_drawn_at_their_keypoints(few: Splits) -> None:
     letter = next(letter for letter in few["train"] if letter.name == "1")
     drawing = draw(letter, "DejaVuSans-Bold.ttf", image_size=64, rng=sample_rng(0, 0, 1))
     picture = drawing.picture.astype(float)
@@ -143,7 +143,7 @@ def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
 
 
 @pytest.mark.slow
-def test_keypoints_pushed_out_by_a_pose_are_recorded(written: Path) -> None:
+def test_keypoints_moved_out_of_the_picture_by_a_pose_are_recorded(written: Path) -> None:
     for split in ("train", "val", "test"):
         content = json.loads((written / "annotations" / f"{split}.json").read_text())
         triples = [np.array(row["keypoints"]).reshape(-1, 3) for row in content["annotations"]]
@@ -197,7 +197,7 @@ def test_support_and_queries_are_different_objects_of_one_category(written: Path
 
 
 @pytest.mark.slow
-def test_training_changes_with_the_epoch_and_validation_does_not(written: Path) -> None:
+def test_training_episodes_depend_on_the_epoch_and_validation_episodes_do_not(written: Path) -> None:
     for augmentation in (Augmentation(), None):
         data = episodes(written, augmentation=augmentation)
         first = data[3]["query_xy"]
@@ -208,7 +208,7 @@ def test_training_changes_with_the_epoch_and_validation_does_not(written: Path) 
 
 
 @pytest.mark.slow
-def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None:
+def test_categories_with_any_number_of_keypoints_are_padded(written: Path) -> None:
     data = episodes(written, max_keypoints=20)
     batch = data.__getitems__(range(len(data)))
     counts = [annotation.category.num_keypoints for annotation in data.poses.annotations]
@@ -219,7 +219,7 @@ def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None
     assert not batch["query_xy"][~batch["query_visible"]].any()
 
 
-def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
+def test_keypoints_follow_the_picture_when_it_is_augmented() -> None:
     images = torch.zeros(4, 3, 3, 64, 64, dtype=torch.uint8)
     xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # central: no border mirrors them
     for point in range(3):
@@ -241,7 +241,7 @@ def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
     assert sizes.unique().numel() == 12
 
 
-def test_keypoints_pushed_out_by_augmentation_are_invisible_and_counted() -> None:
+def test_keypoints_moved_out_of_the_picture_by_augmentation_are_invisible_and_counted() -> None:
     places = torch.tensor([[0.02, 0.02], [0.98, 0.98], [0.5, 0.5], [0.4, 0.5]])
     xy, seen = places.expand(30, 1, 4, 2), torch.tensor([True, True, True, False]).expand(30, 1, 4)
     rngs = [sample_rng(0, 0, index) for index in range(30)]
@@ -259,7 +259,7 @@ def test_keypoints_pushed_out_by_augmentation_are_invisible_and_counted() -> Non
     assert not moved[~visible].any()
 
 
-def test_a_flip_exchanges_left_and_right() -> None:
+def test_a_flip_exchanges_left_and_right_keypoints() -> None:
     names = ["nose", "left_eye", "right_eye", "L_Knee", "R_Knee", "tail"]
     mirrored = mirrored_keypoints(names)
     assert mirrored == (0, 2, 1, 4, 3, 5)
@@ -426,7 +426,7 @@ def test_visible_keypoints_outside_the_crop_are_counted_and_named(folder: Path) 
 
 
 @pytest.mark.slow
-def test_invisible_keypoints_may_hold_anything(folder: Path) -> None:
+def test_invisible_keypoints_may_have_any_coordinates(folder: Path) -> None:
     poses = read_pose_set(
         changed(folder, lambda c: keypoints_of(c).__setitem__(slice(0, 3), [-7.0, 1e9, 0.0])), "train"
     )
@@ -467,7 +467,7 @@ def write_mp100(folder: Path) -> None:
     (folder / "annotations" / "mp100_split1_train.json").write_text(json.dumps(content))
 
 
-def test_mp100_is_read_as_it_is(tmp_path: Path) -> None:
+def test_mp100_is_read_without_conversion(tmp_path: Path) -> None:
     write_mp100(tmp_path)
     counts = r"4 of 9 objects .*: 1 marked as a crowd, 1 with an empty box, 1 without keypoints, 1 without a visible"
     with pytest.warns(UserWarning, match=rf"{counts}.* 1 categories .* 2 visible keypoints .* annotation 12"):
@@ -486,7 +486,7 @@ def test_mp100_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_missing_files_are_named(folder: Path) -> None:
+def test_missing_files_are_reported_by_name(folder: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere does not exist") as caught:
         read_pose_set(folder / "nowhere", "train")
     assert "images/" in caught.value.problems[0].fix
@@ -518,7 +518,7 @@ def test_invalid_json_and_images_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validation_never_sees_a_category_of_training(folder: Path) -> None:
+def test_validation_has_no_category_of_training(folder: Path) -> None:
     train, val = read_pose_set(folder, "train"), read_pose_set(folder, "val")
     check_disjoint([train, val])
     name = train.categories[0].name
@@ -543,7 +543,7 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
+def test_only_the_selected_categories_are_trained_on(folder: Path) -> None:
     poses = read_pose_set(folder, "train")
     name = poses.categories[1].name
     few = select_categories(poses, [name])
@@ -555,13 +555,13 @@ def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_errors_are_explained(folder: Path) -> None:
+def test_an_invalid_image_size_is_refused_with_the_valid_ones(folder: Path) -> None:
     with pytest.raises(AccelRunError, match="multiple of 32"):
         build(Context(0, folder, folder), image_size=50)
 
 
 @pytest.mark.slow
-def test_a_worker_process_gets_no_pictures(written: Path) -> None:
+def test_cached_pictures_are_not_sent_to_worker_processes(written: Path) -> None:
     data = episodes(written)
     data.__getitems__([0, 1])
     assert data.pictures

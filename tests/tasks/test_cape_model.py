@@ -151,7 +151,7 @@ def test_invisible_and_missing_keypoints_are_not_in_the_loss(value: float) -> No
     assert all(math.isfinite(float(total)) for total, _ in measures.values())
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_does_not_change_the_output() -> None:
     model, batch = make_model(), make_batch((3, 2), max_keypoints=3)
     padded = make_batch((3, 2), max_keypoints=3)
     for name in ("support_xy", "query_xy"):
@@ -225,7 +225,7 @@ def composed(model: PoseTransformer) -> Any:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [*KINDS, "pretrained"])
-def test_layers_compose_to_the_model(kind: str) -> None:
+def test_composed_layers_give_the_outputs_of_the_model(kind: str) -> None:
     model = make_model("deformable" if kind == "pretrained" else kind, pretrained=kind == "pretrained")
     batch = make_batch((5, 3, 4))
     for one, other in zip(composed(model)(batch), model(batch), strict=True):
@@ -235,7 +235,7 @@ def test_layers_compose_to_the_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_decode_as_the_model_does(kind: str) -> None:
+def test_layers_decode_like_the_model(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
     for one, other in zip(decode(composed(model), batch), decode(model, batch), strict=True):
         assert_close(one, other, TERMS)
@@ -245,7 +245,7 @@ def test_layers_decode_as_the_model_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
+def test_decoding_a_batch_equals_decoding_its_rows_one_by_one(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 3, 1))
     together = decode(model, batch)
     for row in range(3):
@@ -255,7 +255,7 @@ def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_equals_training_on_its_own_predictions(kind: str) -> None:
+def test_decoding_equals_teacher_forcing_with_its_own_predictions(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
     decoded = decode(model, batch)
     own = decoded.xy[:, -1, :-1].view_as(batch["query_xy"])
@@ -276,7 +276,7 @@ def test_decoding_does_not_see_the_targets() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_keypoint_sees_those_before_it_only() -> None:
+def test_a_keypoint_attends_only_to_earlier_keypoints() -> None:
     model, batch = make_model(), make_batch((5,))
     with torch.no_grad():
         before = model(batch)
@@ -290,7 +290,7 @@ def test_a_keypoint_sees_those_before_it_only() -> None:
             )
 
 
-def test_keypoint_dropout_acts_in_training_only() -> None:
+def test_keypoint_dropout_acts_only_in_training() -> None:
     model, batch = make_model(), make_batch()
     task = make_task(model, forget=0.5)
     assert torch.equal(task.loss(model, batch)[0], task.loss(model, batch)[0])
@@ -301,7 +301,7 @@ def test_keypoint_dropout_acts_in_training_only() -> None:
 # Metrics
 
 
-def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
+def test_a_keypoint_predicted_after_the_end_is_not_a_hit() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     batch["query_visible"] = batch["present"][:, None].clone()
     xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[:, None]
@@ -314,7 +314,7 @@ def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     assert distances.sum() == 0
 
 
-def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
+def test_pck_counts_keypoints_within_a_fifth_of_the_longer_side() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_visible"] = torch.tensor([[[True, True, False]]])
     away = torch.tensor([0.099, 0.101, 0.0])  # the longer side is half of the picture
@@ -323,7 +323,7 @@ def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
     torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
 
 
-def test_types_end_after_the_last_keypoint_for_any_visibility() -> None:
+def test_target_types_end_after_the_last_keypoint_regardless_of_visibility() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     types, counted = target_types(batch)
     assert (types == END).nonzero().tolist() == [[0, 4], [1, 2]]
@@ -333,7 +333,7 @@ def test_types_end_after_the_last_keypoint_for_any_visibility() -> None:
 # Parts
 
 
-def test_features_are_read_where_the_keypoint_is() -> None:
+def test_features_are_sampled_at_the_keypoint() -> None:
     shapes = ((4, 4), (2, 2))
     places = cell_centers(shapes, torch.device("cpu"))
     features = places[None].expand(3, -1, -1)  # each feature is its own position
@@ -342,7 +342,7 @@ def test_features_are_read_where_the_keypoint_is() -> None:
     torch.testing.assert_close(sample(maps.levels(), xy), xy)
 
 
-def test_coordinates_are_bilinear_between_entries() -> None:
+def test_coordinate_embeddings_are_interpolated_bilinearly() -> None:
     embed = CoordinateEmbedding(5, 8)
     nn.init.normal_(embed.table)
     entry = embed.table[:, 3, 1]
@@ -351,7 +351,7 @@ def test_coordinates_are_bilinear_between_entries() -> None:
     torch.testing.assert_close(embed(torch.tensor([[[0.375, 0.75]]]))[0, 0], middle)
 
 
-def test_deformable_attention_reads_around_its_place() -> None:
+def test_deformable_attention_samples_around_its_reference_point() -> None:
     torch.manual_seed(0)
     attention = DeformableMapAttention(8, num_heads=2, num_levels=1)
     for weight in attention.offsets.parameters():
@@ -367,7 +367,7 @@ def test_deformable_attention_reads_around_its_place() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_published_size_has_a_resnet_50(kind: str) -> None:
+def test_the_published_size_uses_a_resnet_50(kind: str) -> None:
     with torch.device("meta"):
         model = PoseTransformer(replace(SHAPES["full"], attention=kind))  # type: ignore[arg-type]
         maps = model.backbone(torch.empty(1, 3, 256, 256))
@@ -376,7 +376,7 @@ def test_the_published_size_has_a_resnet_50(kind: str) -> None:
     assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
 
 
-def test_the_pretrained_backbone_is_torchvisions_resnet_50() -> None:
+def test_the_pretrained_backbone_is_the_resnet_50_of_torchvision() -> None:
     torch.manual_seed(0)
     backbone = PretrainedResNet50(3)
     state = backbone.state_dict()
@@ -392,7 +392,7 @@ def test_the_pretrained_backbone_is_torchvisions_resnet_50() -> None:
 
 
 @pytest.mark.slow
-def test_the_pretrained_backbone_computes_the_feature_maps_of_torchvision() -> None:
+def test_the_pretrained_backbone_gives_the_feature_maps_of_torchvision() -> None:
     models = pytest.importorskip("torchvision").models
     torch.manual_seed(0)
     other = models.resnet50(weights=None).eval().double()

@@ -64,7 +64,7 @@ def test_loss_and_metrics_are_sums_with_counts(folder: Path, attention: str) -> 
 
 
 @pytest.mark.slow
-def test_baselines_are_of_the_episodes_that_are_evaluated(folder: Path) -> None:
+def test_baselines_are_computed_on_the_evaluated_episodes(folder: Path) -> None:
     task = make_task(folder)
     data = task.dataset("val")
     batch = data.__getitems__(range(len(data)))
@@ -121,7 +121,7 @@ def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_figures_of_inference_name_their_split(folder: Path, split: str) -> None:
+def test_results_of_inference_name_their_split(folder: Path, split: str) -> None:
     assert split in predictions(make_task(folder), samples=1, pictures=0, split=split)[-1].text
 
 
@@ -133,7 +133,7 @@ def test_inference_depends_on_the_seed_and_not_on_the_batch(folder: Path) -> Non
     assert [p.files for p in predictions(task, 2, samples=4, pictures=0)] != [p.files for p in first]
 
 
-def test_inference_of_one_category(folder: Path) -> None:
+def test_inference_can_be_limited_to_one_category(folder: Path) -> None:
     task = make_task(folder)
     name = task.sets["test"].categories[1].name
     *single, _ = predictions(task, split="test", category=name, samples=None, pictures=0)
@@ -163,7 +163,7 @@ def test_results_are_in_pixels_of_the_full_image(folder: Path) -> None:
             np.testing.assert_allclose(points[:, :2], annotation.keypoints[annotation.visible], atol=0.011)
 
 
-def test_the_table_shows_the_worst_first() -> None:
+def test_the_table_lists_the_worst_categories_first() -> None:
     table = category_table({"A": [9, 1, 10], "B": [1, 2, 10]}).splitlines()
     assert [line.split() for line in table[1:]] == [
         ["B", "10.0", "20.0", "10"],

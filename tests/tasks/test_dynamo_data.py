@@ -82,7 +82,7 @@ def test_tokenization_is_lossless(args: str, corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpus: Corpus) -> None:
+def test_offsets_of_a_token_exclude_the_space_before_it(corpus: Corpus) -> None:
     for args in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
         tokens, offsets = corpus.tokenizer.encode_with_offsets(args)
         for token, (start, end) in zip(tokens, offsets, strict=True):
@@ -94,7 +94,7 @@ def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpu
                 assert end == start + 1
 
 
-def test_pieces_are_the_most_frequent_pairs() -> None:
+def test_vocabulary_pieces_are_the_most_frequent_pairs() -> None:
     text = "of aa aa aa aab aab"
     assert learn_pieces([text], 260 + 2) == [" a", " aa"]
     assert learn_pieces(["once"], 300) == []
@@ -104,21 +104,21 @@ def test_pieces_are_the_most_frequent_pairs() -> None:
 
 
 @pytest.mark.slow
-def test_the_library_gives_enough_records_of_every_task(corpus: Corpus) -> None:
+def test_the_standard_library_yields_enough_records_for_every_task(corpus: Corpus) -> None:
     for task in TASKS:
         assert len(corpus.tables["train"][task].source) >= 500
         assert min(len(corpus.tables[split][task].source) for split in ("val", "test")) >= 40
 
 
 @pytest.mark.slow
-def test_evaluated_records_are_not_in_the_training_data(corpus: Corpus) -> None:
+def test_evaluation_records_are_not_in_the_training_data(corpus: Corpus) -> None:
     for task in TASKS:
         texts = {split: {_bare(record, task) for record in corpus.records(split, task)} for split in SPLITS}
         assert not texts["train"] & (texts["val"] | texts["test"]), task
 
 
 @pytest.mark.slow
-def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) -> None:
+def test_requests_are_phrased_differently_in_each_split(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_text(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
         assert not used["train"] & (used["val"] | used["test"])
@@ -146,7 +146,7 @@ def test_an_answer_is_the_default_of_the_requested_parameter() -> None:
 
 
 @pytest.mark.slow
-def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
+def test_answers_start_and_end_at_token_boundaries(corpus: Corpus) -> None:
     for split in SPLITS:
         table = corpus.tables[split]["qa"]
         cut = 0
@@ -160,7 +160,7 @@ def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
         assert cut <= 0.05 * len(table.answer)
 
 
-def test_a_character_position_is_not_a_token_position() -> None:
+def test_character_positions_are_converted_to_token_positions() -> None:
     offsets = [(0, 3), (4, 5), (5, 6), (6, 10), (10, 11)]
     assert token_span(offsets, 6, 10) == (3, 3)
     assert token_span(offsets, 5, 11) == (2, 4)
@@ -182,7 +182,7 @@ def test_classification_is_balanced_and_has_no_label_leakage(corpus: Corpus) -> 
 @pytest.mark.parametrize(
     "expression", ["1 + 2 * 3", "(1 + 2) * 3 - 4 // 5", "-(7 - 2) ** 2", "2 ** 3 ** 1 % 5", "1 < 2"]
 )
-def test_postfix_has_the_value_of_the_expression(expression: str) -> None:
+def test_postfix_notation_has_the_value_of_the_expression(expression: str) -> None:
     args = postfix(ast.parse(expression, mode="eval").body)
     assert args is not None
     stack: list[int] = []
@@ -202,7 +202,7 @@ def test_postfix_refuses_tokens_that_are_not_names_numbers_or_operators(expressi
     assert postfix(ast.parse(expression, mode="eval").body) is None
 
 
-def test_signature_and_summary_come_from_the_documented_function() -> None:
+def test_signature_and_summary_are_extracted_from_a_documented_function() -> None:
     summary = "Return the sum of all."
     source = f'def f(a: int, b=2, *c) -> int:\n    """{summary}\n\n    ' + "More words. " * 5 + '"""\n'
     result = dict(extract_records(source))
@@ -214,14 +214,14 @@ def test_signature_and_summary_come_from_the_documented_function() -> None:
 # The user's files
 
 
-def test_the_users_files_are_read(folder: Path, tmp_path: Path) -> None:
+def test_files_of_the_user_are_read(folder: Path, tmp_path: Path) -> None:
     corpus = open_corpus(folder, tmp_path / "cache", **LIMITS)
     assert corpus.labels == ["class", "function"]
     assert corpus.tables["train"]["classification"].answer.tolist() == [1, 0]
     assert target_text(corpus.records("val", "qa")[0], "qa") == "12"
 
 
-def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_by_name(folder: Path, tmp_path: Path) -> None:
     (folder / "qa" / "validation.json").unlink()
     with pytest.raises(InputMissing, match=r"qa/validation\.json does not exist"):
         open_corpus(folder, tmp_path / "cache", **LIMITS)
@@ -242,7 +242,7 @@ def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
         ("classification", {"text": "a", "label": "module"}, "must be one of the training data's"),
     ],
 )
-def test_a_bad_record_is_named_with_file_and_index(
+def test_an_invalid_record_is_reported_with_file_and_index(
     task: str, record: Any, args: str, folder: Path, tmp_path: Path
 ) -> None:
     file = folder / task / "test.json"
@@ -287,7 +287,7 @@ def test_every_validation_record_is_evaluated_once(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_masked_tokens_depend_on_seed_epoch_and_index_only(corpus: Corpus) -> None:
+def test_masked_tokens_depend_only_on_seed_epoch_and_index(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     together, alone = texts.__getitems__([3, 7]), texts[7]
     length = alone["places"].shape[1]
@@ -328,13 +328,13 @@ def _bare(record: dict[str, Any], task: str) -> str:
     return record["context"] if task == "qa" else source_text(record, task).split("\n", 1)[1]
 
 
-def test_records_are_the_same_each_time() -> None:
+def test_extraction_of_records_is_deterministic() -> None:
     first, second = (list(extract_records(Path(text.__file__).read_text())) for _ in range(2))
     assert first == second
     assert {task for task, _ in first} >= {"classification", "code"}
 
 
-def test_limits_apply_to_training_records_of_their_task(folder: Path, tmp_path: Path) -> None:
+def test_a_limit_applies_only_to_training_records_of_its_task(folder: Path, tmp_path: Path) -> None:
     corpus = limit_records(open_corpus(folder, tmp_path / "cache", **LIMITS), {"qa": 1})
     counts = {split: {task: len(table.source) for task, table in tables.items()} for split, tables in
               corpus.tables.items()}  # fmt: skip
@@ -346,7 +346,7 @@ def test_limits_apply_to_training_records_of_their_task(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_no_instruction_is_in_two_splits_of_held_out_requests() -> None:
+def test_splits_of_held_out_requests_share_no_instruction() -> None:
     for task in TASKS:
         instructions = [wanted for wording in HELD_OUT_WANTED.values() for wanted in wording[task]]
         assert len(set(instructions)) == len(instructions)

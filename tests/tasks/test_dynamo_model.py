@@ -74,7 +74,7 @@ def batch_of(task: DynamoTask, rounds: int = 4, split: str = "train") -> Batch:
 # LoRA
 
 
-def test_adapters_that_start_at_zero_change_no_bit(task: DynamoTask) -> None:
+def test_adapters_initialized_to_zero_change_no_bit_of_the_output(task: DynamoTask) -> None:
     model = task.model
     for layer in model.adapters:
         for target in TARGETS:
@@ -89,7 +89,7 @@ def test_adapters_that_start_at_zero_change_no_bit(task: DynamoTask) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_adapter_acts_in_each_projection_and_only_on_records_with_weight(task: DynamoTask, target: str) -> None:
+def test_an_adapter_affects_each_projection_and_only_records_that_give_it_weight(task: DynamoTask, target: str) -> None:
     model = task.model
     batch = batch_of(task, 1)
     real = batch["source"] != PAD
@@ -114,7 +114,7 @@ def test_lora_is_the_weighted_sum_of_its_products(task: DynamoTask) -> None:
 # Phases
 
 
-def test_every_parameter_is_in_one_part_and_phases_name_parts(task: DynamoTask) -> None:
+def test_every_parameter_is_in_one_part_and_phases_train_parts(task: DynamoTask) -> None:
     assert [name for name, _ in task.model.named_children()] == list(PARTS)
     for phase, keys in PHASES.items():
         assert set(keys["trains"]) <= set(PARTS), phase
@@ -164,7 +164,7 @@ def test_the_teacher_forcing_ratio_selects_the_true_task_or_the_router(task: Dyn
 # The router
 
 
-def test_the_temperature_divides_and_stays_above_a_tenth(task: DynamoTask) -> None:
+def test_the_temperature_divides_the_logits_and_stays_above_a_tenth(task: DynamoTask) -> None:
     router = task.model.router
     given = torch.randn(3, 5, 32), torch.ones(3, 5, dtype=torch.bool)
     logits = router(*given) * router.temperature
@@ -219,7 +219,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(task: DynamoTask, phase
     assert int(items) == sum(int(count) for _, count in parts)
 
 
-def test_padding_is_in_no_loss_and_no_metric(task: DynamoTask) -> None:
+def test_padding_counts_in_no_loss_and_no_metric(task: DynamoTask) -> None:
     task.model.eval()
     batch = batch_of(task)
     wide = dict(batch)
@@ -265,7 +265,7 @@ def test_the_decoder_is_causal(task: DynamoTask, memory: Memory) -> None:
     assert_close(first.exp().sum(-1), torch.ones(before.shape), terms=first.shape[-1])
 
 
-def test_greedy_decoding_takes_the_likeliest_token(task: DynamoTask, memory: Memory) -> None:
+def test_greedy_decoding_chooses_the_most_likely_token(task: DynamoTask, memory: Memory) -> None:
     decoder: Any = task.model.heads["code"]
     generated = decoder.generate(memory)
     assert generated.shape == (len(memory.source), SMALL.max_target_length)
@@ -283,14 +283,14 @@ def test_the_decoder_reads_the_source(task: DynamoTask, memory: Memory) -> None:
 # Metrics
 
 
-def test_best_spans_are_the_likeliest_that_do_not_end_before_they_start() -> None:
+def test_best_spans_are_the_most_likely_ones_that_do_not_end_before_they_start() -> None:
     logits = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
     for row, (first, last) in zip(logits, best_spans(logits).tolist(), strict=True):
         pairs = [(i, j) for i in range(6) for j in range(i, 6)]
         assert (first, last) == max(pairs, key=lambda pair: float(row[0, pair[0]] + row[1, pair[1]]))
 
 
-def test_overlap_is_the_f1_of_tokens() -> None:
+def test_overlap_is_the_token_f1_score() -> None:
     one, other = torch.tensor([[2, 4], [2, 4], [0, 1], [3, 3]]), torch.tensor([[2, 4], [4, 5], [3, 4], [-100, -100]])
     assert overlap(one, other).tolist() == pytest.approx([1.0, 0.4, 0.0, 0.0])
 
@@ -306,7 +306,7 @@ def test_a_misrouted_record_counts_as_wrong(task: DynamoTask) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_baselines_are_of_metrics_that_exist(task: DynamoTask, phase: str) -> None:
+def test_every_baseline_is_of_an_existing_metric(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
     with torch.no_grad():
         metrics = task.evaluate(task.model.eval(), task.dataset("val").__getitems__([0, 1]))  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def predictions(task: DynamoTask, phase: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_inference_answers_records_of_each_task_and_shows_the_routing(task: DynamoTask) -> None:
+def test_inference_answers_records_of_each_task_and_reports_the_routing(task: DynamoTask) -> None:
     made = predictions(task, "joint", samples=2)
     names = [name for prediction in made for name in prediction.files]
     assert names == [f"task-{t}.json" for t in TASKS] + ["routing.json"]
@@ -348,7 +348,7 @@ def test_inference_routes_any_text(task: DynamoTask) -> None:
     assert json.loads(made.files["text.json"])["chosen"] in TASKS
 
 
-def test_inference_before_the_router_uses_the_known_task(task: DynamoTask) -> None:
+def test_inference_before_the_router_is_trained_uses_the_known_task(task: DynamoTask) -> None:
     made = predictions(task, "lora", samples=1)
     assert [
         json.loads(prediction.files[f"task-{t}.json"])[0]["chosen"] for prediction, t in zip(made, TASKS, strict=True)
@@ -361,7 +361,7 @@ def test_inference_before_the_router_uses_the_known_task(task: DynamoTask) -> No
 # Sizes
 
 
-def test_full_has_the_sizes_of_the_original(task: DynamoTask) -> None:
+def test_the_full_size_has_the_shape_of_the_original_model(task: DynamoTask) -> None:
     shape = SHAPES["full"]
     with torch.device("meta"):
         model = Dynamo(shape)
@@ -372,7 +372,7 @@ def test_full_has_the_sizes_of_the_original(task: DynamoTask) -> None:
     assert [layer.out_features for layer in model.router.layers if isinstance(layer, nn.Linear)] == [512, 256, 5]
 
 
-def test_the_documentation_has_the_numbers_of_the_code() -> None:
+def test_numbers_in_the_documentation_match_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tasks" / "dynamo.md").read_text(encoding="utf-8")
     text = " ".join(text.split())
     for messages in (

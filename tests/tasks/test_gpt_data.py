@@ -71,7 +71,7 @@ def test_every_document_is_in_one_split(corpus: Corpus) -> None:
     assert min(len(names[split]) for split in SPLITS) >= 10
 
 
-def test_training_documents_arrive_unchanged_and_others_without_known_blocks(corpus: Corpus) -> None:
+def test_training_documents_are_unchanged_and_others_lack_blocks_seen_in_training(corpus: Corpus) -> None:
     names = json.loads((corpus.cache / "documents.json").read_text())
     paths = {document.name: document.path for document in standard_library()}
     for split in SPLITS:
@@ -87,7 +87,7 @@ def test_training_documents_arrive_unchanged_and_others_without_known_blocks(cor
 
 
 @pytest.mark.slow
-def test_no_five_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus) -> None:
+def test_no_five_consecutive_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus) -> None:
     def runs(split: str) -> Iterator[tuple[str, ...]]:
         for document in corpus.files[split].read_text().split("\0"):
             lines = [line.strip() for line in document.splitlines() if line.strip()]
@@ -112,7 +112,7 @@ def test_the_leakage_of_a_text_is_the_share_of_its_blocks_found_in_training(fold
     assert made.files["val"].read_text().count("line 3") == made.files["val"].read_text().count("only in") > 0
 
 
-def test_a_deduplicated_text_has_no_known_block() -> None:
+def test_a_deduplicated_text_has_no_block_of_the_training_text() -> None:
     """Including blocks that form only after a removal."""
     known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
     assert remove_known_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
@@ -120,7 +120,7 @@ def test_a_deduplicated_text_has_no_known_block() -> None:
     assert remove_known_blocks("a\nb\nc\nd\n", known) == "a\nb\nc\nd\n"
 
 
-def test_the_text_is_the_standard_library() -> None:
+def test_the_default_text_is_the_standard_library() -> None:
     documents = standard_library()
     names = [document.name for document in documents]
     assert {"argparse.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
@@ -129,7 +129,7 @@ def test_the_text_is_the_standard_library() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_python_gives_the_same_bytes(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_same_python_version_gives_the_same_text(corpus: Corpus, tmp_path: Path) -> None:
     again = open_bytes(None, tmp_path)
     assert again.cache.name == corpus.cache.name
     for split in SPLITS:
@@ -217,13 +217,13 @@ def test_windows_tile_the_stream(corpus: Corpus) -> None:
     assert torch.equal(y.flatten(), stream[1 : x.numel() + 1])
 
 
-def test_windows_have_a_last_index(corpus: Corpus) -> None:
+def test_an_index_after_the_last_window_raises_an_index_error(corpus: Corpus) -> None:
     windows = corpus.windows("val", 100)
     with pytest.raises(IndexError):
         windows[len(windows)]
 
 
-def test_a_worker_process_gets_the_name_of_the_file_only(corpus: Corpus) -> None:
+def test_only_the_file_name_is_sent_to_worker_processes(corpus: Corpus) -> None:
     windows = corpus.windows("train", 64)
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
@@ -241,7 +241,7 @@ def test_a_folder_is_split_by_file(folder: Path, tmp_path: Path) -> None:
     assert all(piece.decode().startswith("number") for split in SPLITS for piece in pieces[split])
 
 
-def test_a_single_file_is_cut_in_three(tmp_path: Path) -> None:
+def test_a_single_file_is_divided_into_three_splits(tmp_path: Path) -> None:
     text = "ein Wörtchen, das 世界 heißt; " * 100
     (tmp_path / "text.txt").write_text(text)
     corpus = open_bytes(tmp_path / "text.txt", tmp_path / "cache")
@@ -266,7 +266,7 @@ def test_binary_files_are_refused(folder: Path, tmp_path: Path, content: bytes, 
         open_bytes(folder, tmp_path / "cache")
 
 
-def test_a_file_name_need_not_be_text(folder: Path, tmp_path: Path) -> None:
+def test_a_file_name_may_contain_undecodable_bytes(folder: Path, tmp_path: Path) -> None:
     (folder / os.fsdecode(b"caf\xe9.txt")).write_text("text")
     assert open_bytes(folder, tmp_path / "cache").windows("train", 16)
 
@@ -335,14 +335,16 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("vocab_size", "end"), [(None, 50256), (50304, 50256), (50256, None)])
-def test_the_end_of_a_document_is_that_of_gpt2_or_unknown(
+def test_the_end_of_document_token_is_that_of_gpt2_or_unknown(
     vocab_size: int | None, end: int | None, shards: Path, tmp_path: Path
 ) -> None:
     """A vocabulary may be padded, as nanoGPT's, or that of another encoding, in which the last token is ordinary."""
     assert open_bytes(shards, tmp_path, vocab_size=vocab_size).tokenizer.end == end
 
 
-def test_without_a_known_end_a_sample_has_all_tokens_and_needs_a_prompt(shards: Path, tmp_path: Path) -> None:
+def test_without_an_end_of_document_token_samples_have_full_length_and_need_a_prompt(
+    shards: Path, tmp_path: Path
+) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16, vocab_size=65)
 
     class AlwaysLast(torch.nn.Module):
@@ -411,7 +413,7 @@ def test_baselines_are_counted_once(corpus: Corpus) -> None:
 # Byte pairs
 
 
-def test_a_missing_package_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_by_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingPackage, match="tokenizers"):
         open_bytes(folder, tmp_path / "cache", tokenizer="bpe")
@@ -424,7 +426,7 @@ def test_an_impossible_vocabulary_is_refused(folder: Path, tmp_path: Path, token
 
 
 @needs_tokenizers
-def test_byte_pairs_are_lossless(folder: Path, tmp_path: Path) -> None:
+def test_byte_pair_encoding_is_lossless(folder: Path, tmp_path: Path) -> None:
     corpus = open_bytes(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
     assert corpus.text is not None
     for split in SPLITS:
@@ -441,7 +443,7 @@ def test_byte_pairs_are_lossless(folder: Path, tmp_path: Path) -> None:
 
 
 @needs_tokenizers
-def test_bits_per_byte_count_the_bytes_behind_the_tokens(folder: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_count_the_bytes_that_the_tokens_encode(folder: Path, tmp_path: Path) -> None:
     task = build(Context(0, folder, tmp_path / "cache"), tokenizer="bpe", vocab_size=300, block_size=1)
     corpus = open_bytes(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
     windows = corpus.windows("val", block_size=1)
@@ -456,7 +458,7 @@ def test_bits_per_byte_count_the_bytes_behind_the_tokens(folder: Path, tmp_path:
 
 
 @needs_tokenizers
-def test_the_same_text_gives_the_same_byte_pairs(folder: Path, tmp_path: Path) -> None:
+def test_the_same_text_gives_the_same_byte_pair_vocabulary(folder: Path, tmp_path: Path) -> None:
     first = open_bytes(folder, tmp_path / "one", tokenizer="bpe", vocab_size=400)
     second = open_bytes(folder, tmp_path / "two", tokenizer="bpe", vocab_size=400)
     for split in SPLITS:

@@ -87,7 +87,7 @@ def test_the_model_is_causal() -> None:
 
 
 @pytest.mark.parametrize("prompt_length", [1, 3, 8])
-def test_decoding_with_a_cache_gives_the_logits_of_decoding_without(prompt_length: int) -> None:
+def test_decoding_with_and_without_a_cache_gives_the_same_logits(prompt_length: int) -> None:
     model = make_model()
     x, _ = make_batch(3)
     expected = model(x)
@@ -99,7 +99,7 @@ def test_decoding_with_a_cache_gives_the_logits_of_decoding_without(prompt_lengt
     assert cache.length == SMALL.block_size
 
 
-def test_weights_start_as_published() -> None:
+def test_weights_are_initialized_as_published() -> None:
     torch.manual_seed(0)
     model = Transformer(replace(SMALL, num_layers=8, width=64))
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -135,7 +135,7 @@ RATES: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("rates", RATES, ids=str)
-def test_dropout_acts_in_training_only(rates: dict[str, float]) -> None:
+def test_dropout_acts_only_in_training(rates: dict[str, float]) -> None:
     model = make_model(**rates)
     x, _ = make_batch(2)
     assert not torch.equal(model(x), model(x))
@@ -205,7 +205,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
         assert task.loss(task.model, make_batch(1))[0].dtype == torch.float32
 
 
-def test_it_overfits_one_batch() -> None:
+def test_the_model_overfits_one_batch() -> None:
     task = make_task()
     batch = make_batch(2)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-2)
@@ -278,7 +278,7 @@ def test_sampling_continues_beyond_the_context_length(prompt_length: int) -> Non
     assert made[0].tolist() == text[prompt_length:]
 
 
-def test_a_sample_ends_where_the_document_ends() -> None:
+def test_a_sample_ends_at_the_end_of_document_token() -> None:
     task = make_task()
 
     class AlwaysEnd(nn.Module):
@@ -307,7 +307,7 @@ def test_a_sample_ends_where_the_document_ends() -> None:
         ({"size": "350m"}, SHAPES["350m"]),
     ],
 )
-def test_options_choose_the_shape(options: dict[str, Any], shape: Shape, tmp_path: Path) -> None:
+def test_options_of_the_task_set_the_shape_of_the_model(options: dict[str, Any], shape: Shape, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 100)
     with torch.device("meta"):

@@ -40,7 +40,7 @@ def make(kind: str, cache: Path, split: str = "train", num_cubes: int = 6, chann
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["photographs", "synthetic"])
-def test_a_sample_is_the_same_each_time_alone_or_in_a_batch(kind: str, cache: Path) -> None:
+def test_a_sample_is_the_same_whenever_it_is_read_alone_or_in_a_batch(kind: str, cache: Path) -> None:
     data = make(kind, cache)
     batch = data.__getitems__([3, 1])
     assert batch["cube"].shape == (2, 40, 48, 24)
@@ -78,7 +78,7 @@ def test_targets_always_absorb_at_the_same_wavelengths_and_decoys_elsewhere(cach
 
 
 @pytest.mark.slow
-def test_a_photograph_is_in_one_split_only(cache: Path) -> None:
+def test_each_photograph_is_in_only_one_split(cache: Path) -> None:
     names = [name for split in PHOTOGRAPHS.values() for name in split]
     assert len(names) == len(set(names)) == 8
     for split in ("train", "val", "test"):
@@ -96,14 +96,14 @@ def test_photographs_come_from_the_package_without_download(tmp_path: Path, monk
         make("photographs", tmp_path, "val")
 
 
-def test_filters_are_a_bank_of_smooth_colours(cache: Path) -> None:
+def test_spectral_filters_are_smooth_and_sum_to_1(cache: Path) -> None:
     bank = make("photographs", cache, channels=100).filters()
     assert bank.shape == (12, 100)
     assert_close(bank.sum(0), np.ones(100, bank.dtype), terms=12)
     assert np.abs(np.diff(bank, axis=1)).max() < 0.05
 
 
-def test_cubes_are_generated_without_a_loop_over_pixels() -> None:
+def test_cubes_are_generated_without_a_python_loop_over_pixels() -> None:
     data, fit = SyntheticScenes("train", 10, 128, 128, 50), PixelStatistics(50)
     data[0]
     num_calls = 0
@@ -159,7 +159,7 @@ def test_a_folder_is_split_by_file(tmp_path: Path) -> None:
     assert np.array_equal(sample["mask"].numpy(), np.load(file.with_name(f"{file.stem}_mask.npy")))
 
 
-def test_subfolders_are_splits_and_a_cube_without_a_mask_is_unknown(tmp_path: Path) -> None:
+def test_subfolders_are_splits_and_cubes_without_a_mask_are_unlabelled(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_cubes(tmp_path / split, 2)
     (tmp_path / "train" / "cube-1_mask.npy").unlink()
@@ -169,7 +169,7 @@ def test_subfolders_are_splits_and_a_cube_without_a_mask_is_unknown(tmp_path: Pa
     assert (splits["train"][1]["mask"] == UNKNOWN).all()
 
 
-def test_a_file_name_need_not_be_text(tmp_path: Path) -> None:
+def test_a_file_name_may_contain_undecodable_bytes(tmp_path: Path) -> None:
     files = write_cubes(tmp_path, 5)
     files[0].rename(tmp_path / os.fsdecode(b"cube-\xe9.npy"))
     assert sum(map(len, open_folder(tmp_path, None).values())) == 5
@@ -177,7 +177,7 @@ def test_a_file_name_need_not_be_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
 @pytest.mark.parametrize(("code", "kind"), [(4, "<f4"), (12, ">u2"), (2, "<i2")])
-def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: int, kind: str) -> None:
+def test_envi_files_with_any_interleave_are_read(tmp_path: Path, interleave: str, code: int, kind: str) -> None:
     cube = np.random.default_rng(0).integers(0, 1000, (4, 5, 6)).astype(kind)
     axes = {"bsq": (2, 0, 1), "bil": (0, 2, 1), "bip": (0, 1, 2)}[interleave]
     (tmp_path / "scene.raw").write_bytes(b"head" + cube.transpose(axes).tobytes())
@@ -222,7 +222,7 @@ def test_envi_data_that_is_too_short_is_refused(tmp_path: Path) -> None:
         envi.open_cube(tmp_path / "a.hdr")
 
 
-def test_cubes_and_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_cubes_and_masks_of_different_shapes_are_refused(tmp_path: Path) -> None:
     files = write_cubes(tmp_path)
     with pytest.raises(DataError, match=r"must have 6 channels \(task.channels\), but has 5"):
         open_folder(tmp_path, 6)
@@ -310,7 +310,7 @@ def test_a_cube_without_a_mask_has_statistics_and_only_svdd_trains_on_it(tmp_pat
 
 
 @pytest.mark.slow
-def test_targets_without_known_background_have_no_auroc(tmp_path: Path) -> None:
+def test_auroc_is_undefined_without_known_background_pixels(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     for mask in tmp_path.glob("*_mask.npy"):
         np.save(mask, np.where(np.load(mask), 1, UNKNOWN))
@@ -322,14 +322,14 @@ def test_targets_without_known_background_have_no_auroc(tmp_path: Path) -> None:
     assert "auroc" not in prediction.text
 
 
-def test_settings_of_simulated_cubes_are_refused_with_a_path(tmp_path: Path) -> None:
+def test_settings_for_simulated_cubes_are_refused_if_a_data_path_is_given(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.height"):
         build(Context(0, tmp_path, tmp_path), height=5)
 
 
 @pytest.mark.slow
-def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(
+def test_the_batch_size_of_inference_does_not_change_the_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.tasks.hyperspectral.task.maps_picture", lambda maps, unit: b"")  # slow to draw
@@ -373,7 +373,7 @@ def test_inference_writes_maps_of_test_cubes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
 @pytest.mark.parametrize("byte_order", [0, 1])
 @pytest.mark.parametrize("kind", [np.float32, np.int16, np.uint16, np.float64])
-def test_files_that_spectral_writes_are_read_with_its_values(
+def test_files_written_by_the_package_spectral_are_read_with_the_same_values(
     tmp_path: Path, interleave: str, byte_order: int, kind: type
 ) -> None:
     package = pytest.importorskip("spectral.io.envi", reason="spectral is not installed")
@@ -387,7 +387,7 @@ def test_files_that_spectral_writes_are_read_with_its_values(
     assert np.array_equal(ours, package.open(str(header)).load(dtype=kind))
 
 
-def test_scores_of_envi_cubes_equal_those_of_spectral(tmp_path: Path) -> None:
+def test_scores_of_envi_cubes_equal_those_of_the_package_spectral(tmp_path: Path) -> None:
     """spectral divides the co-moment by the number of pixels - 1, which we do not."""
     spectral = pytest.importorskip("spectral", reason="spectral is not installed")
     for split in ("train", "val", "test"):
@@ -403,7 +403,7 @@ def test_scores_of_envi_cubes_equal_those_of_spectral(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_start_from_the_statistics_of_your_envi_cubes(tmp_path: Path) -> None:
+def test_gradient_training_starts_from_the_statistics_of_envi_cubes(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_envi(tmp_path / "cubes" / split, "scene")
     settings = ["updates=3", "global_batch_size=1", "micro_batch_size=1", "device=cpu", "run=envi"]

@@ -182,7 +182,7 @@ def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
     assert all(0 < value < 1 for value in penalties["uneven"])
 
 
-def test_non_orthogonal_components_have_a_gradient() -> None:
+def test_non_orthogonal_components_are_penalized_with_a_gradient() -> None:
     model = TrainableRX(6, 3)
     assert model.penalties()[0].item() == pytest.approx(0, abs=allowed(torch.float32, 6)), "the start is orthonormal"
     model.components.data = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -195,7 +195,7 @@ def test_non_orthogonal_components_have_a_gradient() -> None:
     assert model.penalties()[0] < before
 
 
-def test_targets_and_background_have_equal_weight(make: Any) -> None:
+def test_target_and_background_pixels_have_equal_total_weight(make: Any) -> None:
     task = make(orthogonality=0.0, entropy=0.0, diversity=0.0)
     batch = run_fit(task)
     weight = task.model.pos_weight
@@ -230,7 +230,7 @@ def test_deep_svdd_does_not_collapse(make: Any) -> None:
     assert areas.mean() > 0.7
 
 
-def test_the_centre_is_an_exponential_mean_of_the_features() -> None:
+def test_the_center_is_an_exponential_moving_average_of_the_features() -> None:
     torch.manual_seed(0)
     model = DeepSVDD(5)
     model.reference.normal_()
@@ -241,7 +241,7 @@ def test_the_centre_is_an_exponential_mean_of_the_features() -> None:
     torch.testing.assert_close(model.centre, expected * length / expected.norm())
 
 
-def test_the_centre_moves_once_per_update_also_across_a_resume(make: Any) -> None:
+def test_the_center_moves_once_per_update_even_across_a_resume(make: Any) -> None:
     task, resumed = make(head="svdd"), make(head="svdd")
     run_fit(task)
     model = task.model
@@ -275,7 +275,7 @@ def test_later_phases_do_not_change_earlier_results(make: Any, head: str) -> Non
 # Metrics
 
 
-def test_auroc_is_the_share_of_pairs_in_order() -> None:
+def test_auroc_is_the_share_of_correctly_ordered_pairs() -> None:
     generator = np.random.default_rng(0)
     scores = np.round(generator.normal(size=(5, 40)), 1)  # with ties
     masks = generator.choice([0, 1, UNKNOWN], size=(5, 40), p=[0.6, 0.3, 0.1])
@@ -324,12 +324,12 @@ def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"components": 13}, {"channels": 2}, {"data": "photographs", "height": 400, "width": 64}]
 )
-def test_impossible_shapes_are_refused(make: Any, options: dict[str, Any]) -> None:
+def test_invalid_shapes_are_refused(make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make(**options)
 
 
-def test_full_has_the_size_of_the_large_workload(tmp_path: Path) -> None:
+def test_the_full_size_matches_the_large_workload(tmp_path: Path) -> None:
     task = build(Context(0, None, tmp_path), size="full", data="synthetic")
     assert isinstance(task, AnomalyTask)
     assert task.dataset("train").shape == (256, 256, 100)

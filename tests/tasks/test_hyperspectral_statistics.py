@@ -45,7 +45,7 @@ def gathered(fit: PixelStatistics, *batches: dict[str, Tensor]) -> State:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_merged_statistics_equal_those_of_one_pass_in_any_order(
+def test_statistics_merged_in_any_order_equal_those_of_one_pass(
     num_parts: int, offset: float, dtype: torch.dtype
 ) -> None:
     batch, fit = make_batch(offset=offset), PixelStatistics(CHANNELS, dtype)
@@ -122,7 +122,7 @@ def test_every_pixel_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 20, "blocks, not pixels"
 
 
-def test_the_sample_is_pixels_of_the_data_spread_over_the_cubes() -> None:
+def test_the_sampled_pixels_are_spread_over_the_cubes() -> None:
     batch = make_batch(num_cubes=100)
     batch["cube"][..., 0] = batch["index"][:, None, None].float()
     state = gathered(PixelStatistics(CHANNELS), batch)
@@ -157,7 +157,7 @@ def of_whitening(pixels: np.ndarray[Any, Any]) -> float:
     return allowed(torch.float32, pixels.shape[1], growth=2 * float(np.linalg.cond(covariance)) ** 0.5)
 
 
-def test_the_components_are_the_eigenvectors_of_numpy() -> None:
+def test_the_components_equal_the_eigenvectors_of_numpy() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
@@ -175,7 +175,7 @@ def test_the_components_are_the_eigenvectors_of_numpy() -> None:
     )
 
 
-def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
+def test_rx_equals_the_squared_mahalanobis_distance_computed_by_numpy() -> None:
     batch = make_batch(offset=2.0)
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
@@ -199,7 +199,7 @@ def test_after_phase_1_the_model_is_rx() -> None:
     assert 0 < result < 0.1
 
 
-def test_the_selector_starts_from_the_variances_and_pos_weight_from_the_masks() -> None:
+def test_the_selector_is_initialized_from_variances_and_pos_weight_from_masks() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS)
@@ -209,7 +209,7 @@ def test_the_selector_starts_from_the_variances_and_pos_weight_from_the_masks() 
     assert float(model.pos_weight) == pytest.approx(float(background / targets))
 
 
-def test_deep_svdd_starts_with_its_share_of_pixels_outside_the_sphere() -> None:
+def test_deep_svdd_starts_with_the_expected_share_of_pixels_outside_the_sphere() -> None:
     torch.manual_seed(0)
     batch = make_batch()
     model = fitted(DeepSVDD(CHANNELS), batch)
@@ -227,7 +227,7 @@ def test_constant_and_duplicated_channels_are_handled() -> None:
     assert torch.isfinite(penalties).all()
 
 
-def test_variances_come_largest_first() -> None:
+def test_variances_are_sorted_in_descending_order() -> None:
     values, vectors = principal(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)))
     assert values.tolist() == pytest.approx([3.0, 1.0, 3e-9])
     assert vectors.abs().argmax(0).tolist() == [1, 0, 2]

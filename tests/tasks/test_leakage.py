@@ -9,7 +9,7 @@ from scripts.measure.leakage import ROWS, VARIANTS, compare
 TASKS = {file.stem for file in (Path(__file__).parents[2] / "tasks").iterdir() if (file / "task.py").is_file()}
 
 
-def test_every_task_has_a_figure() -> None:
+def test_leakage_is_reported_for_every_task() -> None:
     assert ROWS.keys() == {name for name, _ in VARIANTS} == TASKS
 
 

@@ -67,7 +67,7 @@ def test_tokenization_is_lossless(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, LEARNED.num_tokens - 1)))
-def test_any_tokens_decode_to_text(tokens: list[int]) -> None:
+def test_any_sequence_of_tokens_decodes_to_text(tokens: list[int]) -> None:
     LEARNED.decode(tokens)
 
 
@@ -81,7 +81,7 @@ def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
     assert JOINT in LEARNED.encode("getname")
 
 
-def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
+def test_vocabulary_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
     assert LEARNED.pieces[0] == "name"
     assert len(set(LEARNED.pieces)) == len(LEARNED.pieces)
     assert SubwordVocabulary.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
@@ -95,12 +95,12 @@ def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
         lambda: random_pairs(0, vocab_size=3, source_length=5, target_length=5),
     ],
 )
-def test_a_too_small_vocabulary_is_refused(make: Any) -> None:
+def test_a_vocabulary_that_is_too_small_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
 
 
-def test_numbers_are_read_and_written() -> None:
+def test_the_number_vocabulary_encodes_and_decodes() -> None:
     numbers = Numbers(10)
     assert numbers.decode([BEGIN, 5, 9, END, PAD]) == "5 9"
     assert numbers.encode("5 9") == [5, 9]
@@ -129,7 +129,7 @@ def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus:
 
 
 @pytest.mark.slow
-def test_pairs_are_complete_and_in_order(library: Pairs, corpus: Corpus) -> None:
+def test_all_pairs_are_kept_in_order(library: Pairs, corpus: Corpus) -> None:
     assert texts(corpus, "val") == library["val"]
 
 
@@ -166,7 +166,7 @@ def make_folder(folder: Path, pairs: str = "one two\tf(x)\nthree\tg(y)\n") -> No
         (folder / f"{split}.tsv").write_text(pairs)
 
 
-def test_a_table_and_columns_give_the_same_pairs(tmp_path: Path) -> None:
+def test_a_table_and_parallel_files_give_the_same_pairs(tmp_path: Path) -> None:
     make_folder(tmp_path / "table")
     (tmp_path / "columns").mkdir()
     for split in ("train", "val", "test"):
@@ -198,14 +198,14 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
         (b"", r"line 1: must be source<TAB>target"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, content: bytes, args: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, content: bytes, args: str) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").write_bytes(content)
     with pytest.raises(DataError, match=args):
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 
-def test_columns_of_different_length_are_refused(tmp_path: Path) -> None:
+def test_parallel_files_of_different_length_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").unlink()
     (tmp_path / "mine" / "train.src").write_text("a\nb\n")
@@ -219,7 +219,7 @@ def test_columns_of_different_length_are_refused(tmp_path: Path) -> None:
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
         open_pairs(tmp_path / "none", tmp_path, vocab_size=300)
     make_folder(tmp_path / "mine")
@@ -231,7 +231,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         open_pairs(tmp_path / "small.tsv", tmp_path, vocab_size=300)
 
 
-def test_a_path_beside_random_pairs_is_refused(tmp_path: Path) -> None:
+def test_a_data_path_together_with_random_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path"):
         build(Context(0, tmp_path, tmp_path), data="random")
 
@@ -278,7 +278,7 @@ def test_packed_rows_have_the_same_pairs_in_less_space() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 8)), min_size=1, max_size=60))
-def test_no_row_exceeds_its_length(lengths: list[tuple[int, int]]) -> None:
+def test_packed_rows_do_not_exceed_the_maximum_length(lengths: list[tuple[int, int]]) -> None:
     sources, targets = (np.array(side) for side in zip(*lengths, strict=True))
     places = packed(sources, targets, 20, 16, 4)
     assert set(places.rows.tolist()) == set(range(places.num_rows))
@@ -294,7 +294,7 @@ def test_no_row_exceeds_its_length(lengths: list[tuple[int, int]]) -> None:
             assert taken.max() < room
 
 
-def test_a_sample_is_a_row_of_the_batch() -> None:
+def test_each_sample_of_a_packed_dataset_is_one_row_of_the_batch() -> None:
     pairs = PairData(*some_pairs(), 10, 8)
     batch, sample = pairs.__getitems__([4, 7]), pairs[7]
     assert torch.equal(batch.source.tokens[1], sample.source.tokens)
@@ -303,7 +303,7 @@ def test_a_sample_is_a_row_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", [PairData, PackedData])
-def test_positions_mark_each_pair(kind: type[PairData]) -> None:
+def test_places_locate_each_pair_in_the_batch(kind: type[PairData]) -> None:
     indices = [7, 3, 3, *range(10, 40)]
     pairs = kind(*some_pairs(), 20, 16)
     for batch in (pairs.__getitems__(indices), default_collate([pairs[index] for index in indices])):
@@ -314,7 +314,7 @@ def test_positions_mark_each_pair(kind: type[PairData]) -> None:
             assert batch.labels[row][target].tolist() == pairs.labels[index].tolist()
 
 
-def test_padded_sequences_are_read_back() -> None:
+def test_sequences_are_recovered_from_padded_rows() -> None:
     sequences = Sequences.of([[5, 6, 7], [], [8], [9, 3]])
     rows = sequences.padded(np.array([3, 0, 1, 3]), 4)
     assert rows.tolist() == [[9, 3, 0, 0], [5, 6, 7, 0], [0, 0, 0, 0], [9, 3, 0, 0]]
@@ -322,7 +322,7 @@ def test_padded_sequences_are_read_back() -> None:
     assert [back[number].tolist() for number in range(4)] == [[9, 3], [5, 6, 7], [], [9, 3]]
 
 
-def test_random_pairs_are_the_same_for_a_seed_and_have_the_published_shape() -> None:
+def test_random_pairs_depend_only_on_the_seed_and_have_the_given_lengths() -> None:
     first, again, other = (
         random_pairs(seed, vocab_size=5000, source_length=50, target_length=20) for seed in (0, 0, 1)
     )
@@ -339,7 +339,7 @@ def test_random_pairs_are_the_same_for_a_seed_and_have_the_published_shape() -> 
 
 
 @pytest.mark.slow
-def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: Corpus) -> None:
+def test_baselines_are_the_metrics_of_a_constant_answer(library: Pairs, corpus: Corpus) -> None:
     result = baselines(corpus, 50, 20)
     likeliest = Counter(target for _, target in library["train"]).most_common(1)[0][0]
     assert result["exact_match"] == np.mean([target == likeliest for _, target in library["val"]])
@@ -351,7 +351,7 @@ def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: C
 
 
 @pytest.mark.slow
-def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:
+def test_the_name_copying_baseline_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:
     right = [target == f"{source.partition(':')[0].split('.')[-1]}(self)" for source, target in library["val"]]
     assert (
         baselines(corpus, 1000, 1000)["exact_match_copied_name"]
@@ -361,7 +361,7 @@ def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus
     assert baselines(corpus, 50, 3)["exact_match_copied_name"] == 0  # truncated targets never match exactly
 
 
-def test_sources_without_a_leading_name_have_no_such_rule(tmp_path: Path) -> None:
+def test_the_name_copying_baseline_needs_sources_that_start_with_a_name(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     assert "exact_match_copied_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
     make_folder(tmp_path / "named", "A.b.run: go\trun(self)\nrun: go\trun()\n")

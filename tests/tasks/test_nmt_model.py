@@ -93,7 +93,7 @@ def test_sizes_have_the_published_number_of_parameters(size: str, num_layers: in
     assert count == embedding + positions + layers + 2 * norm == expected
 
 
-def test_six_of_nine_calls_carry_a_mask_in_padded_rows_and_none_in_packed_ones() -> None:
+def test_padded_rows_need_a_mask_in_six_of_nine_attention_calls_and_packed_rows_in_none() -> None:
     padded, packed = calls_of(make_task(packed=False)), calls_of(make_task(packed=True))
     assert [call.masked for call in padded] == [True] * 3 + [False, True] * 3
     assert [call.masked for call in packed] == [False] * 9
@@ -101,7 +101,7 @@ def test_six_of_nine_calls_carry_a_mask_in_padded_rows_and_none_in_packed_ones()
         assert [call.causal for call in calls] == [False] * 3 + [True, False] * 3
 
 
-def test_weights_start_as_published() -> None:
+def test_weights_are_initialized_as_published() -> None:
     torch.manual_seed(0)
     model = Transformer(replace(SHAPES["tiny"], num_layers=1))
     for name, weight in model.named_parameters():
@@ -112,7 +112,7 @@ def test_weights_start_as_published() -> None:
     assert SHAPES["full"].initial_std == 0.02
 
 
-def test_both_sides_and_the_output_share_one_embedding() -> None:
+def test_encoder_decoder_and_output_share_one_embedding() -> None:
     model = make_task(packed=False).model
     tables = [name for name, weight in model.named_parameters() if SMALL.vocab_size in weight.shape]
     assert tables == ["embedding.weight"]
@@ -147,7 +147,7 @@ def test_padding_does_not_change_the_output(task: Translation) -> None:
     assert torch.equal(result[real], expected[real])
 
 
-def test_no_token_sees_a_later_one(task: Translation) -> None:
+def test_no_target_token_attends_to_a_later_one(task: Translation) -> None:
     source, target, _, _ = batch_of(task)
     before = task.model(source, target)
     for position in range(1, SMALL.target_length):
@@ -200,7 +200,7 @@ def test_packed_and_padded_models_give_equal_outputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_position_codes_are_exact_in_half_precision(dtype: torch.dtype) -> None:
+def test_positional_encodings_are_exact_in_half_precision(dtype: torch.dtype) -> None:
     task = make_task(packed=True)
     source, target, _, _ = batch_of(task)
     with torch.no_grad(), torch.autocast("cpu", dtype):
@@ -212,7 +212,7 @@ def test_position_codes_are_exact_in_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"attention_dropout": 0.5}], ids=str)
-def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float]) -> None:
+def test_dropout_acts_only_in_training(task: Translation, rates: dict[str, float]) -> None:
     task = make_task(packed=task.packed, **rates)
     source, target, _, places = batch_of(task)
 
@@ -251,7 +251,7 @@ def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callabl
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
-def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> None:
+def test_packing_does_not_change_which_elements_dropout_drops(rates: dict[str, float]) -> None:
     result = []
     for packed in (False, True):
         task = make_task(packed=packed, **rates)
@@ -291,7 +291,7 @@ def composed(task: Translation) -> Callable[..., Tensor]:
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("rates", [{}, {"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
-def test_layers_compose_to_the_model(task: Translation, rates: dict[str, float]) -> None:
+def test_composed_layers_give_the_outputs_of_the_model(task: Translation, rates: dict[str, float]) -> None:
     task = make_task(packed=task.packed, **rates)
     batch = batch_of(task, 20)
     drawn = task.model.noise(batch.places)
@@ -304,7 +304,7 @@ def test_layers_compose_to_the_model(task: Translation, rates: dict[str, float])
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("beam", [1, 3])
-def test_layers_decode_as_the_model_does(task: Translation, beam: int) -> None:
+def test_layers_decode_like_the_model(task: Translation, beam: int) -> None:
     source = batch_of(task, 40, "val").source
     with torch.no_grad():
         task.model.embedding.weight[END] *= 3  # so that some translations end early
@@ -335,7 +335,7 @@ def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None
         assert torch.equal(translate(task.model, SMALL, source), greedy_without_cache(task, source))
 
 
-def test_the_logits_of_cached_steps_are_those_of_one_pass(task: Translation) -> None:
+def test_cached_decoding_steps_give_the_logits_of_one_pass(task: Translation) -> None:
     source, target, _, _ = batch_of(task, 5, "val")
     expected, cache = task.model(source, target), Cache(SMALL)
     for position in range(SMALL.target_length):
@@ -360,7 +360,7 @@ def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
 
 
 @pytest.mark.slow_beyond(1)
-def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Translation) -> None:
+def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_two_tokens(task: Translation) -> None:
     shape = replace(SMALL, target_length=2)
     source = batch_of(task, 6, "val").source
     ordinary = [token for token in range(SMALL.vocab_size) if token not in (PAD, BEGIN)]
@@ -377,7 +377,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
 
 
 @pytest.mark.slow_beyond(1)
-def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
+def test_beam_search_does_not_depend_on_other_sources_in_the_batch(task: Translation) -> None:
     source = batch_of(task, 9, "val").source
     with torch.no_grad():
         together = translate(task.model, SMALL, source, beam=3)
@@ -464,7 +464,7 @@ def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() 
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_figures_of_inference_name_their_split(split: Literal["val", "test"]) -> None:
+def test_results_of_inference_name_their_split(split: Literal["val", "test"]) -> None:
     task = make_task(packed=True)
     with torch.no_grad():
         (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2, split=split)
@@ -472,14 +472,14 @@ def test_figures_of_inference_name_their_split(split: Literal["val", "test"]) ->
 
 
 @pytest.mark.slow
-def test_a_text_of_the_user_is_translated(task: Translation) -> None:
+def test_text_given_by_the_user_is_translated(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), source=" 5 6 7 "))
     assert len(made) == 2
     assert str(made[0].files["translations.txt"]).startswith("source     5 6 7\noutput ")
 
 
-def test_the_task_is_built_for_both_kinds_of_data(tmp_path: Path) -> None:
+def test_the_task_can_be_built_for_random_pairs(tmp_path: Path) -> None:
     built: Any = build(Context(0, None, tmp_path), data="random", vocab_size=100)
     assert built.shape.vocab_size == 100
     assert len(built.blocks()) == 2 * built.shape.num_layers

@@ -93,7 +93,7 @@ def test_a_missing_package_stops_a_command_before_its_first_update(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("task", "package"), [*sorted(WHILE_BUILDING), ("tractodiff", "scipy")])
-def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
+def test_a_package_missing_while_the_task_is_built_is_reported_with_its_extra(
     server: ForkServer, tmp_path: Path, task: str, package: str
 ) -> None:
     extra, args = ("bpe", "task.tokenizer=bpe") if task == "gpt" else (task, "")
@@ -103,7 +103,7 @@ def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
-def test_a_users_task_declares_its_late_imports(server: ForkServer, tmp_path: Path) -> None:
+def test_packages_that_a_task_declares_are_checked_before_training(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     args = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
     stopped = hidden(server, f"both {args}", tmp_path, "none")

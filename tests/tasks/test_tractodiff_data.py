@@ -135,7 +135,7 @@ def sample_with_torch(image: Tensor, points: Tensor) -> Tensor:
     return F.grid_sample(image.permute(3, 0, 1, 2)[None], grid, align_corners=True)[0, :, 0, 0].T
 
 
-def test_values_between_voxels_are_those_of_grid_sample_for_every_subject() -> None:
+def test_values_between_voxels_equal_those_of_grid_sample_for_every_subject() -> None:
     fields = make_fields((4, 5, 6), (7, 3, 2))
     points = 8 * torch.rand(500, 3, generator=torch.Generator().manual_seed(1)) - 1.5
     for subject in (0, 1):
@@ -145,7 +145,7 @@ def test_values_between_voxels_are_those_of_grid_sample_for_every_subject() -> N
     assert fields.sample(torch.tensor([[-1e9, 0, 1e9]]), torch.tensor([1])).tolist() == [[0, 0, 0]]
 
 
-def test_the_mask_has_a_gradient_for_points_at_its_edge() -> None:
+def test_the_mask_has_a_gradient_at_its_edge() -> None:
     mask = torch.zeros(5, 5, 5)
     mask[:3] = 1
     fields = Fields(mask.view(-1, 1), torch.tensor([[5, 5, 5]]), torch.eye(4)[None])
@@ -155,7 +155,7 @@ def test_the_mask_has_a_gradient_for_points_at_its_edge() -> None:
     assert points.grad.tolist() == [[-1, 0, 0]]
 
 
-def test_a_condition_is_seven_places_and_eight_directions() -> None:
+def test_a_condition_consists_of_seven_places_and_eight_directions() -> None:
     fields = make_fields((9, 9, 9), channels=NUM_CHANNELS)
     points, directions = torch.tensor([[4.0, 4.0, 4.0]]), torch.arange(24.0).view(1, 8, 3)
     condition = fields.condition(points, directions, torch.tensor([0]))
@@ -191,7 +191,7 @@ def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # streamlines run along A
 
 
-def test_directions_of_fsl_have_the_first_axis_negated_for_a_positive_determinant(
+def test_the_first_axis_of_fsl_directions_is_negated_if_the_determinant_is_positive(
     one_subject: Path, tmp_path: Path
 ) -> None:
     """The same image stored from left to right and from right to left has the same dwi.bvec."""
@@ -231,7 +231,7 @@ def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:
 
 
 @pytest.mark.slow
-def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
+def test_splits_are_not_empty_and_share_no_streamline(volume: Path) -> None:
     tracts = SegmentDataset(volume, "train").tracts
     for split in SPLITS:
         assert len(SegmentDataset(volume, split)) > 100
@@ -242,7 +242,7 @@ def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) ->
 
 
 @pytest.mark.slow
-def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -> None:
+def test_bundles_are_held_out_by_subject_and_atlases_exclude_that_subject(bundles: Path) -> None:
     tracts = SegmentDataset(bundles, "train").tracts
     assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
         ["sub_1", "sub_2", "sub_3"],
@@ -257,7 +257,7 @@ def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -
 
 
 @pytest.mark.slow
-def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
+def test_a_piece_contains_the_points_that_follow_its_start(volume: Path) -> None:
     pieces = SegmentDataset(volume, "val")
     tracts = pieces.tracts
     count = len(pieces) // 2
@@ -276,7 +276,7 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
+def test_training_pieces_are_extrapolated_beyond_the_end_of_a_streamline(volume: Path) -> None:
     pieces = SegmentDataset(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
     last = pieces[len(line) - 2]  # only one real point is left
@@ -297,7 +297,7 @@ def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
+def test_which_history_is_dropped_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
     pieces, same = SegmentDataset(volume, "train", 3), pickle.loads(pickle.dumps(SegmentDataset(volume, "train", 3)))
     first = pieces.spread(300)["condition"]
     pieces.set_epoch(1)
@@ -309,7 +309,7 @@ def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path
 
 
 @pytest.mark.slow
-def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None:
+def test_only_the_folder_name_is_sent_to_worker_processes(volume: Path) -> None:
     assert len(pickle.dumps(SegmentDataset(volume, "train"))) < 1000
 
 
@@ -317,7 +317,7 @@ def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_data_are_prepared_once_and_again_if_they_changed(one_subject: Path, is_link: bool, tmp_path: Path) -> None:
+def test_data_is_prepared_once_and_again_after_a_change(one_subject: Path, is_link: bool, tmp_path: Path) -> None:
     shutil.copytree(one_subject, tmp_path / "brains")
     if is_link:
         (tmp_path / "brains" / "anna").rename(tmp_path / "anna")
@@ -345,20 +345,20 @@ def expect(damaged: Path, error: type[Exception], match: str, **options: Any) ->
 
 
 @pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "dwi.bvec", "mask.nii.gz", "tracts.trk"])
-def test_a_missing_file_is_named(damaged: Path, file: str) -> None:
+def test_a_missing_file_is_reported_by_name(damaged: Path, file: str) -> None:
     (damaged / file).unlink()
     expect(damaged, InputMissing, "has no streamlines" if file == "tracts.trk" else f"anna has no {file}")
 
 
 @pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "dwi.bvec", "mask.nii.gz", "tracts.trk"])
-def test_a_damaged_file_is_named(damaged: Path, file: str) -> None:
+def test_a_damaged_file_is_reported_by_name(damaged: Path, file: str) -> None:
     (damaged / file).write_bytes(b"what is this?")
     expect(damaged, DataError, f"anna/{file}.*cannot be read")
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("file", ["dwi.nii.gz", "mask.nii.gz", "dwi.bval", "dwi.bvec", "tracts.trk"])
-def test_a_file_with_an_invalid_number_is_named(damaged: Path, file: str, number: float) -> None:
+def test_a_file_with_an_invalid_number_is_reported_by_name(damaged: Path, file: str, number: float) -> None:
     path = damaged / file
     if path.suffix == ".gz":
         values = nibabel.load(path).get_fdata().astype(np.float32)
@@ -377,7 +377,7 @@ def test_a_file_with_an_invalid_number_is_named(damaged: Path, file: str, number
 
 
 @pytest.mark.parametrize("file", ["dwi.bval", "dwi.bvec"])
-def test_too_few_gradients_are_those_of_the_file_that_does_not_fit_the_image(damaged: Path, file: str) -> None:
+def test_a_gradient_file_with_fewer_entries_than_volumes_is_reported_by_name(damaged: Path, file: str) -> None:
     np.savetxt(damaged / file, np.atleast_2d(np.loadtxt(damaged / file))[:, :-1])
     expect(damaged, DataError, f"anna/{file}.* must have ")
 
@@ -399,17 +399,17 @@ def test_an_image_without_its_volumes_is_refused(damaged: Path) -> None:
     expect(damaged, DataError, "one volume for each of 32 b-values")
 
 
-def test_streamlines_in_another_space_are_refused(damaged: Path) -> None:
+def test_streamlines_outside_the_image_are_refused(damaged: Path) -> None:
     lines = [np.full((30, 3), 500, np.float32)]
     (damaged / "tracts.trk").write_bytes(trk(lines, AFFINE, SHAPE))
     expect(damaged, DataError, "streamline 0 leaves the image")
 
 
-def test_short_streamlines_make_no_piece(damaged: Path) -> None:
+def test_streamlines_that_are_too_short_give_no_piece(damaged: Path) -> None:
     expect(damaged, DataError, "no train streamline is at least 170 mm", step=10.0)
 
 
-def test_a_path_that_is_not_a_folder_is_missing(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere is not a folder"):
         prepare(tmp_path / "nowhere", tmp_path, data="volume", step=1.0)
     (tmp_path / "empty").mkdir()

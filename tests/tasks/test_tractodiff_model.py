@@ -66,7 +66,7 @@ def inputs(count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_steps", [10, 50, 200, 1000])
-def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
+def test_the_noise_level_grows_from_almost_0_to_almost_1(num_steps: int) -> None:
     signal = Schedule(num_steps).signal
     assert signal.shape == (num_steps,)
     assert (signal.diff() < 0).all()
@@ -75,14 +75,14 @@ def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
     assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal halfway
 
 
-def test_noised_points_keep_their_variance() -> None:
+def test_adding_noise_preserves_the_variance() -> None:
     schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
     x0, noise = torch.randn(2, 4000, 16, 3, generator=generator)
     for step in (0, 10, 25, 49):
         assert schedule.add_noise(x0, torch.full((4000,), step), noise).var() == pytest.approx(1, abs=0.02)
 
 
-def test_a_step_back_has_the_moments_of_the_step_before() -> None:
+def test_a_reverse_step_has_the_moments_of_the_previous_step() -> None:
     """A reverse step from x_t with a known x0 has exactly the mean and variance of x_{t-1}."""
     schedule = Schedule(50)
     signal = schedule.signal.double()
@@ -99,7 +99,7 @@ def test_sampling_with_an_oracle_recovers_the_data() -> None:
     assert_close(result, x0, terms=50)
 
 
-def test_sampling_visits_all_steps_from_pure_noise() -> None:
+def test_sampling_starts_from_pure_noise_and_visits_all_steps() -> None:
     seen = []
 
     def predict(noisy: Tensor, step: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_sampling_visits_all_steps_from_pure_noise() -> None:
     assert seen == [[step, step] for step in range(9, -1, -1)]
 
 
-def test_ddim_takes_the_requested_steps_and_draws_once() -> None:
+def test_ddim_takes_the_requested_number_of_steps_and_draws_noise_once() -> None:
     seen, x0 = [], torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
     draws = iter([torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(1))])
 
@@ -151,7 +151,7 @@ def test_every_parameter_gets_a_gradient(denoiser: str, cache: Path, monkeypatch
 
 
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
-def test_the_condition_the_step_and_the_points_change_the_output(denoiser: Any) -> None:
+def test_the_output_depends_on_the_condition_the_step_and_the_points(denoiser: Any) -> None:
     torch.manual_seed(0)
     model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
     noisy, step, condition = inputs()
@@ -166,7 +166,7 @@ def test_the_condition_the_step_and_the_points_change_the_output(denoiser: Any) 
 
 
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
-def test_layers_compose_to_the_model(denoiser: Any) -> None:
+def test_composed_layers_give_the_outputs_of_the_model(denoiser: Any) -> None:
     torch.manual_seed(0)
     model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
     model.center.normal_()
@@ -182,7 +182,7 @@ def test_layers_compose_to_the_model(denoiser: Any) -> None:
 
 
 @pytest.mark.parametrize(("denoiser", "millions"), [("gru", 5.565), ("unet", 258.049)])
-def test_full_is_the_published_size(denoiser: Any, millions: float) -> None:
+def test_the_full_size_is_the_published_one(denoiser: Any, millions: float) -> None:
     with torch.device("meta"):
         model = StreamlineDiffusion(SHAPES["full"], 200, denoiser)
     widths = [layer.out_features for layer in model.encoder if isinstance(layer, torch.nn.Linear)]
@@ -206,7 +206,7 @@ def test_the_model_is_traced_with_the_example(denoiser: str, cache: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_loss_is_a_sum_over_pieces(task: TractoDiff) -> None:
+def test_the_loss_is_a_sum_over_pieces(task: TractoDiff) -> None:
     batch = task.train.spread(7)
     loss, items = task.loss(task.model, batch)
     assert items == 7
@@ -240,7 +240,7 @@ class Straight(torch.nn.Module):
         return self.line.expand(len(noisy), -1, -1)
 
 
-def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
+def test_leaving_the_mask_is_penalized_with_a_gradient_towards_it(task: TractoDiff) -> None:
     batch = task.dataset("val").spread(32)
     x0 = batch["points"] / task.model.scale
     model = Straight(torch.zeros(1, 16, 3))
@@ -327,14 +327,14 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
     assert task.baselines()["mdf_mm_nearest_piece"] < 0.5 * task.baselines()["mdf_mm"]
 
 
-def test_a_known_piece_is_copied_exactly(task: TractoDiff) -> None:
+def test_the_stronger_baseline_copies_a_training_piece_exactly(task: TractoDiff) -> None:
     rows = ((task.train.num_left >= 16) & (task.train.num_known >= 8)).nonzero()[::500, 0]
     task.train.num_remembered[:] = 8
     batch = task.train.__getitems__(rows.tolist())
     assert_close(task.train.nearest(batch), batch["points"], terms=16)
 
 
-def test_metrics_are_those_of_drawn_pieces(task: TractoDiff) -> None:
+def test_metrics_are_computed_on_sampled_pieces(task: TractoDiff) -> None:
     batch = task.dataset("val").spread(8)
     x0 = batch["points"] / task.model.scale
     with torch.no_grad():
@@ -465,7 +465,7 @@ def test_val_is_used_if_there_is_no_test_split(task: TractoDiff) -> None:
     assert json.loads(prediction.files["small_64D.json"])["split"] == "val"
 
 
-def test_lines_are_read_back_unchanged() -> None:
+def test_written_lines_are_read_back_unchanged() -> None:
     affine = np.array([[0, -2.0, 0, 20], [-1.94, 0, -0.487, 25], [-0.487, 0, 1.94, 12], [0, 0, 0, 1]])
     rng = np.random.default_rng(0)
     lines = [rng.uniform(0, 20, (count, 3)).astype(np.float32) for count in (2, 30, 17)]
@@ -492,7 +492,7 @@ def batches(task: TractoDiff, **options: Any) -> list[Prediction]:
 
 
 @pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
-def test_figures_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: Any) -> None:
+def test_results_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: Any) -> None:
     predictions = batches(task, seeds_from=seeds_from)
     assert len(predictions) == 4
     (combined,) = task.combine_predictions([json.loads(json.dumps(made.part)) for made in predictions])
@@ -517,7 +517,7 @@ def test_figures_of_a_subject_cover_all_batches(task: TractoDiff, seeds_from: An
         assert figures["bundles"]["small_64D"]["seeds"] == 7
 
 
-def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> None:
+def test_results_of_a_bundle_compare_the_voxels_of_real_and_generated_lines(task: TractoDiff) -> None:
     tracking = Tracking(task.tracts, "test")
     real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
     partners = list(range(len(real)))
@@ -533,7 +533,7 @@ def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> Non
     assert found["valid_connections"] == (len(real) // 2) / len(real)
 
 
-def test_a_line_connects_if_both_ends_are_near_those_of_one_line() -> None:
+def test_a_connection_is_valid_if_both_ends_are_near_the_ends_of_one_real_line() -> None:
     one, other = (np.array([[0.0, y, 0], [5, 9, 9], [10, y, 0]]) for y in (0, 20))
     line = np.array([[1.0, 0, 0], [4, 4, 4], [10, 1, 0]])
     assert connects(line, ends_of([one]), 1.0)

@@ -33,7 +33,7 @@ def as_before() -> Any:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_each_generator_continues_where_it_was(name: str) -> None:
+def test_restored_generators_continue_their_sequences(name: str) -> None:
     seed_everything(5)
     drawn()
     tensors, rest = random_state(CPU)
@@ -46,7 +46,7 @@ def test_each_generator_continues_where_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**63 - 1])
-def test_each_generator_follows_the_seed(name: str, seed: int) -> None:
+def test_seeding_affects_each_generator(name: str, seed: int) -> None:
     seed_everything(seed)
     first = DRAWS[name]()
     assert DRAWS[name]() != first
@@ -56,7 +56,7 @@ def test_each_generator_follows_the_seed(name: str, seed: int) -> None:
     assert DRAWS[name]() != first
 
 
-def test_the_sequence_of_a_seed_is_the_one_of_torch() -> None:
+def test_a_seed_gives_the_same_sequence_as_in_torch() -> None:
     seed_everything(7)
     drawn = torch.randn(3)
     torch.manual_seed(7)

@@ -103,7 +103,7 @@ def test_buffers_are_restored_after_an_error() -> None:
     assert holder.saved.tolist() == [0, 1, 2, 3]
 
 
-def test_a_buffer_that_did_not_change_is_not_written() -> None:
+def test_a_buffer_that_did_not_change_is_not_written_to() -> None:
     """A write would increase the version counter, and autograd would refuse a later backward pass."""
     holder, weight = Holder(), torch.ones(4, requires_grad=True)
     assert holder.saved is not None
@@ -142,11 +142,11 @@ def inference_tensor() -> Tensor:
         (inference_tensor(), False),
     ],
 )  # fmt: skip
-def test_torch_can_write_where_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
+def test_a_tensor_is_writable_if_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
     assert is_writable(tensor) is expected
 
 
-def test_a_buffer_without_values_does_not_prevent_that_others_are_restored() -> None:
+def test_a_buffer_without_values_does_not_prevent_restoring_others() -> None:
     holder = Holder()
     holder.register_buffer("absent", None)
     with restore_buffers([holder]):
@@ -155,7 +155,7 @@ def test_a_buffer_without_values_does_not_prevent_that_others_are_restored() -> 
     assert holder.absent is None
 
 
-def test_a_tensor_is_changed_in_place_or_replaced_or_has_no_version() -> None:
+def test_a_tensor_counts_as_changed_if_modified_replaced_or_without_version() -> None:
     tensor = torch.zeros(2)
     version = TensorVersion.of(tensor)
     assert not version.is_changed(tensor)
@@ -170,7 +170,7 @@ def test_a_tensor_is_changed_in_place_or_replaced_or_has_no_version() -> None:
     assert TensorVersion.of(unversioned).is_changed(unversioned)
 
 
-def test_a_buffer_whose_elements_share_memory_is_loaded_and_keeps_sharing() -> None:
+def test_a_buffer_whose_elements_share_memory_still_does_after_loading() -> None:
     model, once = Expanded(), torch.arange(3.0).view(3, 1)
     Parallel(World(torch.device("cpu"))).load(model, {"once": once, "repeated": once.expand(2, 3, 4).clone()})
     assert torch.equal(model.get_buffer("repeated"), once.expand(2, 3, 4))

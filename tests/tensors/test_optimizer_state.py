@@ -67,7 +67,7 @@ OPAQUE: dict[str, Callable[[Any], Optimizer]] = {
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_step_that_fails_before_it_changes_anything_leaves_no_state(name: str, num_steps: int) -> None:
+def test_a_step_that_fails_before_any_change_leaves_no_state(name: str, num_steps: int) -> None:
     """A step initializes the state of its parameters before it allocates memory for its computation."""
     weights = make_weights()
     optimizer = MAKERS[name](weights)
@@ -87,7 +87,7 @@ def test_a_step_that_fails_before_it_changes_anything_leaves_no_state(name: str,
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_step_that_changed_one_parameter_is_noticed(name: str, num_steps: int) -> None:
+def test_a_step_that_changed_one_parameter_is_detected(name: str, num_steps: int) -> None:
     weights = make_weights()
     optimizer = MAKERS[name](weights)
     detector = StepChangeDetector(optimizer)
@@ -101,7 +101,7 @@ def test_a_step_that_changed_one_parameter_is_noticed(name: str, num_steps: int)
     assert not detector.is_unchanged()
 
 
-def test_a_step_that_had_counted_for_one_new_state_is_noticed() -> None:
+def test_a_step_that_incremented_the_counter_of_a_new_state_is_detected() -> None:
     detector = StepChangeDetector(optimizer := AdamW(grouped(make_weights())))
     detector.begin()
     for step in (0.0, 1.0):
@@ -110,7 +110,7 @@ def test_a_step_that_had_counted_for_one_new_state_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-def test_of_an_optimizer_whose_changes_have_no_versions_every_failed_step_may_have_changed_something(name: str) -> None:
+def test_a_failed_step_of_an_optimizer_without_version_counters_counts_as_a_change(name: str) -> None:
     detector = StepChangeDetector(OPAQUE[name](make_weights()))
     detector.begin()
     assert not detector.is_unchanged()
@@ -120,7 +120,7 @@ def test_of_an_optimizer_whose_changes_have_no_versions_every_failed_step_may_ha
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
-def test_the_expected_size_is_that_after_a_step(name: str) -> None:
+def test_the_expected_state_size_equals_the_size_after_a_step(name: str) -> None:
     weights = make_weights(3)
     optimizer = {**MAKERS, **OPAQUE}[name](weights)
     expected = expected_state_bytes(optimizer)
@@ -147,7 +147,7 @@ class Counting(Optimizer):
                 state["mean"] = weight.detach().half()
 
 
-def test_the_size_of_an_unknown_optimizer_is_two_tensors_per_parameter_until_it_has_a_state() -> None:
+def test_the_expected_state_of_an_unknown_optimizer_is_two_tensors_per_parameter() -> None:
     weights = make_weights()
     optimizer = Counting(grouped(weights))
     assert expected_state_bytes(optimizer) == 2 * 2 * 6 * 4
@@ -174,7 +174,7 @@ class InTwoParts(Tensor):
 @pytest.mark.parametrize(
     ("make", "num_tensors"), [(lambda weights: Counting(grouped(weights)), 2), (MAKERS["sgd with momentum"], 1)]
 )
-def test_every_part_of_a_parameter_counts_in_the_expected_size(
+def test_every_part_of_a_tensor_subclass_counts_in_the_expected_size(
     make: Callable[[Any], Optimizer], num_tensors: int
 ) -> None:
     weight = nn.Parameter(torch.ones(3, 2).as_subclass(InTwoParts))
@@ -190,7 +190,7 @@ def exported(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
-def test_an_imported_state_continues_bitwise(name: str) -> None:
+def test_steps_after_importing_a_state_are_the_same_bit_for_bit(name: str) -> None:
     make = {**MAKERS, **OPAQUE}[name]
     weights = make_weights()
     optimizer = make(weights)
@@ -237,7 +237,7 @@ class Factors(Optimizer):
                 weight.sub_(state["roots"]["left"][1][:, None] * weight.grad, alpha=0.01)
 
 
-def test_tensors_in_containers_of_the_state_are_restored_bitwise() -> None:
+def test_tensors_in_containers_of_the_state_are_restored_bit_for_bit() -> None:
     weights, others = make_weights(), make_weights()
     optimizer, resumed = Factors(grouped(weights)), Factors(grouped(others))
     give_gradients(weights)
@@ -266,7 +266,7 @@ def test_tensors_in_containers_of_the_state_count_in_its_size() -> None:
     assert state_bytes(optimizer) == len(weights) * 4 * (rows * rows + columns * columns + rows)
 
 
-def test_a_missing_tensor_of_a_container_is_reported() -> None:
+def test_a_tensor_missing_from_a_container_is_reported() -> None:
     optimizer = Factors(grouped(weights := make_weights()))
     give_gradients(weights)
     optimizer.step()
@@ -285,7 +285,7 @@ def test_a_value_that_a_checkpoint_cannot_store_is_refused(value: Any) -> None:
         export_state(optimizer)
 
 
-def test_the_state_of_an_unknown_optimizer_is_restored_as_it_was() -> None:
+def test_the_state_of_an_unknown_optimizer_is_restored_unchanged() -> None:
     weights = make_weights()
     optimizer = Counting(grouped(weights))
     optimizer.step()
@@ -305,7 +305,7 @@ def test_the_state_of_an_unknown_optimizer_is_restored_as_it_was() -> None:
             assert not found[key].requires_grad
 
 
-def test_parameters_without_state_stay_without() -> None:
+def test_parameters_without_state_have_none_after_an_import() -> None:
     weights = make_weights(3)
     optimizer = AdamW(grouped(weights))
     give_gradients(weights[1:2])
@@ -366,7 +366,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Callab
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
-def test_an_imported_state_has_the_types_of_one_that_torch_initializes(name: str, default: torch.dtype) -> None:
+def test_an_imported_state_has_the_same_types_as_a_state_created_by_torch(name: str, default: torch.dtype) -> None:
     make = {**MAKERS, **OPAQUE}[name]
     torch.set_default_dtype(default)
     try:

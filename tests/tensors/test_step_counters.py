@@ -36,9 +36,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_stateless", [False, True])
-def test_numbers_that_an_optimizer_keeps_outside_of_its_state_survive_a_checkpoint(
-    is_stateless: bool, tmp_path: Path
-) -> None:
+def test_optimizer_attributes_outside_the_state_survive_a_checkpoint(is_stateless: bool, tmp_path: Path) -> None:
     """Also if the first parameter has no gradient, and thus no state, in the first updates."""
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(
@@ -177,7 +175,7 @@ class Growing(Own):
 
 @pytest.mark.parametrize("kind", [Flat, Last, Replacing, Lazy, Growing])
 @pytest.mark.parametrize("updates", [1, 4])
-def test_what_an_optimizer_keeps_does_not_change_its_steps_or_a_resumed_run(
+def test_optimizer_attributes_change_neither_steps_nor_a_resumed_run(
     kind: type[Own], updates: int, tmp_path: Path
 ) -> None:
     """The steps are those without the runner, and a resumed run is the same as an uninterrupted one."""
@@ -196,7 +194,7 @@ def test_what_an_optimizer_keeps_does_not_change_its_steps_or_a_resumed_run(
     assert_resuming_changes_nothing(make, network(), updates)
 
 
-def test_a_value_that_is_set_between_steps_remains() -> None:
+def test_a_value_set_between_steps_is_kept() -> None:
     model = network()
     optimizer = torch.optim.SGD([{"params": [weight], "names": [name]} for name, weight in model.named_parameters()])
     remember_numbers(optimizer)
@@ -219,7 +217,7 @@ def test_an_optimizer_is_freed_without_garbage_collection() -> None:
         gc.enable()
 
 
-def test_only_what_an_export_may_contain_is_read() -> None:
+def test_only_valid_exported_values_are_accepted() -> None:
     kept = [True, 3, 2**70, 0.5, float("nan"), None, "main", [0.5, "torch.float32", [1, 1], True]]
     assert all(is_number(value) for value in kept)
     damaged = [{}, [], [0.5], ["0.5", "torch.float32", [], True], [0.5, "torch.os", [], True]]

@@ -76,13 +76,13 @@ def next_second() -> None:
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_the_yaml_of_a_tracker_is_its_signature(name: str) -> None:
+def test_the_yaml_file_of_a_tracker_matches_its_signature(name: str) -> None:
     keys = read_functions(Path(trackers.__file__))[name].keys
     given = yaml.safe_load((ROOT / "conf" / "tracker" / f"{name}.yaml").read_text())
     assert given == {key.name: key.default for key in keys.values()}
 
 
-def test_there_is_a_yaml_for_each_tracker_and_no_other() -> None:
+def test_each_tracker_has_a_yaml_file_and_there_is_no_other() -> None:
     assert {path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml")} == set(TRACKERS)
 
 
@@ -113,13 +113,13 @@ def test_the_null_tracker_has_the_same_methods(tmp_path: Path, screen: Callable[
         ("disabled", {"WANDB_API_KEY": KEY}, ("disabled", "mode=disabled")),
     ],
 )
-def test_the_mode_follows_setting_environment_and_key(
+def test_the_mode_depends_on_setting_environment_and_key(
     mode: str, environ: dict[str, str], chosen: tuple[str, str]
 ) -> None:
     assert trackers.choose_mode(mode, environ) == chosen
 
 
-def test_a_key_in_netrc_is_used_for_its_own_server_only(tmp_path: Path) -> None:
+def test_a_key_in_netrc_is_used_only_for_its_server(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".netrc").write_text(f"machine wandb.example login user password {KEY}\n")
     (home / ".netrc").chmod(0o600)
@@ -133,7 +133,7 @@ def test_a_key_in_netrc_is_used_for_its_own_server_only(tmp_path: Path) -> None:
     assert not trackers.has_key({"HOME": str(home)})
 
 
-def test_disabled_starts_nothing(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_disabled_tracker_starts_no_process(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = make(tmp_path, mode="disabled")
     tracker.start()
     tracker.log({"update": 1})
@@ -164,7 +164,7 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_each_update_once(tmp_path: Path) -> None:
+def test_an_offline_resumed_run_contains_each_update_once(tmp_path: Path) -> None:
     first = make(tmp_path)
     first.start()
     log_all(first, rows(0, 60))
@@ -227,7 +227,7 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_rows_are_sent_once_even_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -252,7 +252,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_if_the_server_refuses_the_key_the_run_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_offline_if_the_server_refuses_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(status=401) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -267,7 +267,7 @@ def test_if_the_server_refuses_the_key_the_run_is_offline(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
+def test_an_unresponsive_network_neither_blocks_the_run_nor_loses_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as black_hole:  # connects, but never answers
@@ -309,7 +309,7 @@ def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
-def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
+def test_rows_are_neither_lost_nor_duplicated_if_the_server_fails_is_slow_or_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, Any]
 ) -> None:
     with Server(**does) as server:
@@ -429,7 +429,7 @@ def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake:
 
 
 @pytest.mark.parametrize("does", ["raises in init", "dies in init"])
-def test_if_wandb_fails_online_and_offline_it_is_off_and_every_row_is_counted(
+def test_tracking_is_disabled_and_rows_are_counted_if_wandb_fails_online_and_offline(
     tmp_path: Path, fake: Any, does: str
 ) -> None:
     fake(online=does, offline=does)
@@ -454,7 +454,7 @@ def test_finish_is_bounded_when_wandb_hangs(tmp_path: Path, fake: Any, does: str
 
 
 @pytest.mark.usefixtures("endless")
-def test_an_endless_upload_is_ended_and_reported(tmp_path: Path, fake: Any) -> None:
+def test_an_upload_that_does_not_end_is_stopped_and_reported(tmp_path: Path, fake: Any) -> None:
     fake(online="never ends")
     tracker = make(tmp_path)
     tracker.start()
@@ -497,7 +497,9 @@ def test_a_detached_process_keeps_every_row_and_ends(
     assert "wandb sync" in tracker.note
 
 
-def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_lost_if_the_thread_detaches_the_process_late(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a busy machine: `finish` and the thread may both wake up at the time limit, in any order."""
     killed, detach, kill = threading.Event(), TrackerProcess.detach, TrackerProcess.kill
 
@@ -553,7 +555,7 @@ def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["never ends", "hangs in init", "hangs"])
-def test_a_detached_process_that_hangs_ends(
+def test_a_detached_process_that_hangs_is_ended(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     monkeypatch.setattr(trackers, "LOCAL_LINGER_S", 1.0)
@@ -609,7 +611,7 @@ def test_steps_of_a_phase_continue_after_the_previous_one(tmp_path: Path, fake: 
     assert [row["update"] for row in held] == [*range(10), *range(10)]
 
 
-def test_values_wandb_cannot_store_do_not_end_tracking(tmp_path: Path, fake: Any) -> None:
+def test_values_that_wandb_cannot_store_do_not_end_tracking(tmp_path: Path, fake: Any) -> None:
     fake()
     tracker = make(tmp_path)
     tracker.start()

@@ -40,7 +40,7 @@ def text_of(folder: Path, file: str = "val.csv") -> bytes:
     return (folder / RUN / "predictions" / file).read_bytes()
 
 
-def test_the_table_has_the_predictions_of_a_plain_loop(trained: Path) -> None:
+def test_the_table_contains_the_predictions_of_a_plain_loop(trained: Path) -> None:
     rows = predict(trained, "inference.split=test inference.scale=2.0", "test.csv")
 
     model = build().model.eval()
@@ -61,7 +61,7 @@ def test_the_table_has_the_predictions_of_a_plain_loop(trained: Path) -> None:
     assert torch.equal(halves, halves.bfloat16().float())
 
 
-def test_readers_and_ranks_write_the_same_bytes(trained: Path) -> None:
+def test_loaders_and_ranks_do_not_change_the_bytes_of_the_table(trained: Path) -> None:
     predict(trained, "dataloader.num_workers=0")
     alone = text_of(trained)
     for args in (
@@ -72,7 +72,7 @@ def test_readers_and_ranks_write_the_same_bytes(trained: Path) -> None:
         assert text_of(trained) == alone, args
 
 
-def test_ranks_share_the_batches_of_given_weights(trained: Path) -> None:
+def test_ranks_divide_the_batches_if_weights_are_given(trained: Path) -> None:
     tables = []
     for world_size in (1, 2):
         args = f"--task {TASK} weights=outputs/one run=given parallelism=ddp parallelism.world_size={world_size}"
@@ -84,7 +84,7 @@ def test_ranks_share_the_batches_of_given_weights(trained: Path) -> None:
     assert tables[0] == tables[1]
 
 
-def test_draws_depend_on_the_sample_and_the_seed_only(trained: Path) -> None:
+def test_draws_depend_only_on_the_sample_and_the_seed(trained: Path) -> None:
     draws = [row["draw"] for row in predict(trained)]
     assert len({*draws}) == SIZES["val"]
     assert [row["draw"] for row in predict(trained, "inference.batch_size=5")] == draws
@@ -101,7 +101,7 @@ def test_shards_of_separate_commands_are_separate_files(trained: Path) -> None:
     assert all(parts)
 
 
-def test_some_samples_are_spread_over_the_split(trained: Path) -> None:
+def test_a_limited_number_of_samples_is_spread_over_the_split(trained: Path) -> None:
     rows = predict(trained, "inference.samples=3")
     assert [row["index"] for row in rows] == ["0", "7", "14"]
 
@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_read_have_no_row(trained: Path) -> None:
      "nested", "sparse", "float8"],
 )  # fmt: skip
 @pytest.mark.slow_beyond(3)
-def test_other_results_are_an_error_of_the_task(returned: str, trained: Path) -> None:
+def test_an_invalid_result_of_predict_batch_is_an_error_of_the_task(returned: str, trained: Path) -> None:
     (trained / RUN / "predictions" / "val.csv").unlink(missing_ok=True)
     result = run_here(f"inference one task.returned={returned}", trained)
     assert result.code == Exit.SOFTWARE
@@ -133,7 +133,7 @@ def test_a_split_that_the_task_lacks_is_refused(trained: Path) -> None:
     assert "inference.split=rare" in result.err
 
 
-def test_a_batch_that_is_out_of_memory_is_predicted_in_smaller_ones(trained: Path) -> None:
+def test_predictions_that_run_out_of_memory_continue_in_smaller_batches(trained: Path) -> None:
     unpacked = "        x, label, names = batch\n"
     refused = f"{unpacked}        if len(label) > 3:\n            raise MemoryError('planted')\n"
     text = TASK.read_text(encoding="utf-8").replace(unpacked, refused)
@@ -156,7 +156,7 @@ def test_an_out_of_memory_error_on_one_rank_loses_no_sample(trained: Path) -> No
     assert [int(row["index"]) for row in rows] == [*range(SIZES["val"])]
 
 
-def test_any_text_can_be_read_from_the_table_and_counts_as_a_sample(trained: Path) -> None:
+def test_any_text_in_a_prediction_can_be_read_back_from_the_table(trained: Path) -> None:
     result = run_here("inference one task.returned=texts task.item=token", trained)
     assert result.code == 0, result.err
     assert max(map(len, result.out.splitlines())) < 1000, "long rows are only in the file"

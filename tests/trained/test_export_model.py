@@ -147,7 +147,9 @@ def test_an_exported_model_is_compared_in_every_output(
     assert difference > 1 if math.isnan(expected) else difference == pytest.approx(expected, rel=0.02)
 
 
-def test_another_number_of_outputs_is_a_failure_of_the_format(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_number_of_outputs_fails_the_export_of_the_format(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(lambda outputs: outputs[:-1])})
     with pytest.raises(ConfigError) as caught:
         exported("own")
@@ -185,7 +187,7 @@ def test_other_formats_are_written_if_one_fails(
     assert not any(path.name.startswith(".tmp") for path in run.iterdir())
 
 
-def test_an_error_of_the_runner_ends_the_export(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_ends_the_export(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = DataError("is damaged")
     monkeypatch.setattr(
         export_model, "FORMATS", {"bad": make_failing_format(error), "own": make_changing_format(lambda _: None)}
@@ -195,7 +197,7 @@ def test_an_error_of_the_runner_ends_the_export(run: Path, monkeypatch: pytest.M
     assert caught.value is error
 
 
-def test_weights_need_no_example(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exporting_weights_needs_no_example_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exported("safetensors", options=("task.has_example=false",)) == Exit.DONE
     weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     stored = load_file(run / "export" / "model.safetensors")
@@ -210,7 +212,7 @@ def test_weights_need_no_example(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(path.name for path in (run / "export").iterdir()) == ["model.safetensors", "parity.json"]
 
 
-def test_unknown_formats_and_formats_without_their_example_are_refused(run: Path) -> None:
+def test_unknown_formats_and_formats_that_lack_an_example_input_are_refused(run: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         exported("safetensors", "onx", "zzz")
     assert len(caught.value.problems) == 2
@@ -221,7 +223,7 @@ def test_unknown_formats_and_formats_without_their_example_are_refused(run: Path
     assert not list((run / "export").glob("*"))
 
 
-def test_weights_and_a_program_give_the_outputs_of_the_model(run: Path) -> None:
+def test_exported_weights_and_program_give_the_outputs_of_the_model(run: Path) -> None:
     assert exported("safetensors", "program") == Exit.DONE
     weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     stored = load_file(run / "export" / "model.safetensors")
@@ -238,7 +240,7 @@ def test_weights_and_a_program_give_the_outputs_of_the_model(run: Path) -> None:
     assert parity["program"]["largest_difference"] <= TOLERANCE
 
 
-def test_a_graph_for_onnx_is_one_file_and_is_compared_as_its_runtime_executes_it(
+def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With stand-ins for the packages, which are optional."""

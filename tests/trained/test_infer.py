@@ -180,7 +180,7 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
 
 
 @pytest.mark.parametrize(("count", "size"), [(MAX_QUEUED_FILES, 1), (2, module.MAX_QUEUED_BYTES // 2)])
-def test_many_or_large_predictions_are_written_before_they_are_due(
+def test_many_or_large_predictions_are_written_before_the_maximum_delay(
     count: int, size: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WRITE_DELAY_S", float("inf"))
@@ -205,7 +205,9 @@ def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirect
     assert (run.predictions / "a.txt").exists()
 
 
-def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_prediction_is_shown_when_its_files_are_on_disk(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WRITE_DELAY_S", 0.0)
     result: list[tuple[str, bool]] = []
     with PredictionWriter(run, lambda text: result.append((text, (run.predictions / "a.txt").exists()))) as writer:
@@ -214,7 +216,7 @@ def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypat
     assert result == [("a", True)]
 
 
-def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validating_a_prediction_reads_the_source_only_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an error names the line of `predict`: finding it takes longer than a small prediction."""
     monkeypatch.setattr(inspect, "getsourcelines", lambda *_: pytest.fail("source was read"))
     prediction = Prediction({"a.txt": "text"})
@@ -253,7 +255,7 @@ def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) 
     assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
 
 
-def test_few_files_are_synced_one_by_one(run: RunDirectory) -> None:
+def test_few_files_are_synced_individually(run: RunDirectory) -> None:
     """A sync of the file system would also wait for the writes of all other programs."""
     faults = Faults()
     with files.use_system(faults), PredictionWriter(run, print) as writer:
@@ -361,7 +363,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(tmp_path: Path) -
     assert "old.npy" in run_here(["inference", "first"], tmp_path).out
 
 
-def test_ranks_wait_for_each_other_without_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_other_ranks_does_not_trigger_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for a larger shard than its own predicts nothing for a long time, and does not hang."""
     is_watched, seen = [False], []
     watch = module.run_watchdog

@@ -128,7 +128,7 @@ def test_entries_that_are_not_tensors_are_counted(tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__ if not isinstance(value, (str, type)) else None,
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_other_contents_are_refused_for_their_own_reason(
+def test_unsupported_contents_are_refused_with_their_own_reason(
     content: Any, key: str | None, kind: type[AccelRunError], tmp_path: Path
 ) -> None:
     assert type(refusal(tmp_path, content, key)) is kind
@@ -142,7 +142,7 @@ def test_code_is_refused_and_not_executed_in_either_format(is_new_format: bool, 
     assert "mkdir" in error.problems[0].what
 
 
-def test_an_entry_that_does_not_exist_is_answered_with_a_similar_one_or_with_all(tmp_path: Path) -> None:
+def test_an_entry_that_does_not_exist_is_reported_with_a_similar_one_or_all_entries(tmp_path: Path) -> None:
     content = {"average": STATE, "other": 1, **{f"entry{number}": number for number in range(9)}}
     (typo,) = refusal(tmp_path, content, "averag").problems
     assert ("average" in typo.fix, "other" in typo.fix) == (True, False)
@@ -167,7 +167,7 @@ def test_memory_is_limited_to_a_multiple_of_the_size_of_the_file(limits: dict[in
 
 
 @pytest.mark.parametrize(("hard", "is_lower"), [(1000, True), (1 << 60, False)])
-def test_limits_do_not_exceed_those_of_the_process(
+def test_memory_limits_do_not_exceed_those_of_the_process(
     hard: int, is_lower: bool, limits: dict[int, tuple[int, int]]
 ) -> None:
     limits.update(dict.fromkeys(limits, (hard, hard)))
@@ -195,7 +195,7 @@ def test_all_names_that_are_refused_are_reported_together(tmp_path: Path) -> Non
     [(MemoryError(), HostMemoryError), (PermissionError(errno.EACCES, "denied"), DataError)],
     ids=["memory", "permission"],
 )
-def test_a_file_that_cannot_be_read_is_an_error_of_its_own(
+def test_memory_and_permission_errors_while_reading_are_distinguished(
     raised: Exception, kind: type[AccelRunError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: Any, **__: Any) -> Any:
@@ -225,7 +225,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     refuse_existing(tmp_path / "other")
 
 
-def test_a_file_that_cannot_be_written_cannot_be_created(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_raises_cannot_create(tmp_path: Path) -> None:
     source = saved(tmp_path, STATE)
     with Faults({0: "ENOSPC"}).active(), pytest.raises(CannotCreate) as caught:
         convert(source, tmp_path / "new.safetensors", None)
@@ -254,7 +254,7 @@ def test_publishing_without_hard_links_overwrites_nothing(
         assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
-def test_publishing_renames_nothing_where_hard_links_exist_because_that_could_overwrite(tmp_path: Path) -> None:
+def test_publishing_uses_hard_links_where_possible_because_renaming_could_overwrite(tmp_path: Path) -> None:
     (tmp_path / "draft").write_bytes(b"new")
     with Faults().active() as faults:
         publish(tmp_path / "draft", tmp_path / "name")

@@ -89,7 +89,7 @@ def parts_in(folder: Path) -> list[Path]:
      ("", "parallelism=ddp parallelism.world_size=2"), ("dataloader.num_workers=1", "dataloader=thread"),
      ("parallelism=ddp parallelism.world_size=2", "")],
 )  # fmt: skip
-def test_a_killed_command_continues_with_the_same_bytes(
+def test_a_killed_command_resumes_and_writes_the_same_bytes(
     before: str, after: str, server: ForkServer, trained: Path
 ) -> None:
     whole, summary = complete(server, trained, BATCH)
@@ -108,7 +108,7 @@ def test_a_killed_command_continues_with_the_same_bytes(
     assert not (trained / PREDICTIONS / "incomplete").exists()
 
 
-def test_a_command_with_given_weights_continues(server: ForkServer, trained: Path) -> None:
+def test_a_command_with_given_weights_resumes(server: ForkServer, trained: Path) -> None:
     folder = trained / "outputs" / "given" / "predictions"
     (trained / "stop").write_text("32", encoding="utf-8")
     given = f"inference --task tables.py weights=outputs/one run=given inference.split=test {BATCH}"
@@ -128,7 +128,7 @@ def test_an_error_of_the_task_keeps_the_rows_before_it(server: ForkServer, train
     assert summary["kept"] == 32
 
 
-def test_shards_of_separate_commands_continue(server: ForkServer, trained: Path) -> None:
+def test_shards_of_separate_commands_resume(server: ForkServer, trained: Path) -> None:
     shard = f"{BATCH} inference.shard=0 inference.num_shards=2"
     whole, _ = complete(server, trained, shard, "test-0-of-2.csv")
     stop(server, trained, shard)
@@ -144,7 +144,7 @@ def test_shards_of_separate_commands_continue(server: ForkServer, trained: Path)
     ["inference.batch_size=2", "inference.scale=3.0", "inference.seed=1", "task.item=token", "checkpoint=5", "code",
      "data"],
 )  # fmt: skip
-def test_rows_of_another_command_are_kept_but_not_used(change: str, server: ForkServer, trained: Path) -> None:
+def test_rows_of_a_different_command_are_kept_but_not_used(change: str, server: ForkServer, trained: Path) -> None:
     code, shifted = trained / "tables.py", trained / "shifted"
     text = code.read_text(encoding="utf-8")
     expected = complete(server, trained, BATCH)[0]
@@ -177,7 +177,7 @@ def test_rows_before_an_out_of_memory_error_are_not_predicted_again(server: Fork
     assert summary["kept"] == 0  # this command has predicted all rows
 
 
-def test_a_large_part_is_read(tmp_path: Path) -> None:
+def test_a_large_part_of_the_table_can_be_read(tmp_path: Path) -> None:
     """A batch is written to one part, whatever its size."""
     table = make_table(tmp_path)
     rows = "0," + "x" * (65 << 20) + "\n"

@@ -99,7 +99,7 @@ def build(context):
     assert evaluated(there, *arguments)["metrics"] == evaluated(here, *arguments)["metrics"]
 
 
-def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_evaluating_a_resumed_run_gives_the_metrics_of_an_uninterrupted_one(tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
     uninterrupted = train(tmp_path, "scheduler=constant")
     train(tmp_path / "resumed", "scheduler=constant", "updates=3")
@@ -162,7 +162,7 @@ def test_evaluate_uses_the_best_checkpoint_by_default(tmp_path: Path) -> None:
     assert evaluated(tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
 
 
-def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
+def test_the_duration_of_an_evaluation_is_the_time_from_its_begin_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path)
@@ -185,7 +185,7 @@ def test_evaluate_needs_no_run_if_weights_are_given(tmp_path: Path) -> None:
     assert refused(tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
-def test_given_weights_are_used_as_at_the_end_of_the_phase(tmp_path: Path) -> None:
+def test_given_weights_are_evaluated_as_at_the_end_of_the_phase(tmp_path: Path) -> None:
     save_file(build().model.state_dict(), tmp_path / "w.safetensors")
     begun = (
         "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update - progress.total\n"
@@ -215,7 +215,7 @@ def test_an_error_in_the_task_is_reported_with_its_line(method: str, tmp_path: P
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
-def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_printed_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
     (tmp_path / TASK.name).write_text(text)
     train(tmp_path, "--task", TASK.name, *args)
@@ -276,7 +276,7 @@ def test_a_split_that_the_task_lacks_is_distinguished_from_an_error_of_the_task(
         assert ("val?" in caught.value.problems[0].fix) == (split == "vall")
 
 
-def test_a_split_of_another_name_is_evaluated_only_if_the_task_declares_it(
+def test_a_split_with_a_custom_name_is_evaluated_only_if_the_task_declares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dataset` would return the samples of its last branch for any name."""
@@ -291,7 +291,7 @@ def test_a_split_of_another_name_is_evaluated_only_if_the_task_declares_it(
     assert main(["evaluate", "split=rare"]) == 0
 
 
-def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(tmp_path: Path) -> None:
+def test_missing_runs_and_checkpoints_are_reported_with_existing_ones(tmp_path: Path) -> None:
     train(tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
     assert refused(tmp_path, "split=dev").code == 78
     assert refused(tmp_path, "split=../x").code == 78

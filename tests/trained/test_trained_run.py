@@ -95,7 +95,7 @@ def test_given_weights_are_opened_at_the_end_of_the_last_phase(
     assert calls_of(request) == ["two", progress]
 
 
-def test_a_buffer_that_the_task_moves_has_its_value_in_given_weights(folder: Path) -> None:
+def test_a_buffer_that_the_task_updates_has_the_value_of_the_given_weights(folder: Path) -> None:
     """The runner does not know after which update given weights were written."""
     weights = f"weights={folder / 'w.safetensors'}"
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
     assert draw() == expected
 
 
-def test_opening_a_run_enables_garbage_collection(folder: Path) -> None:
+def test_garbage_collection_is_enabled_after_opening_a_run(folder: Path) -> None:
     with paused_collection():  # as the command line does while it imports
         assert not gc.isenabled()
         calls_of(request_of(folder, "run=mine"))
@@ -139,7 +139,7 @@ def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder
     assert "update-00000000" not in better.out
 
 
-def test_a_model_keeps_the_modules_of_a_precision_of_the_user(tmp_path: Path) -> None:
+def test_a_model_keeps_modules_replaced_by_a_custom_precision(tmp_path: Path) -> None:
     table = """
 from torch import nn
 

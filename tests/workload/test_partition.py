@@ -122,7 +122,7 @@ def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages
             assert max(result.sizes) - min(result.sizes) <= 1
 
 
-def test_fewer_layers_than_stages_are_a_problem() -> None:
+def test_fewer_layers_than_stages_are_refused() -> None:
     problem = split([1.0] * 2, [1] * 2, [StageDevice(GIB)] * 3)
     assert isinstance(problem, Problem)
     assert problem.where == "parallelism=pipeline"
@@ -143,7 +143,7 @@ def test_layers_that_do_not_fit_are_reported() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "at least 1"), ([5], "has 1: [5]")]
 )
-def test_invalid_splits_are_a_problem(sizes: list[int], text: str) -> None:
+def test_invalid_splits_are_refused(sizes: list[int], text: str) -> None:
     problem = partition.split_from_sizes(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)
     assert isinstance(problem, Problem)
     assert text in problem.what
@@ -209,7 +209,7 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
     assert took <= math.fsum(seconds) * 3 * count * (1 + ROUNDED)
 
 
-def test_micro_batches_in_flight_per_stage() -> None:
+def test_each_stage_has_the_expected_number_of_micro_batches_in_flight() -> None:
     """1F1B: one for each remaining stage, including this one; GPipe: all."""
     assert max_in_flight("1f1b", 4, 8) == (4, 3, 2, 1)
     assert max_in_flight("1f1b", 4, 2) == (2, 2, 2, 1)

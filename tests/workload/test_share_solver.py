@@ -45,7 +45,7 @@ def line_through(points: Iterable[tuple[int, float]]) -> RankTiming:
 
 
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
-def test_exact_times_recover_the_line(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
+def test_exact_times_recover_the_linear_cost_model(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
     line = line_through([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
     for n in counts:
         assert line.seconds(n) == pytest.approx(
@@ -58,14 +58,14 @@ def test_a_single_sample_count_gives_a_time_per_sample() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e3)), min_size=1, max_size=20))
-def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
+def test_no_term_of_the_cost_model_is_negative(points: list[tuple[int, float]]) -> None:
     line = line_through(points)
     assert line.fixed_s >= 0
     assert line.per_sample_s >= 0
     assert line.seconds(1) > 0
 
 
-def test_outliers_do_not_move_the_line() -> None:
+def test_outliers_do_not_change_the_cost_model() -> None:
     clean = [(n, 0.002 + 0.001 * n) for n in (8, 16, 24) for _ in range(5)]
     loud = [(n, 40 * seconds) if index % 5 < 2 else (n, seconds) for index, (n, seconds) in enumerate(clean)]
     line = line_through(loud)
@@ -107,13 +107,13 @@ def test_moving_one_sample_never_helps(lines: list[RankTiming], total: int) -> N
             assert rank == slow or line.seconds(shares[rank] + 1) >= lines[slow].seconds(shares[slow])
 
 
-def test_ties_go_to_the_rank_with_fewer_samples_then_to_the_lower() -> None:
+def test_ties_are_broken_by_fewer_samples_and_then_by_lower_rank() -> None:
     assert fastest_shares(7, [RankTiming(0.0, 1.0)] * 3) == (3, 2, 2)
     assert fastest_shares(7, [RankTiming(1.0, 0.0)] * 3) == (3, 2, 2)
     assert fastest_shares(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)]) == (24, 8)
 
 
-def test_a_rank_takes_at_least_one() -> None:
+def test_every_rank_gets_at_least_one_sample() -> None:
     assert fastest_shares(8, [RankTiming(0.0, 1.0), RankTiming(1000.0, 1.0)]) == (7, 1)
 
 
@@ -146,7 +146,7 @@ def test_few_ranks_are_measured_at_two_counts_even_with_one_spare_sample(size: i
         assert all(len({split[rank] for split in splits}) >= 2 for rank in range(size)), (total, splits)
 
 
-def test_upcoming_shares_equal_those_that_are_dealt() -> None:
+def test_announced_shares_equal_the_shares_that_are_used() -> None:
     balance = ShareSolver(32, 2, warm_up=2)
     ahead = [balance.ahead(num) for num in range(8)]
     assert ahead[:2] == [(16, 16)] * 2
@@ -191,7 +191,7 @@ def run(balance: ShareSolver, ranks: Ranks, updates: int) -> list[Decision]:
 
 @pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
-def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float) -> None:
+def test_with_a_slower_rank_the_solution_reaches_the_minimum_time(slower: int, gain: float, noise: float) -> None:
     """The result is within 5 % of the optimum. If a rank is k times slower, equal shares take (1 + k) / 2 as long."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
@@ -209,7 +209,7 @@ def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float)
         [RankTiming(0.001, 0.001 * (1 + rank % 3)) for rank in range(8)],
     ],
 )
-def test_more_ranks_and_large_fixed_times_come_within_5_percent(lines: list[RankTiming]) -> None:
+def test_more_ranks_and_large_fixed_times_are_within_5_percent_of_the_minimum(lines: list[RankTiming]) -> None:
     for seed in range(5):
         ranks = Ranks(lines, 0.05, seed)
         balance = ShareSolver(128, len(lines))
@@ -249,7 +249,7 @@ def test_a_gain_within_noise_changes_nothing() -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
-def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
+def test_shares_adapt_to_swapped_speeds_within_3_solutions(noise: float) -> None:
     fast, slow = RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)
     for seed in range(10):
         ranks = Ranks([fast, slow], noise, seed)
@@ -272,7 +272,7 @@ def test_a_changed_speed_is_detected_in_both_directions(factor: float) -> None:
     assert [float(result) for result in re.findall(r"became ([\d.]+) times", reason)] == [pytest.approx(4.0)]
 
 
-def test_a_new_fixed_time_is_followed_too() -> None:
+def test_shares_adapt_to_a_changed_fixed_time() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001)] * 2, 0.05)
     balance = ShareSolver(128, 2)
     run(balance, ranks, 200)
@@ -372,7 +372,7 @@ def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None
 
 
 @pytest.mark.parametrize("other", [ShareSolver(65, 2), ShareSolver(64, 3)])
-def test_measurements_of_another_division_are_not_used(other: ShareSolver) -> None:
+def test_measurements_with_another_number_of_ranks_or_samples_are_not_used(other: ShareSolver) -> None:
     balance = ShareSolver(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     assert balance.shares == (48, 16)

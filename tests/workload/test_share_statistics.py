@@ -61,7 +61,7 @@ POINTS = [
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("timings", POINTS, ids=len)
-def test_the_line_and_its_errors_are_those_of_weighted_least_squares(timings: list[CountTiming], noise: float) -> None:
+def test_the_cost_model_and_its_errors_equal_weighted_least_squares(timings: list[CountTiming], noise: float) -> None:
     fitted = fit_line(timings, noise)
     (fixed, per_sample), covariance = least_squares(timings, noise, columns=(0, 1))
     assert fitted.line.fixed_s == pytest.approx(fixed, rel=CLOSE)
@@ -85,7 +85,7 @@ def test_the_line_and_its_errors_are_those_of_weighted_least_squares(timings: li
     ],
     ids=["one count", "fixed time 0", "time per sample 0"],
 )
-def test_a_line_with_one_term_is_fitted_to_that_term(timings: list[CountTiming], power: int) -> None:
+def test_a_cost_model_with_one_term_is_fitted_to_that_term(timings: list[CountTiming], power: int) -> None:
     fitted = fit_line(timings, 0.1)
     (coefficient,), ((variance,),) = least_squares(timings, 0.1, columns=(power,))
     expected = RankTiming(coefficient, 0.0) if power == 0 else RankTiming(0.0, coefficient)
@@ -95,7 +95,7 @@ def test_a_line_with_one_term_is_fitted_to_that_term(timings: list[CountTiming],
         assert fitted.error(samples) == pytest.approx(math.sqrt(variance) * samples**power, rel=CLOSE)
 
 
-def test_a_variance_that_rounds_below_zero_is_zero() -> None:
+def test_a_variance_that_is_negative_by_rounding_is_zero() -> None:
     assert LineFit(RankTiming(1.0, 1.0), (-1e-20, 0.0, 0.0)).error(5) == 0.0
 
 
@@ -131,13 +131,13 @@ def test_three_ranks_have_the_fastest_shares() -> None:
 # ---------------------------------------------------------------- probing
 
 
-def test_every_second_rank_gets_three_times_as_much_as_the_others_and_then_the_reverse() -> None:
+def test_probe_splits_alternate_between_large_and_small_shares() -> None:
     assert probe_splits(32, (16, 16)) == [(24, 8), (8, 24)]
     assert probe_splits(32, (8, 8, 8, 8)) == [(12, 4, 12, 4), (4, 12, 4, 12)]
     assert probe_splits(30, (20, 10)) == [(26, 4), (12, 18)]
 
 
-def test_few_samples_have_more_splits_of_which_there_are_at_most_six() -> None:
+def test_few_samples_are_probed_with_more_but_at_most_six_splits() -> None:
     splits = probe_splits(3, (1, 1, 1))
     assert splits == [(1, 1, 1)] * 2, "nothing else is possible"
     for size in range(2, 12):
@@ -149,13 +149,13 @@ def test_few_samples_have_more_splits_of_which_there_are_at_most_six() -> None:
 @pytest.mark.parametrize(
     "seconds", [(math.nan, 1.0), (math.inf, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)], ids=str
 )
-def test_invalid_times_alone_decide_nothing(seconds: tuple[float, float]) -> None:
+def test_no_decision_is_made_from_invalid_times_alone(seconds: tuple[float, float]) -> None:
     solver = ShareSolver(32, 2, warm_up=0)
     assert [solver.observe(seconds) for _ in range(40)] == [None] * 40
     assert solver.lines == ()
 
 
-def test_each_rank_needs_a_time_but_not_in_each_update() -> None:
+def test_a_decision_needs_a_time_of_each_rank_but_not_in_each_update() -> None:
     solver = ShareSolver(4, 2, warm_up=0, every=EVERY)
     num_probes = len(probe_splits(4, (2, 2))) * PROBE_ROUNDS
     assert [solver.observe((1.0, 0.0), (4, 0)) for _ in range(num_probes + 3)] == [None] * (num_probes + 3)
@@ -207,7 +207,7 @@ def block(solver: ShareSolver, per_sample_s: Sequence[float], samples: Sequence[
     return decision
 
 
-def test_a_clear_gain_is_taken_at_once() -> None:
+def test_a_clear_gain_changes_the_shares_at_once() -> None:
     solver = settled([1.0, 1.5])
     decision = block(solver, [1.0, 1.5])
     assert decision is not None
@@ -217,7 +217,7 @@ def test_a_clear_gain_is_taken_at_once() -> None:
 
 
 @pytest.mark.parametrize("gained", [False, True])
-def test_a_small_gain_is_taken_once_it_is_found_twice(gained: bool) -> None:
+def test_a_small_gain_changes_the_shares_when_it_is_found_twice(gained: bool) -> None:
     solver = settled([1.0, 1.08], gained=gained)
     decisions = [block(solver, [1.0, 1.08]) for _ in range(3)]
     assert [decision is not None for decision in decisions] == (
@@ -237,13 +237,13 @@ def test_a_small_gain_that_vanishes_is_not_confirmed_later() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "changes"), [(0.03, True), (0.04, False)])
-def test_a_gain_below_the_threshold_is_none(threshold: float, changes: bool) -> None:
+def test_a_gain_below_the_threshold_counts_as_none(threshold: float, changes: bool) -> None:
     solver = settled([1.0, 1.08], threshold=threshold, gained=True)
     assert (block(solver, [1.0, 1.08]) is not None) == changes
     assert not solver.state()["gained"]
 
 
-def test_a_gain_within_the_errors_of_the_times_is_none() -> None:
+def test_a_gain_within_the_errors_of_the_times_counts_as_none() -> None:
     """With 1000 times of noise 0.4 per count and rank, the error of a prediction is about 1.6 %, and 2.5 errors 4 %."""
     for noise, changes in ((0.1, True), (0.6, False)):
         solver = settled([1.0, 1.08], noise=noise, gained=True)
@@ -278,9 +278,7 @@ def rescaled(solver: ShareSolver, rank: int = 1) -> float:
         (0.1, 1.1, False), (0.1, 1.3, True), (0.1, 0.9, False), (0.1, 0.7, True),
     ],
 )  # fmt: skip
-def test_a_rank_changes_its_speed_if_the_difference_is_large_and_beyond_noise(
-    noise: float, factor: float, counts: bool
-) -> None:
+def test_a_change_of_speed_must_be_large_and_exceed_the_noise(noise: float, factor: float, counts: bool) -> None:
     """The median of 4 times with noise 0.1 has an error of 0.1 x 1.2533 / 2 = 6.3 %, and 3 errors are 19 %."""
     solver = settled([1.0, 1.0], noise=noise)
     block(solver, [1.0, factor])
@@ -288,7 +286,7 @@ def test_a_rank_changes_its_speed_if_the_difference_is_large_and_beyond_noise(
     assert rescaled(solver, 0) == 1.0
 
 
-def test_times_before_a_change_of_speed_weigh_less() -> None:
+def test_times_before_a_change_of_speed_have_less_weight() -> None:
     solver = settled([1.0, 1.0])
     block(solver, [1.0, 2.0])
     first, second = solver.state()["ranks"]
@@ -296,7 +294,7 @@ def test_times_before_a_change_of_speed_weigh_less() -> None:
     assert [timing[2] for timing in second["timings"]] == [PROBE_ROUNDS, PROBE_ROUNDS, EVERY]
 
 
-def test_the_speed_is_that_of_the_count_with_most_updates() -> None:
+def test_the_speed_is_measured_at_the_sample_count_with_the_most_updates() -> None:
     """One slow update of another count is no change of speed."""
     solver = settled([1.0, 1.0])
     for _ in range(EVERY - 1):
@@ -324,7 +322,7 @@ def test_a_decision_names_the_largest_change_of_speed(factors: tuple[float, floa
 # ---------------------------------------------------------------- what is kept
 
 
-def test_a_few_blocks_and_counts_are_kept() -> None:
+def test_only_the_latest_blocks_and_sample_counts_are_kept() -> None:
     solver = settled([1.0, 1.0], counts=(100,))
     for _ in range(MAX_BLOCKS + 3):
         block(solver, [1.0, 1.0], (100, 100))
@@ -337,14 +335,14 @@ def test_a_few_blocks_and_counts_are_kept() -> None:
     assert counts == [99 - number for number in range(2, MAX_COUNTS + 2)]
 
 
-def test_a_count_that_is_timed_again_is_the_newest() -> None:
+def test_a_sample_count_that_is_timed_again_becomes_the_newest() -> None:
     solver = settled([1.0, 1.0], counts=(50, 150))
     block(solver, [1.0, 1.0], (50, 150))
     block(solver, [1.0, 1.0], (100, 100))
     assert [timing[0] for timing in solver.state()["ranks"][0]["timings"]] == [150, 50, 50, 100]
 
 
-def test_the_noise_is_that_of_blocks_with_several_times() -> None:
+def test_the_noise_is_estimated_from_blocks_with_several_times() -> None:
     solver = settled([1.0, 1.0])
     seconds = (90.0, 100.0, 110.0, 100.0, 120.0)[:EVERY]
     for each in seconds:
@@ -360,7 +358,7 @@ def test_the_noise_is_that_of_blocks_with_several_times() -> None:
     assert [len(rank["noises"]) for rank in solver.state()["ranks"]] == [MAX_BLOCKS] * 2
 
 
-def test_a_saved_solver_has_all_that_it_decides_by() -> None:
+def test_the_state_of_a_solver_contains_everything_that_decisions_depend_on() -> None:
     solver = settled([1.0, 1.08, 1.3], total=300, noise=0.05)
     block(solver, [1.0, 1.1, 1.3])
     state = json.loads(json.dumps(solver.state()))
@@ -375,7 +373,7 @@ def test_a_saved_solver_has_all_that_it_decides_by() -> None:
     ("other", "fits"),
     [(ShareSolver(200, 2), True), (ShareSolver(201, 2), False), (ShareSolver(200, 3), False)],
 )
-def test_times_of_shares_that_do_not_fit_are_not_used(other: ShareSolver, fits: bool) -> None:
+def test_times_for_another_number_of_samples_or_ranks_are_not_used(other: ShareSolver, fits: bool) -> None:
     other.load(settled([1.0, 2.0]).state())
     assert bool(other.lines) == fits
     assert (other.ahead(3) == other.current) == fits
@@ -389,7 +387,7 @@ def test_times_of_shares_that_do_not_fit_are_not_used(other: ShareSolver, fits: 
     [((1.0, 1.04), None), ((1.0, 1.12), "1.12"), ((1.0, 1.2), "1.2"), ((3.0, 1.0), "3.0"), ((1.0, 1.0, 2.0), "2.0")],
     ids=str,
 )
-def test_the_reason_has_the_ratio_of_the_slowest_to_the_fastest_rank(
+def test_the_reason_states_the_ratio_of_the_slowest_to_the_fastest_rank(
     per_sample_s: tuple[float, ...], ratio: str | None
 ) -> None:
     total = 200 * len(per_sample_s)
@@ -405,7 +403,7 @@ def test_the_reason_has_the_ratio_of_the_slowest_to_the_fastest_rank(
 @pytest.mark.parametrize(
     ("scale", "shown"), [(1e-3, "150 -> 120 ms"), (1e-4, "15.0 -> 12.0 ms"), (0.999e-3 / 1.5, "99.9 -> 79.9 ms")]
 )
-def test_milliseconds_have_three_digits(scale: float, shown: str) -> None:
+def test_milliseconds_are_printed_with_three_digits(scale: float, shown: str) -> None:
     decision = block(settled([scale, 1.5 * scale]), [scale, 1.5 * scale])
     assert decision is not None
     assert shown in decision.reason

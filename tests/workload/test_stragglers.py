@@ -37,7 +37,7 @@ def delayed(world_size: int, rank: int, part: str, seconds: float) -> list[dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_injected_rank_and_part_are_named_in_95_of_100_trials(world_size: int, part: str) -> None:
+def test_an_injected_straggler_is_named_with_its_part_in_95_of_100_trials(world_size: int, part: str) -> None:
     named = 0
     for seed in range(100):
         rank = seed % world_size
@@ -52,7 +52,7 @@ def test_no_rank_is_named_in_99_of_100_trials_without_injection(world_size: int)
     assert quiet >= 99
 
 
-def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
+def test_the_lost_time_is_the_waiting_time_of_other_ranks_beyond_the_exchange() -> None:
     result = find_straggler(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
     assert result is not None
     assert result.lost_s == pytest.approx(0.020)
@@ -148,7 +148,7 @@ def test_a_rank_is_named_once_until_it_recovers_or_another_is_slow() -> None:
     assert [result.rank for result in heard(watch, rank_0)] == [0]
 
 
-def test_ragged_windows_are_ignored_and_new_shares_start_a_new_window() -> None:
+def test_incomplete_windows_are_ignored_and_new_shares_start_a_new_window() -> None:
     watch = StragglerDetector(window=10, warm_up=0)
     window = updates(0, delayed(2, 1, "data", 0.020), num=20)
     assert heard(watch, window[:5]) == []

@@ -71,7 +71,7 @@ def test_float32_that_is_computed_in_tf32_fails() -> None:
     assert arithmetic.measure_error(tf32, product) <= arithmetic.allowed_error(tf32)
 
 
-def test_formats_are_those_of_the_device() -> None:
+def test_reported_formats_depend_on_the_device() -> None:
     t4, h200 = (Device("cuda", 0, name, capability=result) for name, result in (("Tesla T4", (7, 5)), ("H200", (9, 0))))
     there = {
         device.name: {
@@ -225,7 +225,7 @@ def test_required_packages_are_those_of_pyproject() -> None:
 # ---------------------------------------------------------------- the table
 
 
-def test_the_page_has_a_row_for_every_check() -> None:
+def test_the_doctor_page_has_a_row_for_every_check() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [f"| `{name}` | {check.summary} | {check.why} |" for name, check in CHECKS.items()]
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows

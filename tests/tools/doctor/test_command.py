@@ -57,7 +57,7 @@ checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at 
 """
 
 
-def test_a_complete_run_has_a_finding_of_every_check(server: ForkServer, tmp_path: Path) -> None:
+def test_a_complete_run_has_a_finding_for_every_check(server: ForkServer, tmp_path: Path) -> None:
     names = ",".join(CHECKS)
     result = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
     messages = json.loads(result.out)
@@ -85,7 +85,7 @@ def test_no_requested_check_is_skipped_silently(args: str, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith("accel-run: checks: ")
 
 
-def test_a_failure_is_exit_69_with_fixes_at_the_end(
+def test_a_failed_check_exits_with_69_and_prints_fixes_at_the_end(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     result = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)
@@ -95,7 +95,7 @@ def test_a_failure_is_exit_69_with_fixes_at_the_end(
     screen(result.out, replace={r"in \d+\.\d s": "in N s", r"  \(\d+\.\d s\)": ""})
 
 
-def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
+def test_warnings_exit_with_0(server: ForkServer, tmp_path: Path) -> None:
     assert server.run("doctor checks=[odd]", tmp_path, before=FAILING).code == 0
 
 
@@ -179,7 +179,7 @@ def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CHECKS)
 
 
-def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_running_check_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.tools.doctor.display import DoctorDisplay
     from runner.tools.doctor.findings import ok
 
@@ -220,7 +220,7 @@ def test_findings_are_wrapped_to_the_terminal_and_commands_are_not() -> None:
     assert [line.strip() for line in lines if len(line) > 60] == [f"fix  {fix}"]
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     from runner.tools.doctor.display import DoctorDisplay
     from runner.tools.doctor.findings import ok
 

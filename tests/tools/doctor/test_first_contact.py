@@ -37,7 +37,7 @@ def test_all_checks_together_take_at_most_five_minutes() -> None:
     ("device", "name", "speedup", "state"),
     [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
 )
-def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
+def test_a_format_counts_as_native_if_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
     result = compare_format(FormatUnderTest(device, name, 8, is_native=device.native_bf16), speedup)
     assert result.state == state
     assert result.figures["predicted_native"] == device.native_bf16
@@ -47,13 +47,11 @@ def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: fl
     ("expected", "result", "state"),
     [("", "", "ok"), ("too old", "too old", "ok"), ("too old", "", "warn"), ("", "no kernel image", "warn")],
 )
-def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(
-    expected: str, result: str, state: str
-) -> None:
+def test_a_kernel_that_contradicts_its_refusal_rules_is_a_difference(expected: str, result: str, state: str) -> None:
     assert compare_kernel("cuda:0 flash", expected, result).state == state
 
 
-def test_a_refused_kernel_has_torchs_reason() -> None:
+def test_a_refused_kernel_is_reported_with_the_reason_given_by_torch() -> None:
     disabled = "Memory Efficient attention has been runtime disabled."
     too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
     messages = [
@@ -68,7 +66,7 @@ def test_a_refused_kernel_has_torchs_reason() -> None:
     assert parse_refusal("cudnn", messages) == ""
 
 
-def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> None:
+def test_a_failed_run_is_reported_by_its_error_and_not_by_an_earlier_note() -> None:
     error = "accel-run: AttributeError: no such thing"
     assert find_error("\n".join(["", "a note", error, "  more"])) == error
     assert find_error("Segmentation fault\n") == "Segmentation fault"
@@ -86,13 +84,13 @@ def test_memory_may_deviate_by_the_documented_tolerance(measured: int, state: st
      (None, 15.0, "skip"),
      (ABOUT_15_MS, None, "skip")],
 )  # fmt: skip
-def test_a_time_beyond_half_of_the_predicted_one_is_a_difference(
+def test_a_time_that_deviates_by_more_than_the_tolerance_is_a_difference(
     expected: UpdateTime | None, measured_ms: float | None, state: str
 ) -> None:
     assert compare_time("cuda:0 update time", expected, measured_ms).state == state
 
 
-def test_the_page_has_every_difference_with_its_sentence() -> None:
+def test_the_page_describes_every_difference() -> None:
     findings = [
         compare_kernel("cuda:0 flash", "", "no kernel image"),
         compare_memory("cuda:0 reserved", 100 * MIB, 300 * MIB),
@@ -109,7 +107,7 @@ def test_the_page_has_every_difference_with_its_sentence() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("args", ["", "device=cpu"])
-def test_without_a_gpu_its_absence_is_reported(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_the_absence_of_a_gpu_is_reported(args: str, server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"doctor first_contact {args}", tmp_path)
     assert result.code == 69
     assert "accel-run doctor" in result.err

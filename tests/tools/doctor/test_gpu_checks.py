@@ -77,7 +77,7 @@ def test_missing_readings_are_omitted(nvml_stub: NvmlStub) -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
+def test_uncorrectable_memory_errors_fail_the_check(nvml_stub: NvmlStub) -> None:
     assert told(nvml_stub, T4 | {"0.ecc_uncorrected": 0})["driver"][1]["state"] == "ok"
     t4 = told(nvml_stub, T4 | {"0.ecc_uncorrected": 3})["driver"][1]
     assert t4["state"] == "FAIL"
@@ -85,7 +85,7 @@ def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
 
 
 @pytest.mark.slow
-def test_other_processes_are_listed_by_size_with_memory_if_known(
+def test_other_processes_are_listed_sorted_by_memory_if_known(
     nvml_stub: NvmlStub,
 ) -> None:
     crowd = ",".join(f"{4_000_000 + number}:{number * GIB}" for number in range(1, 11))
@@ -130,7 +130,7 @@ def test_a_process_is_named_only_if_its_pid_is_in_this_namespace(nvml_stub: Nvml
 
 
 @pytest.mark.slow
-def test_differing_indices_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
+def test_gpus_with_differing_indices_are_identified_by_uuid(nvml_stub: NvmlStub) -> None:
     slow, fast = (PAIR["0.name"], PAIR["0.uuid"]), (PAIR["1.name"], PAIR["1.uuid"])
     turned = told(nvml_stub, PAIR, SEES=json.dumps([fast, slow]))["numbering"]
     same = told(nvml_stub, PAIR, SEES=json.dumps([slow, fast]))["numbering"]
@@ -161,7 +161,9 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
         ("14.0", "FAIL", "supports CUDA 14.0"),
     ],
 )
-def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built: str, state: str, args: str) -> None:
+def test_the_driver_must_support_the_cuda_version_of_torch(
+    nvml_stub: NvmlStub, built: str, state: str, args: str
+) -> None:
     cuda, cudnn = told(nvml_stub, T4, BUILT=built)["versions"]
 
     assert cuda["state"] == state
@@ -220,7 +222,7 @@ def test_a_gpu_whose_mig_instances_are_not_selected_is_skipped(monkeypatch: pyte
     assert [each.state for each in found] == ["ok", "skip"]
 
 
-def test_compilers_are_checked_once_for_all_gpus_and_old_gpus_each(tmp_path: Path) -> None:
+def test_compilers_are_checked_once_and_each_old_gpu_separately(tmp_path: Path) -> None:
     missing = Problem("needs a compiler", fix="install it")
     new, old = (Device("cuda", index, "a GPU", capability=(7 - index, 0)) for index in (0, 1))
 

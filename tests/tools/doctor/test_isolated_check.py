@@ -111,7 +111,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
-def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_path: Path) -> None:
+def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: str, tmp_path: Path) -> None:
     end, args = ENDS[name]
     findings = found(tmp_path, broken=breaking(end), after=fine)
     one, two = findings["broken"]
@@ -124,13 +124,13 @@ def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_
 
 
 @pytest.mark.slow
-def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_check_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
     messages = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
     assert [each.state for each in messages["after"]] == ["ok"]
 
 
-def test_a_hang_reports_check_duration_and_line(tmp_path: Path) -> None:
+def test_a_hang_is_reported_with_check_duration_and_line(tmp_path: Path) -> None:
     """The process writes its stack before the limit by the real clock; then the virtual clock reaches the limit."""
     written = tmp_path / "written"
 
@@ -196,7 +196,7 @@ def test_output_of_checks_is_captured(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_every_finding_has_its_check_its_reason_and_its_time(tmp_path: Path) -> None:
+def test_every_finding_has_a_check_a_reason_and_a_duration(tmp_path: Path) -> None:
     def slow(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("one", "fine")
         context.clock.now += 0.25  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def test_every_finding_has_its_check_its_reason_and_its_time(tmp_path: Path) -> 
     assert (one.took_s, two.took_s) == (0.0, 0.25)
 
 
-def test_a_finding_survives_json() -> None:
+def test_a_finding_survives_serialization_to_json() -> None:
     for finding in (ok("a", "b", rate=1.5), warn("", "x", "y"), failed("ü", "\x1b", "z", "w", {"n": 1}), skip("", "q")):
         assert CheckResult(**finding.to_json()) == finding
 
@@ -251,7 +251,7 @@ def test_a_crashing_gpu_check_does_not_prevent_cpu_checks(tmp_path: Path) -> Non
     assert [(each.subject, each.state) for each in findings if each.check == "matmul"] == [("cpu", "ok")]
 
 
-def test_an_abandoned_process_is_gone(tmp_path: Path) -> None:
+def test_the_process_of_an_abandoned_check_is_ended(tmp_path: Path) -> None:
     checks = {"hangs": check(breaking(hang))}
     before = children()
     with subreaper():

@@ -98,13 +98,13 @@ def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) 
     shown("\n".join(format_advice(advice(NOTHING))), name="nothing")
 
 
-def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised(shown: Callable[..., None]) -> None:
+def test_the_report_shows_gains_with_intervals_and_settings_that_are_not_advised(shown: Callable[..., None]) -> None:
     lines = "\n".join(format_advice(advice(WORKERS, NOTHING, WRONG)))
     shown(lines)
     assert lines.isascii()
 
 
-def test_advice_is_json() -> None:
+def test_advice_can_be_printed_as_json() -> None:
     result = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
 
     assert [each["what"] for each in result["advice"]] == ["dataloader.num_workers=2"]
@@ -117,7 +117,7 @@ NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_si
 RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
 
 
-def test_parts_of_updates_are_used_completely_or_not_at_all() -> None:
+def test_timings_of_update_parts_are_used_completely_or_not_at_all() -> None:
     assert complete_evidence(RUN, NOW) == RUN
     for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
         assert complete_evidence(unmade, NOW) == replace(NOW, num_threads=2)
@@ -175,7 +175,7 @@ def test_rare_events_are_not_judged_by_short_blocks() -> None:
     assert judge_candidate(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
 
 
-def test_a_slower_start_must_be_amortized() -> None:
+def test_a_setting_with_a_slower_start_is_advised_only_if_it_is_amortized() -> None:
     cache = Candidate(("dataloader.cache=memory",))
     result = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
@@ -193,13 +193,13 @@ def test_a_slower_start_must_be_amortized() -> None:
     ("shape", "channels", "side"),
     [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
 )
-def test_channels_are_found_in_either_layout(shape: list[int], channels: int, side: int) -> None:
+def test_channels_are_recognized_in_either_memory_layout(shape: list[int], channels: int, side: int) -> None:
     rows = {row.name: row.value for row in evaluate_criteria(Evidence(), {"input_shape": shape})}
 
     assert (rows["channels"], rows["pixels per side"]) == (channels, side)
 
 
-def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
+def test_device_criteria_apply_thresholds_and_skip_unknown_values() -> None:
     small = Evidence(num_samples=80, global_batch_size=4, epochs=20.0)
     batch = {"input_shape": (4, 200, 64, 64), "loss_terms": 1}
 
@@ -215,7 +215,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(50_000, "CPU"), (500_000, "either"), (2_000_000, "GPU")])
-def test_parameters_are_a_criterion(number: int, verdict: str) -> None:
+def test_the_number_of_parameters_is_a_device_criterion(number: int, verdict: str) -> None:
     rows = {row.name: row for row in evaluate_criteria(Evidence(num_parameters=number), {})}
     assert (rows["parameters"].value, rows["parameters"].verdict) == (number, verdict)
     assert all(row.rule for row in rows.values())
@@ -240,7 +240,7 @@ def profile_of(args: str, evidence: str = "data wait: 40 % of the time") -> Prof
 
 
 @pytest.mark.slow
-def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_profile_composes_and_applies_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = profile_of("precision=bf16 dataloader.num_workers=2 micro_batch_size=8 checkpoint.every=10min")
     request = Request(("task=gpt", "precision=fp32", "seed=3"))
@@ -270,7 +270,9 @@ def test_a_profile_keeps_earlier_selections(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_foreign_file_is_kept_and_our_own_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_written_by_the_program_is_replaced_and_other_files_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of("dataloader.num_workers=2"), Request(), "mine")
     write_profile(profile_of("backend.threads=1"), Request(), "mine")

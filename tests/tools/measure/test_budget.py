@@ -182,7 +182,7 @@ def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
     assert untried(trials) == []
 
 
-def test_spare_time_goes_to_waiting_variants(fake: Callable[[], Comparison]) -> None:
+def test_spare_time_is_used_for_waiting_variants(fake: Callable[[], Comparison]) -> None:
     """Half of the budget is reserved for rounds; if intervals become narrow early, waiting variants use the rest."""
     variants = [make_variant(f"variant {at}", 5.0) for at in range(8)]
 
@@ -262,7 +262,7 @@ def test_variants_that_cannot_restart_are_compared_by_their_blocks(
         assert lives == 1 if name == "base" else lives > 2
 
 
-def test_nothing_restarts_if_its_baseline_has_ended(
+def test_no_variant_restarts_if_its_baseline_has_ended(
     fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: Counter[str] = Counter()
@@ -286,7 +286,7 @@ def test_nothing_restarts_if_its_baseline_has_ended(
     assert trials.ratio(trials.of("own")) is not None
 
 
-def test_suspended_variants_return(fake: Callable[[], Comparison]) -> None:
+def test_suspended_variants_are_measured_again(fake: Callable[[], Comparison]) -> None:
     """Their blocks agree but come from one process each; the spread between processes is measured after all starts."""
     variants = [make_variant(f"variant {at}", 5.0, 0.1) for at in range(8)]
 
@@ -336,12 +336,12 @@ def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[],
 
 
 @pytest.mark.parametrize("start_s", [25.0, 290.0])
-def test_a_baseline_that_starts_slowly_is_waited_for(start_s: float, fake: Callable[[], Comparison]) -> None:
+def test_the_comparison_waits_for_a_baseline_that_starts_slowly(start_s: float, fake: Callable[[], Comparison]) -> None:
     """Nothing can be compared without it: the limit for the start of a variant is not for the baseline."""
     result = measured(fake(), [make_variant("baseline", start_s), make_variant("quick", 1.0)], 900.0, start_s=20.0)
     assert all(len(each.blocks) >= MIN_ROUNDS for each in result.variants)
 
 
-def test_the_baseline_has_at_least_the_limit_of_other_variants(fake: Callable[[], Comparison]) -> None:
+def test_the_start_limit_of_the_baseline_is_at_least_that_of_other_variants(fake: Callable[[], Comparison]) -> None:
     result = measured(fake(), [make_variant("baseline", 400.0), make_variant("other", 400.0)], 4000.0, start_s=500.0)
     assert all(each.blocks for each in result.variants)

@@ -81,14 +81,14 @@ def test_a_faster_technique_is_found(trials: ComparisonResult) -> None:
     assert ratio.low > 1.1, "each update sleeps for 4 ms, and computes for less"
 
 
-def test_live_variants_take_part_in_every_round(trials: ComparisonResult) -> None:
+def test_running_variants_take_part_in_every_round(trials: ComparisonResult) -> None:
     assert trials.mode == "interleaved"
     rounds = set(trials.baseline.blocks)
     assert len(rounds) >= 3
     assert set(trials.of("wrong").blocks) <= rounds
 
 
-def test_the_same_weights_and_samples_are_measured(trials: ComparisonResult) -> None:
+def test_all_variants_use_the_same_weights_and_samples(trials: ComparisonResult) -> None:
     numerics = trials.numerics(trials.of("quick"))
 
     assert numerics is not None
@@ -207,7 +207,7 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
 
 
 @pytest.mark.slow
-def test_variants_that_do_not_fit_together_run_in_turn(comparison: Comparison) -> None:
+def test_variants_that_do_not_fit_into_memory_together_run_in_turn(comparison: Comparison) -> None:
     limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False)
 
     actual = comparison.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)

@@ -128,7 +128,7 @@ def legend_of(figure: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_resolution")
-def test_each_plot_is_beside_the_results(results: Results) -> None:
+def test_plots_are_written_to_the_folder_of_the_results(results: Results) -> None:
     drawn = draw_plots(results)
 
     assert drawn == [results.folder / f"nmt-{name}" for name in PICTURES]
@@ -138,7 +138,7 @@ def test_each_plot_is_beside_the_results(results: Results) -> None:
         assert 300 < height < 2000
 
 
-def test_a_plot_names_the_task_of_its_data_or_none(results: Results, tmp_path: Path) -> None:
+def test_a_plot_names_the_task_only_if_the_results_do(results: Results, tmp_path: Path) -> None:
     for figure in make_figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
     bare = Results(tmp_path / "bare")
@@ -222,7 +222,7 @@ def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
 # ---------------------------------------------------------------- heat map
 
 
-def test_heat_map_cells_are_steps_and_missing_ones_are_empty(results: Results) -> None:
+def test_heat_map_cells_are_steps_and_missing_steps_are_empty(results: Results) -> None:
     axes, bar = make_figures(results)["heatmap.png"].axes
     cells = axes.collections[0].get_array().reshape(len(COLUMNS), -1)
 
@@ -252,7 +252,7 @@ def test_many_steps_are_binned_without_loss(tmp_path: Path) -> None:
     assert "median of 7" in axes.get_xlabel()
 
 
-def test_colors_are_one_hue_of_increasing_darkness() -> None:
+def test_heat_map_colors_darken_monotonically_in_one_hue() -> None:
     colors = matplotlib.colormaps[COLOR_MAP](np.linspace(0, 1, 64))[:, :3]
     light = colors @ [0.2126, 0.7152, 0.0722]
     hues = matplotlib.colors.rgb_to_hsv(colors)[:, 0]
@@ -261,7 +261,7 @@ def test_colors_are_one_hue_of_increasing_darkness() -> None:
     assert np.ptp(hues) < 0.1
 
 
-def test_noise_of_a_percent_has_no_contrast(tmp_path: Path) -> None:
+def test_noise_of_one_percent_has_low_contrast(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: row([100.0, 101.0])})
 
@@ -286,7 +286,7 @@ def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> Non
     assert "95% interval" in notes(axes)
 
 
-def test_colors_show_significance(results: Results, screen: Callable[..., None]) -> None:
+def test_bar_colors_show_significance(results: Results, screen: Callable[..., None]) -> None:
     results.put(
         {
             "nothing": row([100.0], 1.02, 0.98, 1.06), "wrong": row([10.0], 9.0, 8.0, 10.0, is_wrong=True),
@@ -368,7 +368,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.usefixtures("full_resolution")
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
-def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
+def test_labels_neither_overlap_nor_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
     of = make_figures(request.getfixturevalue(which))
     if name not in of:
         pytest.skip("nothing to draw")
@@ -412,7 +412,7 @@ def test_any_times_and_any_facts_can_be_drawn(
 
 
 @pytest.mark.slow
-def test_a_prefix_names_the_plots_of_results_without_one(tmp_path: Path) -> None:
+def test_a_prefix_applies_to_plots_of_results_without_a_prefix(tmp_path: Path) -> None:
     Results(tmp_path).put({name: row(column) for name, column in COLUMNS.items()})
     assert main(["benchmark", "plots", f"folder={tmp_path}", "prefix=mine-"]) == 0
     assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(f"mine-{name}" for name in PICTURES)

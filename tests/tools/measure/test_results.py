@@ -79,7 +79,7 @@ def test_stored_results_are_read_back(fresh: Any) -> None:
     law()
 
 
-def test_every_value_of_a_row_is_read_back(results: Results) -> None:
+def test_every_field_of_a_stored_row_is_read_back(results: Results) -> None:
     row = LadderRow(
         "cumulative", ("tf32", "bf16"), 2.5,
         TrialOutcome(Ratio(1.2, 1.1, 1.3, 9), Numerics(0.1, 0.2, 0.3, 0.4, 0.5, 0.6), "", 3.0, 70, 800),
@@ -147,7 +147,7 @@ def test_the_json_is_strict_for_infinite_intervals(results: Results) -> None:
     assert results.rows()["two"].outcome.ratio == Ratio(2.0, 0.0, float("inf"), 0)
 
 
-def test_the_csv_is_written_and_not_read(results: Results) -> None:
+def test_the_csv_is_only_written_and_never_read(results: Results) -> None:
     results.csv.write_bytes(b"\x00")
 
     assert columns(results) == COLUMNS
@@ -280,7 +280,7 @@ def test_any_json_is_read_or_refused(fresh: Any) -> None:
     law()
 
 
-def test_non_files_are_refused_with_a_message(results: Results) -> None:
+def test_a_symbolic_link_in_place_of_the_results_is_refused(results: Results) -> None:
     results.json.unlink()
     results.json.symlink_to(results.folder / "elsewhere")
 
@@ -310,7 +310,7 @@ class Failing:
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
-def test_a_disk_that_fails_leaves_the_old_column_or_the_new(
+def test_a_failing_disk_leaves_either_the_old_or_the_new_column(
     results: Results, monkeypatch: pytest.MonkeyPatch, call: str, at: int
 ) -> None:
     before = columns(results)

@@ -114,7 +114,7 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_bottleneck_comes_first(case: str) -> None:
+def test_the_largest_bottleneck_is_listed_first(case: str) -> None:
     given, rule, args = CASES[case]
 
     result = findings(given)
@@ -129,7 +129,7 @@ def test_a_healthy_run_has_no_findings() -> None:
     assert findings(facts()) == []
 
 
-def test_missing_data_cause_no_findings() -> None:
+def test_missing_data_causes_no_findings() -> None:
     """Each fact of each case is removed in turn: rules that need it do not fire, and no rule raises."""
     unknown = Facts(Evidence(), {}, CPU)
     assert findings(unknown) == []
@@ -155,7 +155,7 @@ def test_an_unmeasured_part_is_not_zero() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_sentence_has_a_number(case: str) -> None:
+def test_evidence_of_every_finding_contains_a_number(case: str) -> None:
     given, _, _ = CASES[case]
 
     assert all(any(char.isdigit() for char in finding.evidence) for finding in findings(given))
@@ -192,7 +192,7 @@ def test_no_candidate_changes_the_mathematics() -> None:
                 assert all(word.startswith(mechanics) for word in candidate.overrides), candidate
 
 
-def test_the_largest_possible_gain_comes_first() -> None:
+def test_findings_are_sorted_by_largest_possible_gain() -> None:
     both = facts({"data": 6.0, "saving": 2.0}, {"dataloader.num_workers": 0, "checkpoint.every": 1})
 
     assert [finding.rule for finding in findings(both)][:2] == ["data wait", "checkpoints too often"]
@@ -204,14 +204,14 @@ def test_samples_that_change_are_not_cached() -> None:
         assert "dataloader.cache=memory" not in [candidate.name for candidate in findings(given)[0].candidates]
 
 
-def test_each_rule_is_named_after_its_findings() -> None:
+def test_each_finding_has_the_name_of_its_rule() -> None:
     for given, _, _ in CASES.values():
         for name, rule in RULES.items():
             result = rule(given)
             assert result is None or name in {finding.rule for finding in findings(given)}
 
 
-def test_the_parts_are_those_that_are_measured() -> None:
+def test_rules_use_only_parts_that_are_measured() -> None:
     assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
 
 
@@ -225,7 +225,7 @@ def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:
     assert result.at_most == pytest.approx(1 / (1 - share / 2))
 
 
-def test_timed_saves_are_judged_by_measurements_of_the_run() -> None:
+def test_saves_at_time_intervals_are_rated_by_measurements_of_the_run() -> None:
     every = {"checkpoint.every": "1min"}
 
     (result,) = findings(facts({"saving": 5.0}, every, num_saves=10))
@@ -256,7 +256,7 @@ def test_missing_methods_of_a_task_are_not_proposed() -> None:
     assert findings(facts({"hooks": 5.0})) == [], "its cause is unknown"
 
 
-def test_one_worker_reads() -> None:
+def test_a_single_worker_is_described_in_the_singular() -> None:
     (result,) = findings(facts({"data": 8.0}, {"dataloader.num_workers": 1}))
 
     assert "1 worker reads, 8 cores" in result.evidence
@@ -269,7 +269,7 @@ def test_one_worker_reads() -> None:
         ({"dataloader": "thread"}, "dataloader=default dataloader.num_workers=1"),
     ],
 )
-def test_a_thread_without_a_cache_is_one_worker(values: Mapping[str, Any], absent: str) -> None:
+def test_a_loader_thread_without_a_cache_counts_as_one_worker(values: Mapping[str, Any], absent: str) -> None:
     for cache, is_there in (("none", False), ("memory", True)):
         (result,) = findings(facts({"data": 8.0}, {**values, "dataloader.cache": cache}))
         assert (absent in {each.name for each in result.candidates}) is is_there, cache
@@ -286,7 +286,7 @@ def test_samples_read_once_are_not_cached() -> None:
 
 
 @pytest.mark.parametrize(("cores", "busy", "first"), [(2, 0.9, 2), (2, 0.1, 4), (8, 0.9, 7), (8, 0.1, 8)])
-def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int, busy: float, first: int) -> None:
+def test_the_most_likely_number_of_workers_is_tried_before_the_extremes(cores: int, busy: float, first: int) -> None:
     given = facts(
         {"data": 8.0}, {"dataloader.num_workers": 0}, cpu=Cpu("a processor", cores, cores, 2**33),
         probe={"sample_busy": busy},
@@ -295,7 +295,7 @@ def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int
     assert findings(given)[0].candidates[0].name == f"dataloader.num_workers={first}"
 
 
-def test_no_other_micro_batch_is_proposed_for_batch_norms() -> None:
+def test_no_other_micro_batch_size_is_proposed_for_models_with_batch_norm() -> None:
     for probe, is_proposed in (({}, True), ({"has_batch_norm": True}, False)):
         small = facts(micro_batch_size=2, accumulation_steps=32, probe=probe)
         args = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}

@@ -61,7 +61,7 @@ def lines_of(axes: Any) -> list[list[float]]:
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
-def test_every_column_has_the_baseline_of_its_session(given_runs: list[tuple[set[str], bool, bool]]) -> None:
+def test_every_column_keeps_the_baseline_of_its_session(given_runs: list[tuple[set[str], bool, bool]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, newest = Path(place), {}
         for run, (names, is_main, in_stages) in enumerate(given_runs):
@@ -111,7 +111,7 @@ def test_times_of_two_sessions_never_share_axes_and_bars_use_their_own_baseline(
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
-def test_the_csv_alone_keeps_the_baseline_of_each_column(given_runs: list[tuple[set[str], bool, bool]]) -> None:
+def test_the_csv_contains_the_baseline_of_each_column(given_runs: list[tuple[set[str], bool, bool]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for run, (names, is_main, in_stages) in enumerate(given_runs):

@@ -66,7 +66,7 @@ def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
-def test_a_gain_of_a_third_is_detected_and_none_is_not(noise: Draw) -> None:
+def test_a_gain_of_a_third_is_detected_and_no_change_is_not(noise: Draw) -> None:
     planted = [simulated(seed, 15, 1.3, noise) for seed in range(40)]
     nothing = [simulated(seed, 15, 1.0, noise) for seed in range(100)]
 
@@ -93,7 +93,7 @@ def test_the_same_blocks_give_the_same_interval() -> None:
     assert simulated(3, 8, 1.1, spiky) == simulated(3, 8, 1.1, spiky)
 
 
-def test_two_blocks_give_no_spread() -> None:
+def test_two_blocks_give_no_estimate_of_the_spread() -> None:
     result = paired_ratio([10.0, 10.0], [5.0, 5.0])
 
     assert result.middle == pytest.approx(2.0)
@@ -101,17 +101,17 @@ def test_two_blocks_give_no_spread() -> None:
     assert not result.is_narrow
 
 
-def test_rounds_end_by_the_width_of_the_interval_alone() -> None:
+def test_only_the_width_of_the_interval_ends_the_rounds() -> None:
     assert Ratio(1.0, 0.99, 1.01, 9).is_narrow
     assert not Ratio(1.5, 1.2, 1.8, 9).is_narrow, "it excludes 1, and is wide"
     assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "a factor of three need not be known to two percent"
 
 
-def test_a_significant_but_tiny_change_is_no_change() -> None:
+def test_a_significant_but_tiny_change_counts_as_no_change() -> None:
     assert Ratio(1.005, 1.004, 1.006, 60).verdict == "no clear change"
 
 
-def test_a_ratio_reads_as_a_change_in_percent() -> None:
+def test_a_ratio_is_formatted_as_a_change_in_percent() -> None:
     assert str(Ratio(1.34, 1.31, 1.37, 20)) == "+34 % [31, 37]"
     assert str(Ratio(0.9, 0.88, 0.93, 20)) == "-10 % [-12, -7]"
 
@@ -168,7 +168,7 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("lives", [2, 3, 6])
 @pytest.mark.parametrize("num_cells", [2, 3, 9])
-def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int, lives: int) -> None:
+def test_a_known_spread_between_processes_is_estimated_correctly(num_cells: int, lives: int) -> None:
     still: Draw = lambda rng, num: rng.normal(0.0, 1e-4, num)  # noqa: E731
     result = [in_processes(seed, num_cells, lives, 0.02, still).measured_spread for seed in range(300)]
 
@@ -178,12 +178,12 @@ def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int,
     assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "the coverage is as stated"
 
 
-def test_variants_without_restarts_give_no_spread_between_processes() -> None:
+def test_variants_without_restarts_give_no_estimate_of_the_spread_between_processes() -> None:
     assert in_processes(0, 4, 1, 0.02, quiet).measured_spread == ProcessSpread(0.0, 0.0)
     assert estimate_process_spread([]) == ProcessSpread(0.0, 0.0)
 
 
-def test_some_variants_may_restart() -> None:
+def test_the_interval_is_valid_if_only_some_variants_restart() -> None:
     """One of three variants keeps its process; the spread is estimated from the two that restart."""
     squares = freedom = 0.0
     for seed in range(300):
@@ -199,7 +199,7 @@ def test_some_variants_may_restart() -> None:
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (4, 2.776), (6, 2.447), (12, 2.179), (60, 2.000)])
-def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
+def test_quantiles_of_the_t_distribution_match_published_tables(freedom: float, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
 
 
@@ -220,14 +220,14 @@ def test_a_variant_with_few_blocks_is_ignored() -> None:
     assert trials.measured_spread == three
 
 
-def test_a_block_of_zero_time_is_harmless() -> None:
+def test_a_block_of_zero_duration_is_ignored() -> None:
     trials = in_processes(0, 3, 2, 0.01, quiet)
     trials.variants[1].blocks[3] = Block(0.0, process=101)
 
     assert trials.spread.sigma < 0.1
 
 
-def test_a_process_of_few_blocks_counts_less() -> None:
+def test_a_process_with_few_blocks_counts_less() -> None:
     assert effective_processes([1, 1, 2, 2]) == 2
     assert effective_processes([1, 1, 1, 1]) == 1
     assert effective_processes([1, 1, 1, 2]) == pytest.approx(1.6)

@@ -201,7 +201,7 @@ def test_a_setting_that_fails_verification_is_not_in_the_profile() -> None:
     assert "no clear change" in result.proof.outcome.reason
 
 
-def test_the_proof_uses_separate_rounds_against_current_settings() -> None:
+def test_the_best_settings_are_verified_against_current_ones_in_separate_rounds() -> None:
     comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
 
     searched(comparison, THREE)
@@ -212,7 +212,7 @@ def test_the_proof_uses_separate_rounds_against_current_settings() -> None:
     ]
 
 
-def test_the_best_of_an_axis_is_compared_again_with_the_best_known() -> None:
+def test_the_best_candidate_of_an_axis_is_compared_again_with_the_best_known_settings() -> None:
     """A candidate is adopted only if new rounds confirm it. A single candidate needs no second comparison."""
     comparison = FakeComparison(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
@@ -266,7 +266,7 @@ def test_the_budget_is_kept(budget_s: float, startup_s: float) -> None:
     assert comparison.now <= budget_s + one_turn_more
 
 
-def test_spare_time_goes_to_untried_candidates() -> None:
+def test_spare_time_is_used_for_untried_candidates() -> None:
     """Time reserved for the proof is released if there is nothing to prove, and suffices for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
     comparison = FakeComparison(speeds(h_0=0.6))
@@ -279,7 +279,7 @@ def test_spare_time_goes_to_untried_candidates() -> None:
     assert len({each.candidate.name for each in result.tried}) == len(result.tried) == 14
 
 
-def test_a_candidate_without_time_ends_the_search() -> None:
+def test_the_search_ends_if_no_time_is_left_for_a_candidate() -> None:
     comparison = FakeComparison(speeds(), fails={"a=1": f"{START_TIMED_OUT}: not ready after 9 s"})
 
     result = searched(comparison, [axis("a", "1"), axis("b", "1")])
@@ -288,7 +288,7 @@ def test_a_candidate_without_time_ends_the_search() -> None:
     assert len(comparison.calls) <= 4
 
 
-def test_the_leader_at_the_deadline_is_still_proven() -> None:
+def test_the_best_candidate_at_the_deadline_is_still_verified() -> None:
     """The proof decides, not the number of rounds against its rival."""
     comparison = FakeComparison(speeds(a_3=0.5))
     measure = comparison.compare
@@ -304,7 +304,7 @@ def test_the_leader_at_the_deadline_is_still_proven() -> None:
     assert result.overrides == ("a=3",)
 
 
-def test_an_error_of_the_best_known_does_not_end_the_search() -> None:
+def test_an_error_of_the_best_known_settings_does_not_end_the_search() -> None:
     comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
     measure, killed = comparison.compare, "its process was killed"
 
@@ -419,7 +419,7 @@ def build(*, a: int = 1):
 
 
 @pytest.mark.slow
-def test_settings_of_a_task_are_searched_and_the_profile_applies(
+def test_settings_of_a_task_are_tuned_and_the_written_profile_applies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a phase with a separate size: the sizes of the other phases do not change."""
@@ -446,7 +446,7 @@ def test_settings_of_a_task_are_searched_and_the_profile_applies(
         assert result[key] == int(value)
 
 
-def test_micro_batches_are_not_changed_for_batch_norms() -> None:
+def test_the_micro_batch_size_is_not_changed_for_models_with_batch_norm() -> None:
     there = place("task=gpt")
     with_norms = replace(there, facts=replace(there.facts, probe={**there.facts.probe, "has_batch_norm": True}))
 
@@ -468,7 +468,7 @@ def test_samples_that_differ_when_reread_are_not_cached() -> None:
         assert not other.offers("kept samples")(()).candidates, change
 
 
-def test_reader_candidates_follow_from_earlier_results() -> None:
+def test_loader_candidates_depend_on_earlier_results() -> None:
     there = place("task=gpt")
 
     assert "samples are cached" in there.offers("readers")(("dataloader.cache=memory",)).skipped["readers"]
@@ -480,7 +480,7 @@ def test_reader_candidates_follow_from_earlier_results() -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_without_a_cache_equals_one_worker() -> None:
+def test_a_loader_thread_without_a_cache_equals_one_worker() -> None:
     there = place("task=gpt")
     names = {each.name for each in there.offers("readers")(()).candidates}
     assert "dataloader.num_workers=1" in names
@@ -535,7 +535,7 @@ def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_after_a_failed_verification_the_profile_is_empty_and_states_it(
+def test_after_a_failed_verification_the_profile_is_empty_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -582,7 +582,7 @@ def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
     shown(out)
 
 
-def test_results_are_json_and_ascii() -> None:
+def test_results_can_be_printed_as_json_and_as_ascii() -> None:
     result = json.loads(json.dumps(as_json(tuned(BOTH))))
 
     assert result["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
@@ -630,7 +630,7 @@ def test_typos_get_suggestions_before_anything_is_measured(
         ("small_passes.py", ["micro-batch", "optimizer kernels"], [], "micro_batch_size="),
     ],
 )
-def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
+def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
     task: str,
     axes: Sequence[str],
     args: Sequence[str],
@@ -667,7 +667,7 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_time_between_two_clock_readings_removes_no_candidate() -> None:
+def test_time_between_two_clock_readings_does_not_drop_a_candidate() -> None:
     """An axis with one candidate gets exactly the time that it needs."""
     comparison = FakeComparison(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
@@ -711,7 +711,7 @@ def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     assert compiled.startup_s > compiled.startup.start_s + compiled.startup.evaluation_s
 
 
-def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timed_evaluation_includes_every_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 samples in batches of 24: the last batch has 16. A new batch size takes 50 ms."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test: the variant sets it
     args = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]

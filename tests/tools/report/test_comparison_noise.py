@@ -28,17 +28,17 @@ def compared(folder: Path, losses: dict[str, list[float]], *, median_ms: float =
     return describe_noise(runs, [run.name for run in runs])
 
 
-def test_a_difference_smaller_than_that_of_seeds_is_within_noise(tmp_path: Path) -> None:
+def test_a_difference_smaller_than_between_seeds_is_within_noise(tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0, 2.2], "0.2": [2.1, 2.3]})
     assert "exceed" not in found
     assert all(name in found for name in ("0.1-0", "0.1-1", "0.2-0", "0.2-1"))
 
 
-def test_a_difference_larger_than_that_of_seeds_exceeds_it(tmp_path: Path) -> None:
+def test_a_difference_larger_than_between_seeds_exceeds_the_noise(tmp_path: Path) -> None:
     assert "exceed" in compared(tmp_path, {"0.1": [2.0, 2.01], "0.2": [3.0, 3.01]})
 
 
-def test_the_limit_is_that_of_a_t_test(tmp_path: Path) -> None:
+def test_the_noise_limit_is_that_of_a_t_test(tmp_path: Path) -> None:
     values = [2.0, 2.2, 2.1, 2.15]
     sigma = statistics.stdev(values)
     limit = 3.182 * sigma * math.sqrt(1 + 1 / 4)  # 97.5 % quantile with three degrees of freedom
@@ -81,13 +81,15 @@ def test_an_unfinished_run_is_not_compared(tmp_path: Path) -> None:
     assert "val/loss" not in describe_noise([*runs, stopped], [*names, "stopped"])
 
 
-def test_runs_that_differ_in_their_seed_only_differ_by_noise(tmp_path: Path) -> None:
+def test_runs_that_differ_only_in_the_seed_are_within_noise(tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0, 3.0]})
     assert "exceed" not in found
     assert "command.sh" not in found, "no advice"
 
 
 @pytest.mark.parametrize(("median_ms", "is_within"), [(12.0, True), (15.0, False)])
-def test_times_are_compared_with_the_range_of_the_rows(median_ms: float, is_within: bool, tmp_path: Path) -> None:
+def test_a_difference_in_time_within_the_range_of_the_rows_is_noise(
+    median_ms: float, is_within: bool, tmp_path: Path
+) -> None:
     found = compared(tmp_path, {"0.1": [2.0], "0.2": [2.0]}, median_ms=median_ms)
     assert (found.count("0.2-0") > 0) == is_within

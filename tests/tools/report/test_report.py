@@ -160,7 +160,7 @@ def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: flo
 
 
 @pytest.mark.parametrize(("norms", "is_drawn"), [((0.8, 0.8), True), ((0.8, 0.9), False), ((0.8, None), False)])
-def test_the_clipping_norm_is_that_of_the_phases(
+def test_the_clipping_norm_is_reported_if_all_phases_have_the_same(
     norms: tuple[float, float | None], is_drawn: bool, tmp_path: Path
 ) -> None:
     messages = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
@@ -210,7 +210,7 @@ def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_metric_missing_from_the_last_evaluation_is_not_an_earlier_one(tmp_path: Path) -> None:
+def test_an_earlier_value_is_not_shown_for_a_metric_missing_from_the_last_evaluation(tmp_path: Path) -> None:
     last = {"val/loss": 2.1, "val/accuracy": None, "val/rare": None}
     for name in ("one", "other"):
         make_run(tmp_path, name, run__json=record(name, metrics=last), metrics__jsonl=list(rows(20)))
@@ -251,7 +251,7 @@ def test_earlier_measurements_are_shown_if_the_last_process_ran_no_update(
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_the_updates_of_all_phases_are_added(is_finished: bool, tmp_path: Path) -> None:
+def test_the_updates_of_all_phases_are_summed(is_finished: bool, tmp_path: Path) -> None:
     content = [{"update": at, "phase": phase, "train/loss": 1.0} for phase in ("base", "tune") for at in (10, 20)]
     phases = {name: {"kind": "train", "updates": 23, "total": 23} for name in ("base", "tune")}
     made = record("mine", phases=phases if is_finished else {})
@@ -313,7 +313,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
+def test_untrusted_text_is_escaped_and_secrets_are_redacted(tmp_path: Path) -> None:
     evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
     token = "hf_" + "a1B2" * 10
     strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
@@ -358,7 +358,7 @@ math_nan = float("nan")
 
 
 @pytest.mark.slow
-def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_do_not_break_other_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {
             "update": at,
@@ -471,7 +471,7 @@ def test_watching_a_finished_run_writes_its_page_once_and_returns(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
+def test_symbolic_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "diary.txt").write_text("dear diary")
@@ -483,7 +483,7 @@ def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_have_a_row_each_and_one_legend(tmp_path: Path) -> None:
+def test_each_of_many_runs_has_a_row_and_they_share_a_legend(tmp_path: Path) -> None:
     names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
     for number, name in enumerate(names):
         make_run(tmp_path, name, run__json=record(name), metrics__jsonl=list(rows(3)), config__yaml=f"seed: {number}\n")
@@ -495,7 +495,7 @@ def test_many_runs_have_a_row_each_and_one_legend(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Path) -> None:
+def test_runs_are_compared_by_curves_metrics_and_differing_settings(tmp_path: Path) -> None:
     for name, lr in (("one", "0.5"), ("two", "0.25")):
         make_run(
             tmp_path, name, run__json=record(name), plan__json=plan("ddp"), metrics__jsonl=list(rows(20)),
@@ -631,7 +631,7 @@ def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]],
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(
+def test_a_browser_shows_the_page_in_light_and_dark_mode_at_any_width_without_requests(
     full: Page, asked: tuple[str, list[str]], tmp_path: Path, dark: bool
 ) -> None:
     from PIL import Image

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
+def test_the_page_of_a_search_has_a_table_charts_and_a_comparison_of_the_best_trials(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "lr"]) == 0
@@ -114,7 +114,7 @@ def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     assert main(["runs"]) == 0
 
 
-def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
+def test_a_sweep_is_one_row_among_runs_and_its_trials_can_be_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(folder.parent, "alone", run__json=record("alone"))

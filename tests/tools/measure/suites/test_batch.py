@@ -60,7 +60,7 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
+def test_no_size_is_recommended_for_models_with_batch_norm(tmp_path: Path) -> None:
     """Their statistics depend on the micro-batch, so another size would change the results."""
     result = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
 
@@ -71,7 +71,7 @@ def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
+def test_a_setting_that_changes_the_training_is_measured_but_not_recommended(tmp_path: Path) -> None:
     """An update of twice the samples takes the same time, but changes the training."""
     result = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
 
@@ -83,7 +83,7 @@ def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("key", ["micro", "global"])
 @pytest.mark.parametrize("text", ["0", "-4", "2.5", "many", "", "4,,8", "٣"])
-def test_sizes_are_whole_numbers_above_0(tmp_path: Path, key: str, text: str) -> None:
+def test_sizes_must_be_positive_integers(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}={text}.*integers of at least 1"):
         report(tmp_path, **{key: text})
 
@@ -101,7 +101,7 @@ def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) 
 
 
 @pytest.mark.slow
-def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_a_budget_that_is_too_short_for_the_baseline_to_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """Runs in real time; if the baseline does start within the budget, the table reports that no other variant did."""
     result = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
     assert result.code in (0, 78), result.err

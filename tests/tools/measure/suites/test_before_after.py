@@ -71,7 +71,7 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_predictions_of_batches_are_measured_by_sample(tmp_path: Path) -> None:
+def test_batch_predictions_are_timed_per_sample(tmp_path: Path) -> None:
     batched = """
     def predict_batch(self, model, batch):
         time.sleep(self.sample_ms * len(batch) / 1000)  # lint-tests: sleep: planted
@@ -86,7 +86,7 @@ def test_predictions_of_batches_are_measured_by_sample(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
+def test_plain_settings_compared_with_themselves_show_no_clear_change(tmp_path: Path) -> None:
     args = plain_overrides(compose(Request(SETTINGS, TASK)))
 
     result = report(tmp_path, "task.pass_ms=20", *args, biggest="0")
@@ -110,7 +110,9 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
         (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),
     ],
 )
-def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Biggest, sure: str) -> None:
+def test_largest_batches_are_compared_only_if_larger_ones_were_tried(
+    before: Biggest, after: Biggest, sure: str
+) -> None:
     row = largest_row(before, after)
 
     assert row[:3] == ("largest batch, samples", before.size, after.size)
@@ -125,7 +127,7 @@ def before(request: Request) -> Configuration:
 
 
 @pytest.mark.slow
-def test_plain_settings_keep_the_mathematics_of_the_loader(tmp_path: Path) -> None:
+def test_plain_settings_keep_loader_options_that_affect_results(tmp_path: Path) -> None:
     lines = ("defaults:", "  - override /dataloader: thread", "dataloader:", "  drop_last: true")
 
     configuration = before(Request(("+hardware=mine", *SETTINGS), TASK, profile(tmp_path, *lines)))
@@ -161,14 +163,14 @@ def test_command_line_settings_apply_before_and_after(typed: str) -> None:
 
 
 @pytest.mark.slow
-def test_settings_that_are_not_given_are_plain_in_before() -> None:
+def test_settings_that_are_not_given_have_plain_values_in_before() -> None:
     result = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
 
     expected = {"precision": "fp32", "compile": "off", "attention": "math", "dataloader.num_workers": 0}
     assert {key: result[key] for key in expected} == expected
 
 
-def test_an_optimizer_without_kernels_is_unchanged() -> None:
+def test_an_optimizer_without_kernel_option_is_unchanged() -> None:
     configuration = compose(Request(("optimizer=adamw8bit", *SETTINGS), TASK))
     has_kernel = "kernel" in configuration.choices["optimizer"].options
 

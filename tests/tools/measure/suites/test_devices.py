@@ -36,12 +36,12 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
         ([None, None, None, FASTER], "too few sizes were measured"),
     ],
 )
-def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], messages: str) -> None:
+def test_the_faster_device_is_reported_for_each_measured_size(ratios: list[Ratio | None], messages: str) -> None:
     """There is no extrapolation: only clear ratios of measured sizes count."""
     assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == messages
 
 
-def test_a_gpu_by_two_names_is_one_device() -> None:
+def test_two_names_of_a_gpu_are_one_device() -> None:
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**30, capability=(8, 0))
     here = Inventory((gpu,), Cpu("a CPU", 1, 2, 2**30))
 
@@ -60,7 +60,7 @@ def slow_clock(planted: Planted) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
-def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
+def test_both_phases_are_measured_with_small_and_large_batches(tmp_path: Path) -> None:
     result = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
 
     table, series, rules = result.tables
@@ -109,7 +109,7 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
-def test_any_task_is_compared_by_batch(tmp_path: Path) -> None:
+def test_any_task_can_be_compared_by_batch_size(tmp_path: Path) -> None:
     """It has no statistics pass, and its samples have one size."""
     task = tmp_path / "plain.py"
     task.write_text(PLAIN)

@@ -89,12 +89,12 @@ def columns_of(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_a_technique_without_effect_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_without_effect_shows_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
     assert rows["nothing"]["verdict"] == "no clear change"
 
 
 @pytest.mark.slow
-def test_a_technique_that_costs_a_tenth_more_is_slower(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_that_takes_a_tenth_longer_is_slower(rows: dict[str, dict[str, object]]) -> None:
     assert rows["slow"]["verdict"] == "worse"
 
 
@@ -112,7 +112,7 @@ def test_a_technique_that_changes_gradients_is_flagged_and_not_combined(rows: di
 
 
 @pytest.mark.parametrize(("word", "fix"), [("rounds", "rounds=60"), ("modes", "modes=NAME"), ("suite", "suite=ladder")])
-def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
+def test_a_key_without_a_value_is_refused(word: str, fix: str) -> None:
     with pytest.raises(ConfigError, match="needs a value") as raised:
         benchmark([word, "task=gpt"])
 
@@ -151,7 +151,7 @@ def test_techniques_are_stacked_in_order(
 
 
 @pytest.mark.slow
-def test_start_compilation_memory_and_kernels_are_reported(
+def test_start_time_compile_time_memory_and_kernels_are_reported(
     rows: dict[str, dict[str, object]],
 ) -> None:
     for name in (BASELINE, "quick"):
@@ -189,7 +189,7 @@ def test_stored_columns_equal_reported_ones(measured: tuple[SuiteReport, Path]) 
 
 
 @pytest.mark.slow
-def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> None:
+def test_the_baseline_can_be_measured_alone(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({BASELINE: LadderRow(updates_ms=(1.0, 1.0)), "bf16": LadderRow(updates_ms=(2.0,))})
 
@@ -215,7 +215,7 @@ def place_on(device: str, comparison: object = None) -> MeasurementContext:
     return SimpleNamespace(notes=[], plan=SimpleNamespace(device=device), comparison=comparison)  # type: ignore[return-value]
 
 
-def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
+def test_float16_starts_last_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
     """On a CPU its updates take ten times as long, so its start would use the time of the others."""
     asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
@@ -313,7 +313,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
         (("nothing",), {"techniques": "[slow]"}, "which also select techniques"),
     ],
 )
-def test_contradictory_arguments_are_a_clear_error(
+def test_contradictory_arguments_are_refused(
     tmp_path: Path, config_dir: Path, args: tuple[str, ...], options: dict[str, str], messages: str
 ) -> None:
     with pytest.raises(ConfigError, match=messages):
@@ -365,7 +365,7 @@ def test_results_are_plotted_if_there_are_any(
         run(wanted_in(tmp_path, config_dir, "plots"))
 
 
-def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
+def test_the_batch_size_is_the_number_of_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, "nothing", batch="8")
 
     assert ladder.parse_request(wanted).configuration.settings.global_batch_size == 8
@@ -375,7 +375,7 @@ def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -
 
 
 @pytest.mark.slow
-def test_every_shipped_technique_can_be_read_and_composes() -> None:
+def test_every_shipped_technique_composes() -> None:
     known = load_techniques(None)
 
     assert tuple(known) == SHIPPED_ORDER
@@ -385,7 +385,7 @@ def test_every_shipped_technique_can_be_read_and_composes() -> None:
 
 
 @pytest.mark.slow
-def test_the_baseline_is_without_every_technique() -> None:
+def test_the_baseline_disables_every_technique() -> None:
     known = load_techniques(None)
     plain = compose(Request(known[BASELINE].overrides)).flat()
 
@@ -412,7 +412,7 @@ def test_a_users_technique_replaces_a_shipped_one(tmp_path: Path) -> None:
     "text",
     ["precision=bf16", "overrides: precision=bf16", "overrides: [bf16]", "override: []", "overrides: []\nneeds: x"],
 )
-def test_an_invalid_technique_file_is_a_clear_error(tmp_path: Path, text: str) -> None:
+def test_an_invalid_technique_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
 
@@ -434,7 +434,7 @@ def test_every_argument_of_the_ladder_is_accepted() -> None:
 
 
 @pytest.mark.slow
-def test_another_optimizer_keeps_the_mathematics() -> None:
+def test_another_optimizer_keeps_its_hyperparameters() -> None:
     """A comparison of optimizers must not compare different learning rates by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
@@ -463,7 +463,7 @@ def build(*, width: int = 3): ...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [(), ("phase.second.optimizer.betas=[0.8,0.9]",), ("optimizer.lr=0.5",)])
-def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, given: tuple[str, ...]) -> None:
+def test_another_optimizer_keeps_the_hyperparameters_of_each_phase(tmp_path: Path, given: tuple[str, ...]) -> None:
     task = tmp_path / "phased.py"
     task.write_text(PHASES)
     before = compose(Request(given, task))
@@ -495,7 +495,7 @@ def test_a_later_technique_overrides_an_earlier_one() -> None:
 # ---------------------------------------------------------------- reports
 
 
-def test_numbers_that_are_not_known_are_null_in_json() -> None:
+def test_unknown_numbers_are_null_in_json() -> None:
     row = LadderRow("isolated", ("bf16",), outcome=TrialOutcome(why_not="no room"))
 
     assert replace_nonfinite(row.as_json())["update_ms"] is None
@@ -505,12 +505,12 @@ def test_numbers_that_are_not_known_are_null_in_json() -> None:
 @pytest.mark.parametrize(
     ("num", "kept"), [(3, (0.0, 2.0, 4.0)), (6, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)), (9, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))]
 )
-def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
+def test_steps_are_sampled_evenly_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
     assert ladder.take_evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
 
 
 @pytest.mark.slow
-def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
+def test_techniques_for_which_no_time_is_left_are_reported_as_untried(tmp_path: Path, config_dir: Path) -> None:
     """It is not an error that they were not tried: a larger budget tries them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
     wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)
@@ -521,7 +521,7 @@ def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, 
     assert set(columns_of(tmp_path)) == {BASELINE}
 
 
-def test_the_page_on_benchmarks_describes_every_column() -> None:
+def test_the_benchmark_page_describes_every_column() -> None:
     page = (Path(__file__).parents[4] / "docs" / "benchmark.md").read_text(encoding="utf-8")
     table = page.partition("### Columns")[2].partition("\n\n`")[0]
     described = {

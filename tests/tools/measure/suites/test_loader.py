@@ -22,7 +22,7 @@ def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
+def test_a_cache_is_faster_if_reading_is_slow(tmp_path: Path) -> None:
     """Reading a sample takes 3 ms and an update 6 ms, so 24 of 30 ms are data wait."""
     result = report(
         tmp_path,
@@ -52,7 +52,7 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
-def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
+def test_a_loader_without_effect_shows_no_clear_change(tmp_path: Path) -> None:
     """Reading is fast, so prefetching hides nothing. Without a cache, a thread counts as one worker process."""
     result = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
 
@@ -102,7 +102,7 @@ def test_invalid_loader_values_are_refused(tmp_path: Path, key: str, text: str) 
         report(tmp_path, **{key: text})
 
 
-def test_a_loader_of_the_task_file_is_refused(tmp_path: Path) -> None:
+def test_a_loader_defined_in_the_task_file_is_refused(tmp_path: Path) -> None:
     task = tmp_path / "own_loader.py"
     task.write_text(
         f"{TASK.read_text()}\n\ndef plain(read, requests):\n"

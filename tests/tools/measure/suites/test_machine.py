@@ -52,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_products_by_a_planted_clock_have_the_exact_rate(asked: CheckContext) -> None:
+def test_matrix_product_rates_are_exact_with_a_simulated_clock(asked: CheckContext) -> None:
     rates = {(rate.name, rate.size): rate.per_s for rate in machine_rates.matmul(asked).rates}
 
     assert {name for name, _ in rates} >= {"fp32", "bf16", "fp64"}
@@ -87,14 +87,16 @@ def test_the_triad_reads_two_arrays_and_writes_one(asked: CheckContext, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_array_of_the_triad_is_four_times_the_cache(asked: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triad_arrays_are_four_times_as_large_as_the_cache(
+    asked: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", 1)
     monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 10 * machine_rates.MIB)
 
     assert machine_rates.triad(CPU.device).size == 40 * machine_rates.MIB
 
 
-def test_the_last_caches_of_all_cores_count_each_once(asked: CheckContext, tmp_path: Path) -> None:
+def test_each_last_level_cache_counts_once(asked: CheckContext, tmp_path: Path) -> None:
     """Two cores have separate last-level caches, and two share one: 3 x 32 MiB."""
     kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
     for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
@@ -111,7 +113,7 @@ def test_the_last_caches_of_all_cores_count_each_once(asked: CheckContext, tmp_p
     assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
 
 
-def test_without_a_gpu_the_reason_is_listed() -> None:
+def test_the_reason_is_listed_if_there_is_no_gpu() -> None:
     broken = dataclasses.replace(H100, usable=False, why_not="its driver does not answer")
     assert machine.skipped_without_gpu(Inventory((broken,), CPU), "auto") == {"GPU": f"{H100.name}: {broken.why_not}"}
     assert list(machine.skipped_without_gpu(Inventory((), CPU), "auto")) == ["GPU"]
@@ -131,7 +133,7 @@ def rate_of(part: str, name: str) -> Rate:
     return Rate(part, "cuda:0", name, 1, 1.0)
 
 
-def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: DataSheetPeaks) -> None:
+def test_peak_rates_are_taken_from_the_device_profile_with_their_source(peaks: DataSheetPeaks) -> None:
     facts = profile_facts()["h100"]["devices"][0]
 
     peak, source = peaks.find(H100, rate_of("matmul", "bf16"))
@@ -150,7 +152,7 @@ def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: Dat
         (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile for"),
     ],
 )
-def test_an_unpublished_peak_is_not_guessed(
+def test_an_unpublished_peak_rate_is_not_guessed(
     peaks: DataSheetPeaks, device: Device, part: str, name: str, why: str
 ) -> None:
     peak, source = peaks.find(device, rate_of(part, name))

@@ -83,7 +83,7 @@ def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_without_effect_are_not_reported_as_a_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", updates="5")
 
     assert [row[0] for row in result.tables[0].rows] == ["equal"]
