@@ -1,6 +1,6 @@
-"""Run accel-run commands in the process of the test: half the CPU time of a fork, where the process is not the subject.
+"""Run accel-run commands in the test process, which takes half the CPU time of a fork.
 
-Commands that are killed, and those that start with other limits or patched modules, are forks of the server.
+Commands that are killed, or that start with other limits or patched modules, must be forks of the server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forgotten_task_files(folder: Path) -> Iterator[None]:
     """Remove the modules of task files, from a folder or from tests: another file of the same name would be refused."""
     newest, path = next(reversed(sys.modules)), list(sys.path)
     yield
-    # Thousands of modules are older; a dictionary keeps the order of insertion.
+    # Only modules imported in the block: a dictionary keeps the order of insertion, and thousands of modules are older.
     for name in list(itertools.takewhile(lambda name: name != newest, reversed(sys.modules))):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(f"{folder}{os.sep}") or ("." not in name and file.startswith(TESTS)):

@@ -28,7 +28,7 @@ class Composed(MutableMapping[Any, Any]):
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._kept: dict[Any, Any] = {}
-        config_files._cache = self  # lint-tests: private: files_unchanged, the seam that the product has, ends
+        config_files._cache = self  # lint-tests: private: the public files_unchanged caches only inside its context
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or key[-1] is not None:  # a user's folder

@@ -19,9 +19,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Most tests run beside others. Otherwise a command would choose by the load, and announce it.
+# Tests run beside each other. Without this, a command would choose the policy by the load, and print a message.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a shell script; commands would ignore it
+# in a background job of a shell script, where commands would ignore SIGINT
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a diff
 
@@ -266,7 +267,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Measure the setup of fixtures of the session, which is not part of the test that happens to be the first."""
+    """Measure the setup of session fixtures separately, so that it does not count for the first test that uses them."""
     before = used_cpu_s() if fixturedef.scope == "session" else 0.0
     yield
     if fixturedef.scope == "session":

@@ -173,7 +173,7 @@ class ForkServer:
 
     @contextmanager
     def twins_at(self, number: int) -> Iterator[list[list[str]]]:
-        """Start twins as soon as this server has started, without waiting for it, and do nothing else with it."""
+        """Start twins as soon as this server has started; the server is used for nothing else."""
         with tempfile.TemporaryDirectory() as name:
             made = [[str(Path(name) / f"{way}-{twin}") for way in ("requests", "answers")] for twin in range(number)]
             for pipes in made:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Records the names of operators in order, including those of backward passes."""
+    """Records the names of operators in call order, including those of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -204,7 +204,7 @@ def test_a_program_without_output_streams_can_train(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A background job of a shell ignores SIGINT."""
+    """Handle SIGINT, which a background job of a shell ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -212,7 +212,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the run ignores SIGINT, as one that a background job of a shell script started."""
+    """The run may ignore SIGINT, as in a background job of a shell script."""
 
     def child_that_ignores_sigint(*args: Any) -> list[str]:
         python, *flags, program, parent = (command := child_command(*args))[:5]
@@ -466,7 +466,7 @@ def test_opening_a_model_restores_the_state_of_the_process(tmp_path: Path, monke
 def test_opening_a_model_keeps_modules_that_the_program_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as those of a training run that opens its teacher: their classes would not be those of its objects."""
+    """Importing a module again would create new classes, to which existing objects of the program do not belong."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points_to_keep.py").write_text(POINTS)
     (tmp_path / "tools_of_program.py").write_text("class Result: pass\n")

@@ -362,6 +362,6 @@ def test_the_package_exports_both_names_without_importing_torch() -> None:
 
 
 def test_model_size_mb_is_refused() -> None:
-    """A script may pass it: the message says what replaces it."""
+    """A script may still pass it, so the error names the replacement."""
     with pytest.raises(ConfigError, match="model_size_mb"):
         auto_parallelize(ten_layers(), ["cpu"], model_size_mb=5000)

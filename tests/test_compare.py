@@ -174,7 +174,7 @@ def git(folder: Path, *args: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with the tags one, same and other, whose training only writes losses."""
+    """A repository with the tags `one`, `same` and `other`, and a stub of `train` that only writes losses."""
     folder = tmp_path / "repository"
     package = folder / "runner"
     package.mkdir(parents=True)

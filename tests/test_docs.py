@@ -376,7 +376,7 @@ def test_every_code_block_has_a_known_language() -> None:
 
 
 def is_to_be_typed(block: Block) -> bool:
-    """Return whether it has shell commands to check here; commands of a recipe need the code that the recipe adds."""
+    """Return whether the block has shell commands that can be checked without code that a recipe adds."""
     is_of_a_recipe = block.page == WITH_RECIPES and block.text.startswith("accel-run ")
     return block.language in ("", "sh") and RESULTS not in block.page.parents and not is_of_a_recipe
 
@@ -593,7 +593,7 @@ def test_results_name_their_scripts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_of_prose_fit_a_terminal(page: Path) -> None:
-    """In a terminal too: no line of a paragraph exceeds 140 columns, except for images."""
+    """No line of a paragraph exceeds 140 columns, except for images."""
     lines = page.read_text().splitlines()
     paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]
     messages = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]

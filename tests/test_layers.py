@@ -57,7 +57,7 @@ def test_every_way_to_use_a_vendor_module_is_detected(source: str) -> None:
 
 
 def test_vendor_modules_of_torch_are_used_in_one_file_only() -> None:
-    """Vendors differ: that file has a method for each device operation of accel-run, implemented for each vendor."""
+    """This file has a method for each device operation of accel-run, with an implementation for each vendor."""
     result = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
     assert result == {"runner/base/accelerator.py"}
 

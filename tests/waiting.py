@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float 
         if waited_s > timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what or condition}")
         # Poll less often the longer it takes: polling takes CPU time from the process that is waited for.
-        time.sleep(min(0.005 + waited_s / 20, 0.2))  # lint-tests: sleep: between two looks; nothing is ordered by it
+        time.sleep(min(0.005 + waited_s / 20, 0.2))  # lint-tests: sleep: polling interval; no order depends on it
     return result
 
 

@@ -59,7 +59,7 @@ def run_all(session: pytest.Session, num_workers: int) -> None:
 
 @contextmanager
 def _stand_ins(session: pytest.Session, number: int) -> Iterator[list[list[str]]]:
-    """Start one server on the stand-in for GPUs if a test needs it; yield the pipes of a twin for each worker."""
+    """Start a server on the GPU stand-in if a test needs it; yield the pipes of a twin for each worker."""
     if not any("stand_in" in getattr(item, "fixturenames", ()) for item in session.items) or why_not():
         yield [[]] * number
         return

@@ -462,7 +462,7 @@ def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
 
 @pytest.mark.slow
 def test_a_norm_on_a_gpu_saves_its_input_in_float32(script, tmp_path):
-    """Autocast on a CPU keeps the input in the half format; 8 channels of 32 x 32 in 4 samples."""
+    """Autocast on a CPU would keep the input in half precision. It has 4 samples of 8 channels of 32 x 32."""
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
@@ -553,7 +553,7 @@ def most_of_rank(plan, world) -> int:
     ],
 )
 def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micro, steps, blocks, above):
-    """Buckets, gathered blocks, unsharded gradients and accumulated gradients are included.
+    """The prediction includes buckets, gathered blocks, unsharded gradients and accumulated gradients.
 
     The prediction is exact for ddp and an upper bound for fsdp, whose peaks do not all coincide.
     """
@@ -583,7 +583,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     ],
 )
 def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, steps, args):
-    """Its weights, gradients and states, activations of the micro-batches in flight, and received tensors."""
+    """This includes weights, gradients, states, activations of the micro-batches in flight, and received tensors."""
     file = tmp_path / "piped.py"
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
@@ -613,7 +613,7 @@ def test_a_pipeline_has_a_stage_for_each_rank_that_another_launcher_starts(scrip
 
 @pytest.mark.slow
 def test_interpolated_memory_is_an_upper_bound_between_two_traced_sizes(script, tmp_path):
-    """Only the whole share in one pass needs no memory for accumulated gradients."""
+    """Accumulated gradients need no memory only if the whole share is one micro-batch."""
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
     configuration = compose(Request(("micro_batch_size=auto", "global_batch_size=32", "device=cpu"), file))

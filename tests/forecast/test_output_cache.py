@@ -63,7 +63,7 @@ def _update(weights: nn.ParameterList, x: Tensor) -> object:
 
 
 def _fused_update(weights: nn.ParameterList, x: Tensor) -> object:
-    """The step counters have values; the learning rate, which is none of a tensor, changes."""
+    """The values of step counters are known, and the learning rate, a Python float, changes."""
     optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
     for lr in (0.1, 0.05, 0.01):
         optimizer.param_groups[0]["lr"] = lr
@@ -81,7 +81,7 @@ def _devices(weights: nn.ParameterList, x: Tensor) -> object:
 
 
 def _given_outputs(weights: nn.ParameterList, x: Tensor) -> object:
-    """An empty output is resized."""
+    """The output tensor is empty, so the operation resizes it."""
     made = F.linear(x, weights[0]).detach()
     return [torch.add(made, made, out=made.new_empty(0)) for _ in range(3)]
 

@@ -70,7 +70,7 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
 
 @pytest.mark.parametrize("samples", [64, 61])
 def test_the_micro_batch_size_recommended_on_a_cpu_fits(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, auto does not depend on the memory, and 61 has no divisor."""
+    """On a CPU, `auto` does not depend on the memory, and 61 is a prime."""
     needs = MemoryNeeds({"train": demand(*range(1, samples + 1))})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
     args = (f"global_batch_size={samples}", "device=cpu", "memory=budget", "memory.limit_gib=10", "memory.recompute=[]")

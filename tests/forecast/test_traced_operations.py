@@ -91,7 +91,7 @@ def count_traces(configuration: Configuration) -> int:
 
 
 def test_dropout_masks_are_not_computed(tmp_path: Path) -> None:
-    """A mask has as many elements as the activations; per element, it takes twenty operations."""
+    """A mask has as many elements as the activations, and takes twenty operations per element."""
     file = tmp_path / "dropping.py"
     file.write_text(DROPPING)
     configuration = compose(Request(("micro_batch_size=8", "global_batch_size=16", "device=cpu"), file))

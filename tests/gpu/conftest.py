@@ -15,7 +15,7 @@ from tests.gpu.runs import PIPES, GpuServer, Runs
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the stand-in, which computes on the CPU, mark all cases of each test but the first as slow."""
+    """On the stand-in, which computes on the CPU, mark every case of a test except its first as slow."""
     tests: set[str] = set()
     for item in items if is_stand_in() else ():
         test = item.nodeid.partition("[")[0]
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[GpuServer]:
-    """A fork server with the GPUs of this process, real or of the stand-in."""
+    """A fork server that sees the GPUs of this process, either real or simulated by the stand-in."""
     if PIPES in os.environ:
         with GpuServer.connected(os.environ[PIPES].split()) as made:
             yield made

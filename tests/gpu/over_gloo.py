@@ -1,4 +1,4 @@
-"""Import it to use gloo in place of NCCL, which refuses two ranks on one GPU."""
+"""Import this module to use gloo instead of NCCL, which refuses two ranks on one GPU."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # 
 PIPES = "SERVER_FOR_GPUS"  # environment variable with the pipes of a fork server on the stand-in
 TASK = Path(__file__).with_name("task_for_gpus.py")
 UPDATES, SAMPLES = 6, 16
-OF_OUTPUT = 6 + 16 + 16  # additions behind an output of the task's model: inputs of its three layers
-TERMS = SAMPLES * OF_OUTPUT  # additions behind a loss
+OF_OUTPUT = 6 + 16 + 16  # additions per output of the task's model: the inputs of its three layers
+TERMS = SAMPLES * OF_OUTPUT  # additions per loss
 SAME_CURVE = allowed(torch.float32, TERMS, growth=UPDATES)  # each update adds in a different order
 # Kernels of another device or compiler: tanh, exp and log are accurate to 2 units in the last place, additions to 1/2.
-# The same holds for batch norm, which in addition rounds a difference, a square, a root and a quotient.
+# The same bound holds for batch norm, which also rounds a difference, a square, a root and a quotient.
 OTHER_KERNELS = allowed(torch.float32, TERMS, growth=4 * UPDATES)
 HALF_PRECISION = allowed(torch.bfloat16, 1, growth=UPDATES)  # each update rounds its samples in a different order
 COMMON = (
@@ -39,7 +39,7 @@ COMMON = (
 
 
 class GpuServer(ForkServer):
-    """A fork server whose commands see the GPUs of this process, real or of the stand-in."""
+    """A fork server whose commands see the GPUs of this process, either real or simulated by the stand-in."""
 
     def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         if is_stand_in():

@@ -106,7 +106,7 @@ def test_device_properties_match_those_of_torch() -> None:
 
 
 def test_the_driver_and_torch_report_the_same_properties(device: torch.device) -> None:
-    """NVML, which the monitor and the plan read, against torch: name, memory, UUID, capability and PCI address."""
+    """Compare NVML, which the monitor and the plan read, with torch: name, memory, UUID, capability and PCI address."""
     known = list(torch_devices())[device.index]
     properties: Any = torch.cuda.get_device_properties(device)
     nvml = pytest.importorskip("pynvml")
@@ -117,7 +117,8 @@ def test_the_driver_and_torch_report_the_same_properties(device: torch.device) -
         assert gpu is not None
         assert strip_uuid_prefix(gpu.uuid) == known.uuid
         assert (gpu.name, gpu.capability) == (known.name, known.capability)
-        assert gpu.memory_bytes == pytest.approx(known.memory_bytes, rel=0.02)  # lint-tests: measured: reserved memory
+        # lint-tests: measured: the driver reserves memory
+        assert gpu.memory_bytes == pytest.approx(known.memory_bytes, rel=0.02)
         address = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByIndex(gpu.index)).busId  # 00000000:01:00.0
         domain, bus = (int(number, 16) for number in address.split(":")[:2])
         assert (domain, bus) == (properties.pci_domain_id, properties.pci_bus_id)
@@ -196,7 +197,7 @@ def test_a_batch_of_any_structure_is_copied_unchanged(prefetch: Any, device: tor
 
 
 class Numbers(Dataset[Tensor]):
-    """Numbers, created on the host or on the GPU; the latter fails in a forked worker."""
+    """Numbers created on the host, or on the GPU, which a forked worker cannot use."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -222,7 +223,7 @@ def test_a_forked_worker_that_uses_the_gpu_raises_an_error_with_advice(device: t
     batches: Any = iter(loader)
     with pytest.raises(RuntimeError, match="forked subprocess"):
         next(batches)
-    # lint-tests: private: the error refers to the iterator: collected together, torch waits 5 s for the worker
+    # lint-tests: private: the traceback keeps the iterator alive, whose collection waits 5 s
     batches._shutdown_workers()
 
 

@@ -32,7 +32,7 @@ def test_timed_parts_of_a_run_add_up_to_its_total_time(args: str, runs: Runs) ->
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_recording_device_events_does_not_synchronize() -> None:
-    """The events of a part enclose two events of the test, and are enclosed by two others, on the device's clock."""
+    """On the device's clock, the events of a part enclose two events of the test, and two others enclose them."""
     device = torch.device("cuda")
     size = 128 if is_stand_in() else 1024  # a GPU's clock has a resolution of half a microsecond
     matrix = torch.randn(size, size, device=device)

@@ -113,7 +113,7 @@ def test_an_absent_gpu_is_refused(runs: Runs) -> None:
 
 @pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
 def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: str, runs: Runs) -> None:
-    """With accumulation and evaluation, which have other shapes and modes than training."""
+    """Training, accumulation and evaluation call the model with different shapes and modes."""
     if find_spec("triton") is None:
         runs.train("compiled", f"{PLAIN} compile={option}", code=78)
         return
@@ -123,7 +123,7 @@ def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: 
 
 @pytest.mark.parametrize("option", ["default", "regional"])
 def test_a_traced_model_has_the_same_loss_curve(option: str, runs: Runs) -> None:
-    """With accumulation and evaluation, and without Triton: graphs of Dynamo and AOTAutograd, eager kernels."""
+    """The backend uses graphs of Dynamo and AOTAutograd with eager kernels, so it needs no Triton."""
     plain = losses(runs.straight(PLAIN))
     args = f"{PLAIN} compile={option} compile.backend=aot_eager"
     assert runs.curve("traced", args) == pytest.approx(plain, rel=SAME_CURVE)
@@ -165,7 +165,7 @@ def test_inference_predicts_the_same_on_every_device(runs: Runs) -> None:
 
 
 def test_a_table_of_predictions_is_the_same_on_every_device(runs: Runs) -> None:
-    """Apart from rounding: the rows, their order, and the random numbers of each sample."""
+    """Except for rounding, this holds for the rows, their order, and the random numbers of each sample."""
     result = runs.end(f"train --task {TABLES} run=tables device=cpu precision=fp32 monitor=off")
     assert result.code == 0, result.err
     tables = []

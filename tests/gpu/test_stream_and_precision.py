@@ -74,8 +74,8 @@ def loss_of(step: StepInfo) -> Tensor:
 
 
 def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
-    """Large batches, a slow reader: without the wait it reads too early, without record_stream a later batch."""
-    size = 2**16 if is_stand_in() else 4 * 2**20  # there, a race changes no value
+    """The reader is slow: without the wait it would read too early, without record_stream a later batch."""
+    size = 2**16 if is_stand_in() else 4 * 2**20  # on the stand-in, a race changes no value
 
     def numbered() -> Iterator[MicroBatch]:
         for number in range(16):

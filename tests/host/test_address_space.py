@@ -1,4 +1,4 @@
-"""A limit on the address space refuses the import of PyTorch or leaves room for it, and saves what threads reserve."""
+"""Under a limit on the address space, PyTorch is refused or fits, and threads reserve little."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ except SystemLimit as error:
 
 @pytest.mark.parametrize(("mib", "code"), [(200, Exit.SYSTEM), (1000, Exit.DONE)])
 def test_torch_is_imported_only_if_a_trial_process_can_import_it(mib: int, code: Exit, tmp_path: Path) -> None:
-    """With a module of 256 MiB in place of PyTorch, which takes seconds."""
+    """A module of 256 MiB replaces PyTorch, whose import takes seconds."""
     (tmp_path / "torch.py").write_text(MODULE)
     result = run_program(IMPORTS.format(value=mib), tmp_path)
     assert result.returncode == code, result.stderr
@@ -85,7 +85,7 @@ together.wait()
 
 
 def test_threads_share_a_malloc_arena(tmp_path: Path) -> None:
-    """Otherwise, malloc reserves at least 64 MiB for each."""
+    """Otherwise, malloc reserves at least 64 MiB for each thread."""
     result = run_program(THREADS, tmp_path)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 64

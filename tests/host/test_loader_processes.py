@@ -1,4 +1,4 @@
-"""Data workers of which not all could be started."""
+"""Data workers that could not all be started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.host.loader_processes import kill_on_partial_start
 def test_workers_that_cannot_all_be_started_leave_no_process_and_no_traceback(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The destructor of torch's iterator accesses attributes that it then lacks."""
+    """The destructor of torch's iterator accesses attributes that are missing in this case."""
     errors: list[Any] = []
     starts: list[BaseProcess] = []
 

@@ -1,4 +1,4 @@
-"""CPU use of other processes, and the waiting of idle threads that follows from it."""
+"""CPU use of other processes, and the wait policy of idle threads that is chosen from it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_wait_policy_set_by_the_user_is_kept(name: str, monkeypatch: pytest.Mo
 
 
 def test_processes_of_the_run_do_not_count_as_other_load() -> None:
-    """All CPU time between two samples of a run on a machine without other processes is that of its tree."""
+    """Without other processes, all CPU time between two samples is used by the process tree of the run."""
     own = [0.0]
     started = OtherLoad(lambda: own[0], busy_s=lambda: own[0], clock=lambda: own[0], num_cores=1)
     own[0] = 10.0

@@ -58,7 +58,7 @@ def pipe() -> Iterator[Pipe]:
 
 @contextmanager
 def printing(to: Pipe | TextIO, *, is_read: bool = False) -> Iterator[None]:
-    """Print to the stream without blocking; not a fixture, since pytest replaces the streams before the test.
+    """Print to the stream without blocking. This is not a fixture, because pytest replaces the streams before the test.
 
     is_read  a thread reads; on a busy machine, it may make no progress for longer than a command waits at its end
     """
@@ -124,7 +124,7 @@ def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, m
     assert notes
     assert whole[-1] == written[-1]
     dropped = sum(int(note.strip("(").split()[0]) for note in notes)
-    # A line that was written only in part is not complete, and it may not be counted as dropped.
+    # A partially written line is not complete, and must not be counted as dropped.
     assert abs(len(written) - len(whole) - dropped) <= len(notes)
     assert whole == sorted(whole, key=written.index)
     assert sum(map(len, shown)) < 50_000 + (2 << 16)

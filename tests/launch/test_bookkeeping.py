@@ -1,4 +1,4 @@
-"""What a rank and the supervisor hold and read does not grow with the square of the number of ranks.
+"""Descriptors, reads and messages of ranks and of the supervisor do not grow with the square of the number of ranks.
 
 `scripts/measure/bookkeeping.py` measures up to 256 ranks.
 """

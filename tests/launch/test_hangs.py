@@ -23,7 +23,7 @@ from runner.host.stacks import StackFrame, waits_for_ranks
 from runner.launch.hangs import HangDetector, RankState, blocking_rank
 from runner.tensors import async_copy
 
-# A child requests to be traced and stops; its parent holds it, like gdb.
+# A child requests to be traced and stops; its parent keeps it stopped, as gdb does.
 TRACED = """
 import ctypes, os, signal, time
 pid = os.fork()

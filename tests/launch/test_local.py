@@ -168,7 +168,7 @@ def test_ranks_rendezvous_in_the_private_folder() -> None:
 
 
 def test_ranks_end_although_destroying_the_process_group_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL, if another rank does not answer at the end."""
+    """NCCL behaves like this if another rank does not answer at the end."""
     limits_s = []
 
     def call_briefly(limit_s: float, call: Callable[[], Any]) -> Any:
@@ -916,7 +916,7 @@ def hang(member: RankInfo | None = None) -> NoReturn:
 
 
 def linger() -> None:
-    """Give a faulty implementation time to act; a correct one passes without it."""
+    """Give a faulty implementation time to fail; a correct one does not need it."""
     time.sleep(0.3)  # lint-tests: sleep: nothing is ordered by it
 
 

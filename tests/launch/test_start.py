@@ -120,7 +120,7 @@ def test_another_number_of_ranks_than_requested_is_reported_once(tmp_path: Path)
 
 
 def test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory(tmp_path: Path) -> None:
-    """Otherwise the others would wait for the rendezvous until it times out."""
+    """Otherwise, the other ranks would wait until the rendezvous times out."""
     args = [*task(tmp_path, 0, "NoSuchLayer"), "memory=budget"]
     result = ranks(tmp_path, args, args, num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.SOFTWARE, Exit.SOFTWARE]

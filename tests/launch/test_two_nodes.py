@@ -149,7 +149,7 @@ def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path
 
 
 def test_ranks_join_although_their_agents_count_different_numbers_of_restarts(tmp_path: Path) -> None:
-    """A node that returns has a new agent, whose count of restarts begins at 0 again."""
+    """A node that rejoins has a new agent, whose restart count begins at 0 again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

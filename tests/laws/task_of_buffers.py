@@ -1,4 +1,4 @@
-"""A task whose training forward pass changes and uses buffers: all later results depend on the samples of a rank."""
+"""A task whose training forward pass changes and uses buffers, so later results depend on the samples of a rank."""
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class Center(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Adds the nearest of some code vectors, which move towards their inputs; in evaluations too, by mistake."""
+    """Adds the nearest code vector. Code vectors move towards their inputs, by mistake also in evaluations."""
 
     def __init__(self, frozen):
         super().__init__()

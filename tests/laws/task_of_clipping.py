@@ -24,7 +24,7 @@ class ClipEach(runner.Hook):
 class Record(runner.Hook):
     """Record the calls before and after the optimizer step.
 
-    decays  add a part of each weight to its gradient
+    decays add a fraction of each weight to its gradient
     """
 
     def __init__(self, phase, *, decays: bool = False):

@@ -79,7 +79,7 @@ def test_an_attribute_that_later_passes_use_stops_the_run_with_a_fix(
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
 def test_attributes_of_the_task_count_as_state(kept: str, body: str, server: ForkServer, tmp_path: Path) -> None:
-    """A center of DINO, or a counter for annealing, would silently start again when a run resumes."""
+    """When a run resumes, a center as in DINO or an annealing counter would silently start from scratch."""
     result = trained(kept, body.replace("self.training", "model.training"), server, tmp_path, task=OF_TASK)
     assert result.code == 70, result
     assert "task.kept" in result.err
@@ -116,7 +116,7 @@ AVERAGE = "[kept.WRITE.lerp_(new.WRITE, 0.1) for kept, new in zip(self.kept.para
 def test_a_teacher_that_starts_as_a_copy_of_the_student_stops_the_run(
     write: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    """Its values are the same after the first pass: only its version differs, or its values in the second update."""
+    """After the first pass, only its version differs; its values may change in the second update."""
     result = trained("None", AVERAGE.replace("WRITE", write), server, tmp_path, task=COPIED)
     assert result.code == 70, result
     assert "task.kept.bias" in result.err
@@ -141,7 +141,7 @@ def test_a_frozen_network_that_the_first_loss_converts_is_not_a_moving_average(
 
 
 def test_a_moving_average_outside_of_the_model_stops_the_run(server: ForkServer, tmp_path: Path) -> None:
-    """A mean teacher that the task keeps would start again when a run resumes."""
+    """When a run resumes, a mean teacher stored in the task would start from scratch."""
     body = "[kept.data.lerp_(new.data[:1], 0.1) for kept, new in zip(self.kept.parameters(), model[0].parameters())]"
     result = trained(TEACHER, body, server, tmp_path, task=OF_TASK)
     assert result.code == 70, result

@@ -1,4 +1,4 @@
-"""The times of evaluations, saves and resumes change neither weights nor buffers."""
+"""Evaluations, saves and resumes at any time change neither weights nor buffers."""
 
 from __future__ import annotations
 

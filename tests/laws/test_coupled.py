@@ -247,7 +247,7 @@ def by_hand_in_half(
 def test_half_precision_equals_a_plain_loop_with_a_scaler(
     kind: type[Any], precision: Any, dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
-    """The plain loop has the same micro-batches: the gradients of each are rounded to 16 bits."""
+    """The plain loop uses the same micro-batches, because the gradients of each are rounded to 16 bits."""
     actual = run_ranks(
         lambda world: trained(
             world, kind, shares=shares, micro=micro, dtype=torch.float32, precision=precision, drop_last=True

@@ -1,4 +1,4 @@
-"""A coupled loss that is a mean with a count of samples is detected before the first update; sums are not reported."""
+"""A coupled loss that returns a mean with the number of samples is detected before the first update."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def neighbors(codes: Tensor, labels: Tensor) -> Tensor:
 
 
 def cross_correlation(codes: Tensor, labels: Tensor) -> Tensor:
-    """Return a loss of the batch, once per sample, as of Barlow Twins."""
+    """Return a loss of the whole batch, multiplied by the number of samples, as for Barlow Twins."""
     normalized = (codes - codes.mean(0)) / codes.std(0)
     off_diagonal = (normalized.T @ normalized.roll(1, 1) / len(codes) - torch.eye(codes.shape[1])).square().sum()
     return off_diagonal.expand(len(codes))
@@ -137,14 +137,14 @@ def test_a_mean_with_the_number_of_samples_as_count_is_refused(name: str, size: 
 @pytest.mark.parametrize(("size", "classes"), [(8, 4), (16, 10), (32, 16), (64, 32)])
 @pytest.mark.parametrize("name", ["neighbors", "supervised", "triplets"])
 def test_a_sum_over_samples_of_rare_classes_is_not_reported(name: str, size: int, classes: int) -> None:
-    """A row that is taken twice has another sample of its class, which reduces its loss."""
+    """A repeated row has another sample of its class, which reduces its loss."""
     for seed in range(4):
         assert message(lambda pair: (ROWS[name](*pair).sum(), len(pair[0])), size, classes=classes, seed=seed) == ""
 
 
 @pytest.mark.parametrize(("size", "classes"), [(16, 4), (32, 32), (64, 48), (64, 64)])
 def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
-    """Rows that are taken twice change neither the sum nor the number of classes."""
+    """Repeated rows change neither the sum nor the number of classes."""
 
     def prototypes(pair: Any) -> Any:
         codes, labels = pair
@@ -177,7 +177,7 @@ def test_the_check_limits_the_samples_that_it_compares() -> None:
         return clip(*pair).mean(), len(pair[0])
 
     assert "couple() returns a mean" in message(couple, 200)
-    assert max(sizes) == 128  # 32 samples, taken four times
+    assert max(sizes) == 128  # 32 samples, repeated four times
 
 
 def test_a_loss_that_is_zero_for_repeated_rows_is_not_reported() -> None:

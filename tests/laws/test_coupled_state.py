@@ -49,7 +49,7 @@ class Dropped(Clip):
 
 
 class Growing(Dropped):
-    """Also has a buffer of another shape after each pass, and behind it one that is changed in place."""
+    """Also has a buffer whose shape changes in each pass, followed by one that is changed in place."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -104,7 +104,7 @@ class LateFrozen(Frozen):
 
 
 class Follower(Dropped):
-    """Has a momentum encoder that equals its source at first, so that early passes leave its norm as it is."""
+    """Has a momentum encoder that initially equals its source, so that early passes do not change its norm."""
 
     is_late = False  # the second update is compared
 
@@ -260,7 +260,7 @@ def test_a_frozen_parameter_may_share_memory_with_a_trained_one(is_aliased: bool
     ids=["all", "transposed", "start", "end"],
 )  # fmt: skip
 def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_afterwards(view: Any) -> None:
-    """It may be a part of the trained one, or its transpose, as the tied weight of a decoder."""
+    """It may be a part of the trained parameter or its transpose, such as the tied weight of a decoder."""
     model: Any = nn.Module()
     model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
     model.slow = nn.Parameter(view(model.fast.data), requires_grad=False)
@@ -276,7 +276,7 @@ def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_aft
 
 
 def test_constant_buffers_and_frozen_parameters_have_at_most_one_copy() -> None:
-    """They may be much larger than what is trained; a copy per micro-batch would not fit."""
+    """They may be much larger than the trained parameters, so a copy per micro-batch would not fit."""
     size, most = 54321, 0
     task: Any = Dropped(torch.float64)
     task.model.register_buffer("table", torch.ones(size))
@@ -310,7 +310,7 @@ def test_a_frozen_parameter_that_only_later_forward_passes_change_is_refused() -
 def test_state_changed_between_updates_is_neither_refused_nor_restored(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a hook that moves a momentum encoder after each update, and `couple` that fills a queue."""
+    """For example, a hook moves a momentum encoder after each update, and `couple` fills a queue."""
     monkeypatch.setattr(model_states, "MAX_FROZEN_BYTES", limit)
     task: Any = Dropped(torch.float64)
     task.model.slow = nn.Parameter(torch.zeros(1000), requires_grad=False)

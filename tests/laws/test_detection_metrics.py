@@ -29,7 +29,7 @@ HERE = Path(__file__)
 
 
 def image(index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return predictions and targets of an image; some images have neither, and each has another number of boxes."""
+    """Return predictions and targets of an image. The number of boxes differs between images; some have none."""
     generator = torch.Generator().manual_seed(index)
     count = index % 4
     corners = 100 * torch.rand(count, 2, generator=generator)

@@ -141,7 +141,7 @@ def with_negatives(reduction: str) -> Loss:
 
 
 def with_steps(number: int, reduction: str) -> Loss:
-    """Draws one of as many steps as there are samples, by chance, in the batch or in a half."""
+    """Draws one step of as many as there are samples in the batch or in a half."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -608,7 +608,7 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
     one, other = 4, 2
     evaluation = "e" * 2  # ten samples in batches of 8
     checks = "eee" * 3  # the metrics draw from the generator of NumPy, so they are computed again
-    attributes = "ttt"  # not of this check: the evaluation changes attributes of the task, which are checked once
+    attributes = "ttt"  # of another check: the evaluation changes attributes of the task, which are checked once
     expected = f"{checks}{'t' * one}{evaluation}{attributes}{'t' * other}{evaluation}"
     assert (tmp_path / "calls").read_text() == expected
 

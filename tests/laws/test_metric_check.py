@@ -86,7 +86,7 @@ def test_metrics_that_are_sums_pass(name: str) -> None:
 
 
 def test_a_mean_of_batches_is_reported() -> None:
-    """It is the metric of the complete data only if all batches have the same size."""
+    """A mean of batches is the metric of the complete data only if all batches have the same size."""
     reasons = checked(lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)})
     assert list(reasons.values()) == [["loss"]]
 

@@ -457,7 +457,7 @@ class Buffered(Counted):
 
 
 class Maximum(Counted):
-    """An extreme value in a dict, which a second batch may leave as it is."""
+    """An extreme value in a dict, which a second batch may leave unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class Ids(Counted):
 
 
 class Scores(nn.Module):
-    """A metric of its own kind, without declared states."""
+    """A custom metric without declared states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class Scores(nn.Module):
 
 
 class Inferred(Total):
-    """Attributes that the first batch sets, or that are no numbers: equal on all ranks."""
+    """Attributes that the first batch sets, or that are not numbers, and that are equal on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +612,7 @@ def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
 
 
 class CountedUnderLock(torchmetrics.MeanMetric):
-    """Counts in an attribute that `reset` does not clear, beside one that cannot be copied."""
+    """Counts in an attribute that `reset` does not clear, and has another attribute that cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -223,7 +223,7 @@ def test_any_slice_of_a_keyed_permutation_can_be_computed_alone(size: int, seed:
 
 
 def surplus(counts: Any, categories: int) -> float:
-    """Return the chi-squared statistic of these counts for equal odds, in standard deviations above its mean."""
+    """Return the chi-squared statistic for equal probabilities, in standard deviations above its mean."""
     counts = np.array(list(counts))
     expected = counts.sum() / categories
     statistic = ((counts - expected) ** 2 / expected).sum() + expected * (categories - len(counts))
@@ -282,7 +282,7 @@ def begun(folder: Path) -> list[Any]:
 
 
 def test_a_resumed_run_keeps_its_kind_of_permutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a run of a version without keyed permutations, for any number of samples."""
+    """This includes runs of versions without keyed permutations, with any number of samples."""
     as_array = begun(tmp_path / "array")
     monkeypatch.setattr(module, "KEYED_ABOVE", 8)
     keyed = begun(tmp_path / "keyed")

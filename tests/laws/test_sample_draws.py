@@ -174,7 +174,7 @@ def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_
 
 
 def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> None:
-    """As in training: dropout between two micro-batches draws one number of a pair of normal ones."""
+    """As in training, dropout between two micro-batches draws one of a pair of normal numbers."""
 
     def of_model(batches: Iterator[MicroBatch]) -> tuple[list[list[float]], Draws]:
         seed_everything(0)
@@ -226,7 +226,8 @@ def test_a_dataset_that_starts_to_draw_late_is_detected(generator: str) -> None:
         keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
-    # Read backwards in one batch, the first sample that draws is read at another time and beside other samples.
+    # In one batch in reverse order, the first sample that draws is read at a different time and next to different
+    # samples.
     forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
     assert forwards == backwards
     assert len({tuple(numbers) for numbers in forwards.values()}) == 11
@@ -436,7 +437,7 @@ def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> 
 
 
 class Rare(Kept):
-    """Only few samples are random, and none of the first."""
+    """Only a few samples are random, and none of the first ones."""
 
     def __len__(self) -> int:
         return 1100

@@ -142,7 +142,7 @@ def test_samples_before_is_the_number_of_samples_drawn(kind: str) -> None:
 
 
 class Drawing:
-    """Samples with a random number from torch's global generator."""
+    """Samples that contain a random number from torch's global generator."""
 
     def __init__(self, size: int) -> None:
         self.size = size

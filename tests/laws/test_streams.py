@@ -187,7 +187,7 @@ def test_workers_read_the_same_samples(kind: str, num_shards: int, together: int
 @pytest.mark.parametrize("start", [1, 2, 5, 9, 12])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, start: int, workers: int) -> None:
-    """On other ranks: marks of two ranks are used by one process, and vice versa."""
+    """The number of ranks changes: one process uses the marks of two ranks, and vice versa."""
     source = source_of(KINDS[kind], num_shards)
     whole = read(source, 18, order=order_of(source, together=together))
     ranks = [order_of(source, 2, together, shares=(5, 3), rank=rank) for rank in range(2)]
@@ -407,7 +407,7 @@ def unknown() -> int:
 def test_a_length_that_is_not_a_number_of_samples_is_refused(
     length: Any, is_divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not an unknown length, with which the stream would be read again from its beginning."""
+    """It must not count as unknown, because the stream would then be read again from its beginning."""
     monkeypatch.setattr(OfLength, "length", staticmethod(length), raising=False)
     source = source_of(OfLength, 2) if is_divided else StreamSource("train", 2, OfLength(FILES))
     with pytest.raises(DataError, match="length"):
@@ -488,7 +488,7 @@ def test_a_state_survives_serialization_to_json(state: Any) -> None:
 
 
 class _Divided(torch.utils.data.Dataset[int]):
-    """Like mosaicml-streaming: its length is the share of a rank."""
+    """Its length is the share of a rank, as in mosaicml-streaming."""
 
     epoch_size = 72
 

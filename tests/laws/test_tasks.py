@@ -410,7 +410,7 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
     "case", ["cape", "nmt packed", "nmt padded", "tractodiff unet", "hyperspectral rx", "hyperspectral svdd"]
 )
 def test_a_pipeline_has_the_same_metrics_as_the_unsplit_model(case: str, fresh: Callable[[str], Task]) -> None:
-    """Metrics that decode step by step too: each step is a pass through all stages."""
+    """This includes metrics that decode step by step, with a pass through all stages for each step."""
 
     def measured(world: World, parallel: Any) -> dict[str, tuple[float, float]]:
         task = fresh(case)

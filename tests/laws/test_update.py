@@ -186,7 +186,7 @@ def test_training_reduces_the_loss_in_every_precision(precision: Any) -> None:
 
 
 def test_losses_are_summed_exactly_in_any_dtype() -> None:
-    """256 + 1 is 256 in bfloat16, and a sum over micro-batches must not stagnate there."""
+    """In bfloat16, 256 + 1 is 256, but a sum over micro-batches must not stagnate."""
 
     def one(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return (model(batch[0]).sum() * 0 + 1).bfloat16(), 1
@@ -211,7 +211,7 @@ class InMemory(torch.autograd.Function):
 
 
 def test_losses_and_counts_that_the_next_forward_pass_overwrites_are_kept() -> None:
-    """An iteration of CUDA graphs starts with each forward pass, and takes the memory of the previous one."""
+    """Each forward pass starts a CUDA graph iteration, which reuses the memory of the previous one."""
     loss_memory, count_memory, num_begun = torch.zeros((), dtype=torch.float64), torch.zeros(()), 0
 
     def begin() -> None:

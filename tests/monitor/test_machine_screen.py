@@ -179,7 +179,7 @@ def test_the_screen_adapts_to_a_resized_terminal_and_survives_a_lost_one() -> No
 
 
 def test_a_background_job_of_a_script_prints_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the process group of the script, which ignores SIGINT for it."""
+    """It is in the process group of the script, which makes it ignore SIGINT."""
     monkeypatch.setenv("TERM", "xterm")
     before = signal.getsignal(signal.SIGINT)
     try:

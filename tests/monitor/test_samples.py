@@ -403,7 +403,7 @@ def test_a_carriage_return_within_a_line_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_cells", range(1, len(COLUMNS), 5))
 def test_both_parts_of_an_interrupted_line_are_skipped(tmp_path: Path, num_cells: int) -> None:
-    """Together they have the number of cells of a row."""
+    """Together, the parts have as many cells as a row."""
     path = written(tmp_path / "gpu.csv", row(1), row(2, util_percent=50), row(3))
     lines = path.read_text().splitlines()
     cells = lines[2].split(",")

@@ -140,7 +140,7 @@ FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
 
 @pytest.mark.slow
 def test_an_error_in_another_mig_instance_is_not_reported(nvml_stub: NvmlStub) -> None:
-    """An XID event has the GPU instance; without it, the event concerns every instance of the GPU."""
+    """An XID event names the GPU instance; otherwise, it concerns every instance of the GPU."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
 
     assert kinds(examined(nvml_stub, state, {"events": "0:8:13:1"}, **mine)) == []
@@ -191,7 +191,7 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
 
 @pytest.mark.slow
 def test_processes_of_other_users_cause_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
-    """A process of the run among those that NVML lists shows that both number processes alike."""
+    """If NVML lists a process of the run, both use the same PID namespace."""
     own = os.getpid()
     users = gpu(0, processes=f"{own}:{GIB}") | gpu(1, processes=f"{PARENT}:{GIB}")
     seen = examined(nvml_stub, PAIR | QUIET | users, ROOT=str(own), **BY_BUS)
@@ -206,7 +206,7 @@ def test_processes_of_other_users_cause_an_alert_and_a_verdict(nvml_stub: NvmlSt
 
 @pytest.mark.slow
 def test_processes_of_unknown_owners_cause_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
-    """In a container, NVML lists processes by numbers of the host, which may be those of the run."""
+    """In a container, NVML lists processes by PIDs of the host, which may also be PIDs of the run."""
     seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)
 
     assert kinds(seen) == []

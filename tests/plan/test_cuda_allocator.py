@@ -49,7 +49,7 @@ def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, alloc
 @given(STEPS, st.sampled_from(ALLOCATORS))
 @settings(max_examples=20)
 def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) -> None:
-    """Free neighbors are merged, up to complete segments."""
+    """Adjacent free blocks are merged, up to complete segments."""
     events = events_of(steps)
     freed = [*events, *((block, 0) for block in range(13))]
     again = [
@@ -79,7 +79,7 @@ def test_segments_have_the_sizes_that_torch_requests(sizes: list[int], allocated
 
 
 def test_replaying_a_trace_gives_the_sizes_computed_by_hand() -> None:
-    """The freed 30 MiB hold 12 and 15, the remaining 3 hold 2, and 31 need a new segment of 32."""
+    """12 and 15 MiB fit into the freed 30 MiB, 2 MiB fit into the remaining 3, and 31 MiB need a new segment of 32."""
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
     held = replay(events)

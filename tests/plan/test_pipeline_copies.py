@@ -220,7 +220,7 @@ def test_stages_traced_for_another_number_of_ranks_are_not_used() -> None:
 
 
 def test_gradients_of_the_copies_are_exchanged() -> None:
-    """The bubble is that of a pipeline with half of the samples."""
+    """The bubble has the length of that of a pipeline with half of the samples."""
     args = ("micro_batch_size=1", "parallelism=pipeline", "parallelism.stages=2")
     one = known(predict(*args, "global_batch_size=8", need=staged(2, 0), devices=(DEVICE,) * 2))
     two = known(predict(*args, "global_batch_size=16", need=staged(2, 0), devices=(DEVICE,) * 4))

@@ -81,7 +81,7 @@ def test_the_smallest_number_of_blocks_needs_at_most_a_bisection(number, limit):
 
 
 def test_a_peak_proportional_to_saved_activations_needs_no_bisection():
-    """As in an encoder and a decoder, whose blocks save different numbers of bytes."""
+    """Blocks save different numbers of bytes, as in an encoder and a decoder."""
     blocks = [Layer("block", 100, 100)] * 12 + [Layer("larger", 300, 300)] * 12
     takes = Counting(lambda again: 5000 - sum(blocks[number].activations for number in again))
     assert choose_recomputed_blocks(blocks, takes, 2500) == tuple(range(17))

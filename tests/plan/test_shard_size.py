@@ -74,7 +74,7 @@ def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: 
 def test_auto_chooses_the_shard_size_with_the_shortest_predicted_update(
     tmp_path: Path, network_gb_s: float | None, expected: int | str
 ) -> None:
-    """A rank of a group updates more of the model, which only a slow network outweighs."""
+    """With groups, a rank updates a larger part of the model, which pays off only on a slow network."""
     device = {
         "name": "a GPU", "memory_gib": 16, "capability": [9, 0], "bf16_tensor_tflops": 1000.0, "fp32_tflops": 100.0,
         "memory_bandwidth_gb_s": 1000.0, "link_gb_s": 400.0, "network_gb_s": network_gb_s, "gpus_per_machine": 4,
@@ -161,7 +161,7 @@ def test_a_run_that_lost_ranks_keeps_its_shard_size_if_it_divides_their_number(
 
 @pytest.mark.parametrize(("gib", "expected"), [(12, "sharded"), (13, "full")])
 def test_gradients_stay_sharded_between_micro_batches_only_if_they_do_not_fit(gib: float, expected: str) -> None:
-    """One sample at a time: the activations of the whole share of a rank do not fit."""
+    """Samples are processed one at a time, because the activations of the whole share of a rank do not fit."""
     made = plan_for(on_machines(4, gib=gib), "all", needs(model(24, activations=1.0)))
     assert made.choices["parallelism"].options["gradients"] == expected
     assert made.reasons["parallelism.gradients"].startswith("auto: ")

@@ -169,7 +169,7 @@ def test_micro_batches_chosen_for_gradient_accumulation_fit() -> None:
 
 
 def test_speed_based_shares_use_micro_batches_that_fit_the_smallest_device() -> None:
-    """Whatever the shares become, no micro-batch is larger."""
+    """No micro-batch is larger, whatever the shares become."""
     need, there, part = model(4, activations=0.3), devices(11, 8), RankPart("ddp", 2)
     held = needs(need).max_samples(None, there, 32, part)
     assert (

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.profiling.module_times import OUTSIDE, ModuleTimes
 
-# Sums of powers of two are exact, and different sums of a few of these values are different numbers.
+# Sums of powers of two are exact, and different sums of a few of these values are never equal.
 FORWARD_S, BACKWARD_S, TWICE_S, DATA_S, OPTIMIZER_S, LOSS_S = (2.0**-power for power in (3, 6, 9, 12, 15, 18))
 PASSES = 2  # micro-batches per update
 

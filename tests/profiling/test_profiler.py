@@ -69,7 +69,7 @@ def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
 
 def test_the_device_is_synchronized_before_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    # lint-tests: private: without a GPU nothing else shows when the device is waited for
+    # lint-tests: private: without a GPU, nothing else shows when the profiler waits for the device
     now = Session._synchronize
     # lint-tests: private: as above
     monkeypatch.setattr(Session, "_synchronize", lambda self: (done.append("wait"), now(self))[1])

@@ -1,4 +1,4 @@
-"""BERT of transformers, fine-tuned from a local folder with a new head, as with transformers' Trainer."""
+"""A BERT classifier from transformers, loaded from a local folder and fine-tuned with a new head, as with Trainer."""
 
 import torch
 from transformers import AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""GPT-2 of transformers, fine-tuned from a local folder on texts of different lengths."""
+"""GPT-2 from transformers, loaded from a local folder and fine-tuned on texts of different lengths."""
 
 import torch
 from torch.nn import functional as F

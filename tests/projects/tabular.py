@@ -1,4 +1,4 @@
-"""Tabular data with categorical and numeric columns, a rare positive class, and AUROC of torchmetrics."""
+"""Tabular data with categorical and numeric columns, a rare positive class, and AUROC from torchmetrics."""
 
 import torch
 import torchmetrics

@@ -58,7 +58,7 @@ def script_of(folder: str, name: str) -> Any:
 
 
 def draw_by_update(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
-    """Let the noise of an update depend on its number only, in the plain loop and in the other trainer."""
+    """Make the noise of an update depend only on its number, in the plain loop and in the other trainer."""
     updates, steps = itertools.count(), itertools.count()
     (kind,) = (kind for kind in vars(script).values() if isinstance(kind, type) and kind.__module__ == script.__name__)
     training_step = kind.training_step  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def seed_samples(task: Any, order: Order) -> None:
 def test_the_project_written_for_another_trainer_equals_the_plain_loop(
     folder: str, name: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process, one batch per update: what Lightning and the Trainer compute, too."""
+    """Use one process and one batch per update, as Lightning and the Trainer do."""
     needed = "lightning" if folder == "with_lightning" else "transformers"
     for package in (needed, *PROJECTS[name]):
         pytest.importorskip(package, reason=f"the package {package} is not installed")

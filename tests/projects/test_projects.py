@@ -1,7 +1,7 @@
 """Twenty-two typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
 
-A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same samples in each update,
-random numbers of each sample and initial weights.
+A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same initial weights, the same
+samples in each update and the same random numbers for each sample.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def distance_of_weights(result: dict[str, Tensor], wanted: dict[str, Tensor]) ->
 
 
 def distance_of_metrics(result: dict[str, float], wanted: dict[str, float]) -> float:
-    """Return the largest distance of a metric of the plain loop."""
+    """Return the largest distance between a metric of the run and of the plain loop."""
     return max((distance(value, result[name]) for name, value in wanted.items()), default=0.0)
 
 
@@ -276,7 +276,7 @@ def compare(name: str, server: ForkServer, parent: Path) -> Comparison:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_project_equals_its_plain_loop(name: str, server: ForkServer, tmp_path: Path) -> None:
-    """In one process, after a kill (bitwise equal), and on two ranks with unequal shares."""
+    """This holds in one process, after a kill (bitwise), and on two ranks with unequal shares."""
     if missing := missing_packages(name):
         pytest.skip(f"{', '.join(missing)} is not installed")
     result = compare(name, server, tmp_path)

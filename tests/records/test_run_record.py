@@ -1,4 +1,4 @@
-"""The record of a run round-trips, and no file content raises an error."""
+"""The record of a run round-trips, and reading it never raises an error, whatever the file contains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Minimal misuses of a GPU, with the kind that the stand-in must report. They run on two of its devices.
 
 The kind `None` means that the function must raise, as with CUDA. A context on a device that the process does not use is
-no error of CUDA: the stand-in lists the contexts, and `_run` reports the misuse.
+not an error in CUDA: the stand-in lists the contexts, and `_run` reports the misuse.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def event_that_another_stream_waits_for() -> None:
 
 @planted("write-after-read")
 def device_buffer_refilled_while_it_is_read() -> None:
-    """A side stream copies the next batch into the buffer that the current stream still reads."""
+    """A side stream copies the next batch into a buffer that the current stream is still reading."""
     buffer, side = on_device(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     buffer.sum()

@@ -30,7 +30,7 @@ class Sums(Fit):
 
 
 class Covariance(Sums):
-    """Float64 on a GPU only, as where a CPU is slow."""
+    """Computes in float64 only on a GPU, as a task may do because float64 is slow on a CPU."""
 
     def add(self, model, state, batch):
         rows = batch[0].flatten(0, 1)
@@ -40,7 +40,7 @@ class Covariance(Sums):
 
 
 class Projection(Sums):
-    """Of the model's outputs, under its autocast."""
+    """Sums the model's outputs under its autocast."""
 
     def add(self, model, state, batch):
         return {"sum": state["sum"] + model(batch[0]).sum((0, 1)).double()}, len(batch[0])

@@ -153,7 +153,7 @@ ONE_EACH = "phase.pretrain.updates=1 phase.lora.updates=1 phase.router.updates=1
     ],
 )
 def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, tmp_path: Path) -> None:
-    """Nor for a copy of its batch to the device."""
+    """This includes the copy of a batch to the device."""
     given = (
         f"train {args} run=r device=cuda precision=bf16 checkpoint=off evaluate.every=0 evaluate.samples=8"
         " log_every=1000 monitor=off"

@@ -205,7 +205,7 @@ print("events", *events)
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["reduce-overhead", "off"])
 def test_each_forward_pass_starts_a_cuda_graph_iteration(option: str, stand_in: StandIn, tmp_path: Path) -> None:
-    """Of training and of evaluation. The stand-in has no graphs, so calls are recorded."""
+    """This holds for training and evaluation. The stand-in has no graphs, so the test records calls."""
     out = stand_in.program("a100", GRAPHS.format(folder=str(tmp_path), task=TASK, option=option))
     (line,) = [line for line in out.splitlines() if line.startswith("events")]
     events = line.split()[1:]

@@ -227,7 +227,7 @@ def test_only_devices_in_cuda_visible_devices_exist(named: str, stand_in: StandI
 
 @pytest.mark.slow
 def test_a_process_started_with_the_stand_in_sees_its_devices() -> None:
-    """In all other tests, forks get their devices after torch was imported."""
+    """In all other tests, forks get their devices after torch has been imported."""
     line = [sys.executable, "-c", VISIBLE]
     env = {**environment(MACHINES["pair"]), "CUDA_VISIBLE_DEVICES": "1"}
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300, check=False)

@@ -33,7 +33,7 @@ def other_cases(stand_in: StandIn, nvml_stub: NvmlStub) -> Mapping[str, str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_first_case_of_each_gpu_test_passes_on_the_stand_in(file: str, first_cases: Mapping[str, str]) -> None:
-    """In its first case."""
+    """Only the first case of each test runs here."""
     outcomes = {name_of_test(node): outcome for node, outcome in first_cases.items() if file_of(node) == file}
     tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/gpu" / file).read_text(), re.MULTILINE)
     assert outcomes == dict.fromkeys(tests, PASSED)

@@ -45,9 +45,9 @@ print("peaks", json.dumps({{name: [predicted[name], 2**30 * gib] for name, gib i
     "settings", ["precision=bf16", pytest.param("precision=fp32 prefetch=none", marks=pytest.mark.long)]
 )
 def test_the_memory_peak_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
-    """No phase takes memory of an earlier one.
+    """No phase uses memory of an earlier one.
 
-    Phases of kind fit are traced as on a CPU and not exact: of these, `projection` computes the same on a GPU.
+    Fit phases are traced as on a CPU, so their predictions are not exact, but `projection` computes the same on a GPU.
     """
     given = f"{settings} device=cuda checkpoint=off monitor=off dataloader.num_workers=0"
     out = stand_in.program("a100", PROGRAM.format(folder=str(tmp_path), task=str(TASK), settings=given))

@@ -1,6 +1,6 @@
 """Runs on GPUs have no races, no foreign contexts and no early reads: a sample by default, all of them with --all.
 
-As a check of the detector, a run with one wait removed from accel-run must be reported.
+To check the detector, a wait is removed from accel-run, which must be reported.
 """
 
 from __future__ import annotations

@@ -133,5 +133,5 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
 
 
 def _load(nvml_stub: NvmlStub) -> str:
-    """Return code that loads the stub, which the run then finds as the driver's library."""
+    """Return code that loads the stub, which the run then uses as the driver's library."""
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"

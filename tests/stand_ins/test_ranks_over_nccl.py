@@ -279,7 +279,7 @@ def test_every_test_of_failing_ranks_also_runs_over_nccl_or_has_a_reason() -> No
 
 
 def test_a_new_test_of_failing_ranks_is_found(tmp_path: Path) -> None:
-    """Directly, or with the names of its file that it uses."""
+    """This includes names of its file that the test uses."""
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults/test_new.py").write_text(
         "WORDS = 'parallelism.world_size=2'\n"

@@ -24,7 +24,7 @@ FILES = ("--continue-on-collection-errors", "tests/gpu")
 
 
 def run_tests(stand_in: StandIn, nvml_stub: NvmlStub, marks: str) -> dict[str, str]:
-    """Return node ID -> `passed`, `skipped`, or the error, of all tests of GPUs that have these marks.
+    """Return node ID -> `passed`, `skipped` or the error, for all GPU tests with these marks.
 
     The driver of the NVML stub sees the same GPUs.
     """

@@ -1,6 +1,6 @@
 """A stand-in for training: a process that leaves the files of a run, in a tenth of a second and without torch.
 
-Its files and its saving on request are those of real runs; tests/commands/test_sweep.py includes some real runs.
+It writes the same files and saves on request like a real run; tests/commands/test_sweep.py includes real runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def trial() -> int:
         run.write("run.json", json.dumps(record))
         print(f"trains {run.name}", flush=True)
         while made < 3:
-            time.sleep(seconds / 3)  # lint-tests: sleep: what a training takes; nothing is ordered by it
+            time.sleep(seconds / 3)  # lint-tests: sleep: the duration of training; no order depends on it
             if act == "meet":
                 wait_until(lambda: len(list(run.path.parent.glob("*/run.json"))) > 1, "another trial")
             if act == "hang":
@@ -84,7 +84,7 @@ def trial() -> int:
 
 
 def trial_command(args: Sequence[str], by: signal.Signals) -> list[str]:
-    """Return the command line of a stand-in, in place of that of a trial."""
+    """Return the command line of a stand-in that replaces a trial."""
     return [sys.executable, "-P", "-c", TRIAL, str(os.getpid()), *args]
 
 

@@ -1,4 +1,4 @@
-"""Sweeps over repetitions, such as seeds and folds, are compared by means: no single repetition is the best trial."""
+"""Trials with repetitions, such as seeds and folds, are compared by their means, not by single repetitions."""
 
 from __future__ import annotations
 

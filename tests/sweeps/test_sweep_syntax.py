@@ -58,7 +58,7 @@ TASK = Path(__file__).parent / "task_of_trials.py"
     ],
 )
 def test_numbers_for_a_string_setting_stay_as_typed(word: str, values: str) -> None:
-    """As in a run without a sweep; numbers of other settings keep their notation, by which trials are recognized."""
+    """Numbers of other settings also keep their notation, by which trials are recognized."""
     texts = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word, "seed=1,2"), TASK))]
     assert texts[::2] == texts[1::2] == values.split()
 

@@ -373,7 +373,7 @@ def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, k
 
 @pytest.mark.slow
 def test_a_category_needs_two_objects(folder: Path) -> None:
-    """As MP-100 lists them: a category with one object, and one of another split, are left out."""
+    """MP-100 lists such categories: one with a single object and one of another split are left out."""
 
     def keep_one(content: Content) -> None:
         rows = content["annotations"]
@@ -435,7 +435,7 @@ def test_invisible_keypoints_may_have_any_coordinates(folder: Path) -> None:
 
 
 def write_mp100(folder: Path) -> None:
-    """Write a split of MP-100's layout, with what its files have: crowds, points outside, links counted from 0."""
+    """Write a split as in MP-100, with crowds, points outside of the image, and links counted from 0."""
     (folder / "annotations").mkdir(parents=True)
     (folder / "images" / "animal_face").mkdir(parents=True)
     images = [

@@ -102,7 +102,7 @@ def test_no_five_consecutive_lines_of_held_out_text_are_in_the_training_text(cor
 
 
 def test_the_leakage_of_a_text_is_the_share_of_its_blocks_found_in_training(folder: Path, tmp_path: Path) -> None:
-    """Leakage in the user's text is reported, not removed."""
+    """Leakage in text of the user is reported but not removed."""
     lines = "".join(f"line {number}\n" for number in range(9))
     for file in folder.rglob("*.txt"):
         file.write_text(lines + f"only in {file.stem}\n")
@@ -338,7 +338,7 @@ def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path)
 def test_the_end_of_document_token_is_that_of_gpt2_or_unknown(
     vocab_size: int | None, end: int | None, shards: Path, tmp_path: Path
 ) -> None:
-    """A vocabulary may be padded, as nanoGPT's, or that of another encoding, in which the last token is ordinary."""
+    """The vocabulary may be padded, as in nanoGPT, or of another encoding, whose last token is an ordinary one."""
     assert open_bytes(shards, tmp_path, vocab_size=vocab_size).tokenizer.end == end
 
 

@@ -388,7 +388,7 @@ def test_files_written_by_the_package_spectral_are_read_with_the_same_values(
 
 
 def test_scores_of_envi_cubes_equal_those_of_the_package_spectral(tmp_path: Path) -> None:
-    """spectral divides the co-moment by the number of pixels - 1, which we do not."""
+    """The package divides the co-moment by the number of pixels - 1; the task divides it by the number of pixels."""
     spectral = pytest.importorskip("spectral", reason="spectral is not installed")
     for split in ("train", "val", "test"):
         write_envi(tmp_path / split, "scene")

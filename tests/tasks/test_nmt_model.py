@@ -36,7 +36,8 @@ SMALL = Shape(
 )
 # A number of the decoder passes five sums per layer of both stacks, of at most `vocab_size` terms.
 TERMS = 2 * SMALL.num_layers * 5 * SMALL.vocab_size
-GROWTH = 16.0 * 2 * SMALL.num_layers  # of rounding errors in gradients: weights are far from their initial values
+# factor for rounding errors in gradients, because weights are far from their initial values
+GROWTH = 16.0 * 2 * SMALL.num_layers
 
 
 def small_corpus() -> Corpus:

@@ -1,4 +1,4 @@
-"""Training reads no data of the test split, so that it measures a model that was not chosen with it."""
+"""Training reads no data of the test split, which must not influence the choice of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = WORDS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["update
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", SHORT)
 def test_training_reads_no_data_of_the_test_split(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all hooks that evaluate, and baselines."""
+    """This includes baselines and all hooks that evaluate."""
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")

@@ -85,7 +85,7 @@ def one_subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(one_subject: Path, tmp_path: Path) -> Path:
-    """The folder of the only subject, in a copy for a test to damage."""
+    """A copy of the folder of the only subject, which a test may damage."""
     shutil.copytree(one_subject, tmp_path / "brains")
     return tmp_path / "brains" / "anna"
 

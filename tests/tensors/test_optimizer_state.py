@@ -30,7 +30,7 @@ def make_weights(count: int = 2) -> Weights:
 
 
 def grouped(weights: Weights) -> list[dict[str, Any]]:
-    """Return parameter groups as the runner makes them: the first weight has its own."""
+    """Return parameter groups like those of the runner: the first weight has a separate one."""
     return [
         {"params": [weight for _, weight in part], "names": [name for name, _ in part]}
         for part in (weights[:1], weights[1:])

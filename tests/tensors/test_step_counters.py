@@ -1,4 +1,4 @@
-"""An optimizer of a task resumes bit for bit, wherever it keeps its numbers, or is refused."""
+"""A task's optimizer resumes bit for bit, wherever it stores its numbers, or is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_stateless", [False, True])
 def test_optimizer_attributes_outside_the_state_survive_a_checkpoint(is_stateless: bool, tmp_path: Path) -> None:
-    """Also if the first parameter has no gradient, and thus no state, in the first updates."""
+    """In one case, the first parameter has no gradient, and thus no state, in the first updates."""
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(
         "from tests.tensors.test_step_counters import Counting\n\n"
@@ -145,7 +145,7 @@ class Replacing(Own):
 
 
 class Lazy(Own):
-    """Recognizes the first use of a state because it is empty, and expects only tensors in it, as Lookahead."""
+    """Like Lookahead, it recognizes the first use of a state because it is empty, and expects only tensors in it."""
 
     def change(self) -> None:
         for group in self.param_groups:
@@ -178,7 +178,7 @@ class Growing(Own):
 def test_optimizer_attributes_change_neither_steps_nor_a_resumed_run(
     kind: type[Own], updates: int, tmp_path: Path
 ) -> None:
-    """The steps are those without the runner, and a resumed run is the same as an uninterrupted one."""
+    """Steps are the same as without the runner, and a resumed run is the same as an uninterrupted one."""
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(
         f"from tests.tensors.test_step_counters import {kind.__name__} as Kind\n\n"

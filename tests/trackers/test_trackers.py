@@ -56,13 +56,13 @@ def make(tmp_path: Path, previous_id: str | None = None, **options: Any) -> Trac
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day for wandb to start or to receive a batch: only the time given to `finish` can end it before."""
+    """Allow wandb a day to start or to receive a batch, so that only the time limit of `finish` can end it."""
     for name in ("OPEN_S", "ONLINE_INIT_S", "LOG_S"):
         monkeypatch.setattr(trackers, name, 86400.0)
 
 
 def until_all_ended() -> None:
-    """Wait for the processes of a tracker; that of wandb completes its folder after its parent has ended."""
+    """Wait for the processes of a tracker. The process of wandb completes its folder after its parent has ended."""
     wait_until(lambda: not marked(os.environ[MARK]))
 
 
@@ -323,7 +323,7 @@ def test_rows_are_neither_lost_nor_duplicated_if_the_server_fails_is_slow_or_die
         tracker.finish(5.0)
         until_all_ended()
         sent = server.updates
-    # Also online: `wandb sync` uploads from there.
+    # This also holds online, because `wandb sync` uploads from there.
     held = [step for step, _ in offline_rows(tmp_path / "run", "*run-*")]
     assert held == list(range(len(held)))
     assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
@@ -500,7 +500,7 @@ def test_a_detached_process_keeps_every_row_and_ends(
 def test_no_row_is_lost_if_the_thread_detaches_the_process_late(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a busy machine: `finish` and the thread may both wake up at the time limit, in any order."""
+    """On a busy machine, `finish` and the thread may both wake up at the time limit, in any order."""
     killed, detach, kill = threading.Event(), TrackerProcess.detach, TrackerProcess.kill
 
     def detach_late(process: TrackerProcess, orders: Sequence[Row]) -> None:
@@ -530,7 +530,7 @@ def test_no_row_is_lost_if_the_thread_detaches_the_process_late(
 def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, request_of: str
 ) -> None:
-    """As on a busy machine: the thread may not run between the time limit and the end of `finish`."""
+    """On a busy machine, the thread may not run between the time limit and the end of `finish`."""
     asked, finished, ask = threading.Event(), threading.Event(), TrackerProcess.ask
 
     def ask_late(process: TrackerProcess, order: Row, *limits: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A classifier whose predictions are a table: numbers, vectors, texts and truth values."""
+"""A classifier whose predictions are a table of numbers, vectors, strings and booleans."""
 
 import os
 

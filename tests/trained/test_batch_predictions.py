@@ -170,7 +170,7 @@ def test_any_text_in_a_prediction_can_be_read_back_from_the_table(trained: Path)
 
 
 def test_secrets_are_redacted_in_each_cell(trained: Path) -> None:
-    """In a row, the three other cells look like a URL with a password."""
+    """Joined in one row, the three other cells look like a URL with a password."""
     env = {"MY_TOKEN": 'k7"Qx,29\nvZ4'}
     result = run_here("inference one task.returned=secrets", trained, env)
     assert result.code == 0, result.err

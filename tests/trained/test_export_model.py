@@ -243,7 +243,7 @@ def test_exported_weights_and_program_give_the_outputs_of_the_model(run: Path) -
 def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With stand-ins for the packages, which are optional."""
+    """Stand-ins replace the packages, which are optional."""
     required: list[tuple[str, str]] = []
     programs: list[Any] = []
 

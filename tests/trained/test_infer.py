@@ -248,7 +248,7 @@ class Full(Quick):
 
 
 def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
-    """As with single files, those of a batch before the first that does not fit are written."""
+    """Files of a batch before the first one that does not fit are written, as with single files."""
     with pytest.raises(StorageError), files.use_system(Full()), PredictionWriter(run, print) as writer:
         for number in range(8):
             writer.put({f"predictions/{number}.txt": b"x" * number})
@@ -269,7 +269,7 @@ def test_few_files_are_synced_individually(run: RunDirectory) -> None:
 def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the run may not change it, or it cannot be halved: then the error ends the command."""
+    """If the run may not change the size, or it cannot be halved, the error ends the command."""
     predict = """
     def predict(self, model, generator, *, batch_size: int = 8, limit: int = 2):
         if batch_size > limit:
@@ -364,7 +364,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(tmp_path: Path) -
 
 
 def test_waiting_for_other_ranks_does_not_trigger_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for a larger shard than its own predicts nothing for a long time, and does not hang."""
+    """A rank that waits for a rank with a larger shard predicts nothing for a long time, but does not hang."""
     is_watched, seen = [False], []
     watch = module.run_watchdog
 

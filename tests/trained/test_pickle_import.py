@@ -1,4 +1,4 @@
-"""Files that an import refuses, and why: each reason is an error of its own, and leaves no file."""
+"""Each kind of file that an import refuses has its own error, and leaves no output file."""
 
 from __future__ import annotations
 

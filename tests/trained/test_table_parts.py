@@ -1,4 +1,4 @@
-"""A command that is stopped keeps the finished rows of its table, and the same command predicts only the others."""
+"""A stopped command keeps the finished rows of its table, and running it again predicts only the others."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_large_part_of_the_table_can_be_read(tmp_path: Path) -> None:
 def test_a_command_continues_after_another_one_has_completed_the_same_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one removes the folder between two parts, and while a part is written."""
+    """The other command removes the folder between two parts, or while a part is written."""
     table, other = make_table(tmp_path), make_table(tmp_path)
     rename = files.rename
 

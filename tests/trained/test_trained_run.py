@@ -89,7 +89,7 @@ def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(fo
 def test_given_weights_are_opened_at_the_end_of_the_last_phase(
     length: tuple[str, ...], progress: Progress, folder: Path
 ) -> None:
-    """A task that follows its progress, such as with a temperature, evaluates them as training did at its end."""
+    """A task that depends on its progress, for example for a temperature, evaluates them as at the end of training."""
     weights = f"weights={folder / 'w.safetensors'}"
     request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", *length)
     assert calls_of(request) == ["two", progress]

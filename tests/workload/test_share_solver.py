@@ -355,7 +355,7 @@ def test_an_unconfirmed_gain_is_restored_from_a_checkpoint(gained: bool) -> None
 
 @pytest.mark.parametrize("blocks", [0, 1, 5, 12])
 def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None:
-    """Saved at the end of a block; times of an incomplete one are not saved, and the first updates warm up again."""
+    """Times of an incomplete block are not saved, and warm-up starts again, so save at the end of a block."""
     probes, every = 3 * len(probe_splits(64, (32, 32))), 20
 
     straight = ShareSolver(64, 2, every=every, warm_up=0)

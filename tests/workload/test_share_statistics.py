@@ -44,7 +44,7 @@ def timings_of(*points: tuple[int, float, int]) -> list[CountTiming]:
 
 
 def least_squares(timings: Sequence[CountTiming], noise: float, *, columns: Sequence[int]) -> tuple[Any, Any]:
-    """Return the coefficients of relative least squares and their covariance, with the powers `columns` of samples."""
+    """Return coefficients and covariance of a relative least-squares fit in the powers `columns` of samples."""
     design = np.array([[timing.samples**power for power in columns] for timing in timings], dtype=np.float64)
     weights = np.diag([timing.num / timing.seconds**2 for timing in timings])
     inverse = np.linalg.inv(design.T @ weights @ design)
@@ -295,7 +295,7 @@ def test_times_before_a_change_of_speed_have_less_weight() -> None:
 
 
 def test_the_speed_is_measured_at_the_sample_count_with_the_most_updates() -> None:
-    """One slow update of another count is no change of speed."""
+    """One slow update with another sample count is not a change of speed."""
     solver = settled([1.0, 1.0])
     for _ in range(EVERY - 1):
         solver.observe((100.0, 100.0), (100, 100))

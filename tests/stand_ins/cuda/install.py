@@ -235,7 +235,7 @@ def _give_nccl(torch: Any, native: Any) -> None:
 
 
 def _report_at_exit(native: Any, folder: Path) -> None:
-    """Write one file for each process, also if it ends by os._exit."""
+    """Write one file for each process, even if it ends by os._exit."""
     leave = os._exit
 
     def write() -> None:

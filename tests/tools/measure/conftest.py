@@ -19,7 +19,7 @@ TIMED = (advisor, before_after, suite, selection, ladder, compare, tuner)
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites measure few, short blocks: the differences in tests are far above the noise."""
+    """Measure only a few short blocks, because the differences in tests are far above the noise."""
     monkeypatch.setattr(suite, "ROUNDS", (3, 4))
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
 

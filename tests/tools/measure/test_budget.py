@@ -152,7 +152,7 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
 def test_no_variant_exceeds_the_budget(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool], budget_s: float
 ) -> None:
-    """Exceptions: the start of the baseline, which is always needed, and a last block that takes longer than before."""
+    """Only the start of the baseline, which is always needed, and a last block may exceed it."""
     starts, update_s, noise, compiling, together = costs
 
     trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, interleave=together)

@@ -221,7 +221,7 @@ def test_variants_that_do_not_fit_into_memory_together_run_in_turn(comparison: C
 
 @pytest.mark.slow
 def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This shows differences between processes that run the same code."""
+    """Restarts show differences between processes that run the same code."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
     before, folders = comparison.num_started, set(comparison.folder.glob("variant-*"))
 
@@ -380,7 +380,7 @@ def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison:
 def test_available_cores_are_limited_by_affinity_and_cgroup(
     comparison: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container with little memory, variants that would fit on the machine are not started together."""
+    """In a container with little memory, variants are not started together even if the machine had room for them."""
     assert 0 < trials.num_cores <= psutil.cpu_count()
     monkeypatch.setattr(
         host, "cgroup_memory_limit", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26)

@@ -1,4 +1,4 @@
-"""Plots of results: they show the measured values, and all text is readable."""
+"""Plots of results show the measured values, and all text is readable."""
 
 from __future__ import annotations
 

@@ -422,7 +422,7 @@ def build(*, a: int = 1):
 def test_settings_of_a_task_are_tuned_and_the_written_profile_applies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes a phase with a separate size: the sizes of the other phases do not change."""
+    """If one phase has a separate size, the sizes of the other phases do not change."""
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "two.py"
     task.write_text(PHASES)

@@ -1,4 +1,4 @@
-"""Weight sketches: they preserve lengths and angles, whatever the order, shape and number of the weights."""
+"""Weight sketches preserve lengths and angles, whatever the order, shape and number of the weights."""
 
 from __future__ import annotations
 

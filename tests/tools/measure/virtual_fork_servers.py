@@ -1,4 +1,4 @@
-"""Fork servers that are forks of one process that has imported torch and that uses virtual time only.
+"""Fork servers that are forks of one process, which has imported torch and uses only virtual time.
 
 tests/tools/measure/test_compare.py also uses real fork servers, which are separate processes with the real clock.
 """

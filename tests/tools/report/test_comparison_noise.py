@@ -1,4 +1,4 @@
-"""A comparison states which differences are within the noise of other seeds, and of the rows."""
+"""A comparison states which differences are within the noise between seeds or between rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain network of configurable width and depth: the bottleneck is in the settings it is trained with.
+"""A plain network of configurable width and depth. The bottleneck is in its training settings.
 
 pass_ms  milliseconds that each micro-batch takes in addition to its computation
 """

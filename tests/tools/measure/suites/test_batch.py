@@ -61,7 +61,7 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_no_size_is_recommended_for_models_with_batch_norm(tmp_path: Path) -> None:
-    """Their statistics depend on the micro-batch, so another size would change the results."""
+    """Batch norm statistics depend on the micro-batch, so another size would change the results."""
     result = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
 
     assert float(str(rows(result)[16, 4]["samples/s"])) < float(str(rows(result)[16, 8]["samples/s"]))
@@ -72,7 +72,7 @@ def test_no_size_is_recommended_for_models_with_batch_norm(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_a_setting_that_changes_the_training_is_measured_but_not_recommended(tmp_path: Path) -> None:
-    """An update of twice the samples takes the same time, but changes the training."""
+    """An update with twice as many samples takes the same time, but changes the training."""
     result = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
 
     assert result.data["recommended_micro_batch_size"] == 16

@@ -52,7 +52,7 @@ def test_two_names_of_a_gpu_are_one_device() -> None:
 
 @pytest.fixture
 def slow_clock(planted: Planted) -> Iterator[None]:
-    """Make readings of the clock slow, so that blocks of updates that take no other time have few updates."""
+    """Make readings of the clock slow, so that blocks have few updates even if these take no other time."""
     planted.read_s = 5e-3
     yield
     planted.read_s = READ_S
@@ -110,7 +110,7 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_any_task_can_be_compared_by_batch_size(tmp_path: Path) -> None:
-    """It has no statistics pass, and its samples have one size."""
+    """The task has no statistics pass, and all its samples have the same size."""
     task = tmp_path / "plain.py"
     task.write_text(PLAIN)
     found = run(asked("devices", tmp_path, task, devices="cpu:1,cpu:2", batches="8,2"))

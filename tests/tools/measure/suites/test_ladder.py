@@ -216,7 +216,7 @@ def place_on(device: str, comparison: object = None) -> MeasurementContext:
 
 
 def test_float16_starts_last_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
-    """On a CPU its updates take ten times as long, so its start would use the time of the others."""
+    """On a CPU, its updates take ten times as long, so starting it earlier would use the time of the others."""
     asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
 
@@ -511,7 +511,7 @@ def test_steps_are_sampled_evenly_from_beginning_to_end(num: int, kept: tuple[fl
 
 @pytest.mark.slow
 def test_techniques_for_which_no_time_is_left_are_reported_as_untried(tmp_path: Path, config_dir: Path) -> None:
-    """It is not an error that they were not tried: a larger budget tries them."""
+    """That they were not tried is not an error: a larger budget would try them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
     wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)
 

@@ -59,7 +59,7 @@ class Alone(Comparison):
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_time")  # stages do not take part in the collectives that synchronize virtual clocks
 def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one micro-batch per update, each stage would always wait for the other."""
+    """With a single micro-batch per update, each stage would always wait for the other."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.01)
     monkeypatch.setattr(parallelism, "Comparison", Alone)
 
