@@ -8,7 +8,7 @@ from runner.tools.doctor import gpu_checks, host_checks, software, storage
 from runner.tools.doctor.findings import DoctorCheck, late_check
 
 CHECKS: Mapping[str, DoctorCheck] = {
-    "python": DoctorCheck(software.python, "accel-run needs features of newer versions"),
+    "python": DoctorCheck(software.python, "accel-run uses features that older versions lack"),
     "cpu": DoctorCheck(host_checks.cpu, "data loaders and all work outside the GPU run on CPU cores"),
     "memory": DoctorCheck(host_checks.memory, "a run that exceeds these limits is killed"),
     "limits": DoctorCheck(host_checks.limits, "a run that reaches a system limit ends with exit 71"),
