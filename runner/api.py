@@ -225,7 +225,7 @@ def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[st
 
 
 def _refuse_recursion(files: Sequence[Path]) -> None:
-    """Raise ConfigError for a call in one of these task files while it is imported."""
+    """Raise ConfigError if one of these task files makes the call while it is imported."""
     if files:
         what = "calls accel-run when it is imported, so each process that imports it would start another run"
         raise ConfigError(Problem(what, str(files[0]), 'call it under: if __name__ == "__main__":'))

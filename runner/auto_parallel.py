@@ -66,8 +66,8 @@ def auto_parallelize(
                          GPU of this process: the device bound to its process group, else torch's current device, else
                          the one with the index LOCAL_RANK
     layers               modules whose composition is the model; None: the children of an nn.Sequential
-    example              inputs of one call of the model, from which the memory of activations is measured; None: not
-                         included
+    example              inputs of one call of the model, from which the memory of activations is measured; None:
+                         activations are not included
     capacities           memory of each device in bytes; None: all of it
     bytes_per_parameter  size of a parameter with its gradient and optimizer state; 16: float32 with AdamW
     headroom             fraction of each device's memory that is left free

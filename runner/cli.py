@@ -202,7 +202,7 @@ def _unknown_command(argv: Sequence[str]) -> AccelRunError:
 
 @contextmanager
 def _exit_on_signals(final_code: list[int], *, is_resumable: bool, for_good: bool) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with code 130; also SIGUSR1, unless the command is resumable.
+    """Make Ctrl-C, SIGTERM, SIGHUP and, unless the command is resumable, SIGUSR1 exit at once with code 130.
 
     This also works during imports, where a KeyboardInterrupt may be lost. A run installs its own handlers before it
     has anything to save. SIGINT remains ignored if a shell has started the program in the background.

@@ -23,7 +23,7 @@ LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 PACE = "it_per_s"
 MIN_BAR_COLUMNS, MAX_BAR_COLUMNS = 6, 24
-MAX_RANK_BEFORE_BAR = 3  # figures of ranks 0 (most important) to 3 take precedence over the bar
+MAX_PRIORITY_BEFORE_BAR = 3  # figures with priority 0 (most important) to 3 are shown even if the bar is not
 
 
 class ProgressDisplay:
@@ -164,7 +164,7 @@ class Bar(ProgressDisplay):
         self._live, self._next_s = None, float("inf")
 
     def _draw(self, do: Callable[[Live], None]) -> None:
-        """Draw; after the terminal is gone, do nothing."""
+        """Draw, or do nothing if the terminal is gone."""
         if self._live is not None and not self._console.draw(partial(do, self._live)):
             self._live, self._next_s = None, float("inf")
 
@@ -181,8 +181,8 @@ class Bar(ProgressDisplay):
             )
         for name, value in values.items():
             if value is not None and name != PACE:
-                text, rank = _format_figure(name.rpartition("/")[2], value)
-                figures.append(self._pad_figure(name, (text.replace("items/s", f"{self._item}s/s"), rank)))
+                text, priority = _format_figure(name.rpartition("/")[2], value)
+                figures.append(self._pad_figure(name, (text.replace("items/s", f"{self._item}s/s"), priority)))
         if pace or "ETA" in self._widths:  # its space is kept after the last update
             eta = f"ETA {_format_duration((self._total - update) / pace)}" if pace and update < self._total else ""
             figures.append(self._pad_figure("ETA", (eta, 1)))
@@ -192,7 +192,7 @@ class Bar(ProgressDisplay):
         columns = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, width // 10))
         while len(figures) > 1:
             least_important = max(figures, key=lambda figure: figure[1])
-            bar = columns + 1 if least_important[1] > MAX_RANK_BEFORE_BAR else 0
+            bar = columns + 1 if least_important[1] > MAX_PRIORITY_BEFORE_BAR else 0
             if _total_width(percent, figures) + bar <= width:
                 break
             figures.remove(least_important)
@@ -207,9 +207,9 @@ class Bar(ProgressDisplay):
 
     def _pad_figure(self, name: str, figure: tuple[str, int]) -> tuple[str, int]:
         """Pad the figure to the width of its widest text so far."""
-        text, rank = figure
+        text, priority = figure
         self._widths[name] = max(self._widths.get(name, 0), len(text))
-        return text.ljust(self._widths[name]), rank
+        return text.ljust(self._widths[name]), priority
 
 
 class TerminalConsole(Console):
@@ -236,8 +236,8 @@ class TerminalConsole(Console):
 def _format_figure(name: str, value: float) -> tuple[str, int]:
     if name not in FIGURES:
         return f"{name} {value:.4g}", 9
-    pattern, rank = FIGURES[name]
-    return pattern.format(value), rank
+    pattern, priority = FIGURES[name]
+    return pattern.format(value), priority
 
 
 def _total_width(percent: str, figures: list[tuple[str, int]]) -> int:

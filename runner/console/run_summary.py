@@ -80,7 +80,7 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Where the time of the last process of a run went.
+    """How the last process of a run spent its time.
 
     total_s       seconds from start to end
     parts_s       part -> seconds
@@ -127,7 +127,7 @@ class LearnedMetrics:
         yield from (f"{name}: baseline {self.baselines[name]:.4g}" for name, owner in owners.items() if owner is None)
 
     def _metric_of(self, baseline: str) -> str | None:
-        """Return the metric of a baseline: the longest one whose name is that of the baseline, suffix excluded."""
+        """Return the metric of a baseline: the longest metric name that equals the baseline's name without a suffix."""
         names = [metric for metric in self.metrics if baseline == metric or baseline.startswith(f"{metric}_")]
         return max(names, key=len, default=None)
 

@@ -61,7 +61,7 @@ def predict_needs(
     """Return the memory demand of every phase on the devices of the inventory.
 
     The full share of a rank is traced first. If it does not fit, a micro-batch of one sample is traced too, so that
-    other sizes can be interpolated, and then the size that is predicted to fit, until a trace confirms it.
+    other sizes can be interpolated. Then sizes that are predicted to fit are traced, until a trace confirms one.
 
     alternatives  always trace a second size, so that larger ones can be suggested; if the run does not fit, also trace
                   sizes that do, because the memory that a GPU's allocator reserves is not linear in the size
@@ -120,11 +120,11 @@ def _is_pipeline(plan: Plan) -> bool:
 def _trace_pipelines(
     configuration: Configuration, plan_with: PlanWith, plan: Plan, single: MemoryNeeds, *, alternatives: bool
 ) -> MemoryNeeds:
-    """Return the result of `_trace_pipeline`; with stages=auto, for each number of stages that can hold the layers.
+    """Return the result of `_trace_pipeline`; with stages=auto, the results for each possible number of stages.
 
-    A number whose stages cannot be traced is omitted, unless none can be traced: nothing is known about its memory.
-    The demand of the phases is then that of the chosen number.
-    Raises what `_trace_pipeline` raises, ConfigError only if no number is possible.
+    A number whose stages cannot be traced is omitted, because its memory is unknown, unless none can be traced. With
+    stages=auto, the demand of the phases is that of the chosen number.
+    Raises the exceptions of `_trace_pipeline`, but ConfigError only if no number is possible.
     """
     choice, for_auto = configuration.choices["parallelism"], configuration.for_auto
     requested = choice.options.get("stages", for_auto.get("parallelism.stages", "auto"))
@@ -155,7 +155,7 @@ def _trace_pipelines(
 
 
 def _with_one_reading_time(by_stages: Mapping[int, MemoryNeeds]) -> dict[int, MemoryNeeds]:
-    """Return the needs with the reading times of the first ones, so that their predicted times can be compared."""
+    """Return all needs with the reading times of the first, so that their predicted times can be compared."""
     measured = next(iter(by_stages.values())).demands
     return {
         stages: dataclasses.replace(

@@ -318,7 +318,7 @@ def record_layers(recorder: AllocationRecorder, model: nn.Module) -> Iterator[No
         if isinstance(module, CONVOLUTIONS):
             recorder.convolved.add((recorder.layers[-1], tuple(inputs[0].shape[1:])))
         if isinstance(module, nn.LSTM) and any(isinstance(weight, FakeTensor) for weight in module.parameters()):
-            raise NotTraceable("an LSTM uses another kernel with fake weights")
+            raise NotTraceable("an LSTM uses a different kernel with fake weights")
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
         recorder.layers.pop()
@@ -378,7 +378,7 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-# On a GPU, these operators launch no kernel, nor do views and operators of `prim`. Any other counts as one launch,
+# On a GPU, these operators launch no kernel, nor do views and operators of `prim`. Any other operator counts as one,
 # although some operators launch several kernels.
 _WITHOUT_KERNEL = {
     _aten.empty,

@@ -52,8 +52,8 @@ class Forecast:
 
     Exit the context to free the memory.
 
-    If a model cannot be traced on fake weights, but the machine has enough memory, it is built with real weights and
-    measured with few samples, which the result states. Otherwise, `trace` raises NotTraceable.
+    If a model cannot be traced on fake weights, but the machine has enough memory, the model is built with real weights
+    and measured with few samples, and the result states this. Otherwise, `trace` raises NotTraceable.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Forecast:
         return [dataclasses.replace(traced, recompute=chosen) for traced in trace_with(chosen)]
 
     def _excess_bytes(self, traced: Traced) -> int:
-        """Return by how many bytes the predicted memory exceeds that of the device; of all ranks, the largest number.
+        """Return by how many bytes the predicted memory exceeds the device's; the maximum over all ranks.
 
-        Options of fsdp that are `auto` count as those that need the least memory, because the plan then chooses these.
+        Options of fsdp that are `auto` are assumed to be those that need the least memory, which the plan would choose.
         """
         plan, choices = self.full_plan, self.configuration.choices
         demand = Demand.from_traces([traced], AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
@@ -227,7 +227,7 @@ class Forecast:
     def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Measure a few samples and scale the result to the requested size."""
         measured = min(size, NUM_MEASURED)
-        why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and multiplied"
+        why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and scaled"
         return scale_trace(self._trace_phase(phase, measured, recompute), size / measured, size, why_not)
 
 

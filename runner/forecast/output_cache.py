@@ -118,7 +118,7 @@ class OutputCache:
 
 
 class CachingFakeMode(FakeTensorMode):
-    """A mode in which fake tensors are computed, with a cache of the operations into which torch decomposes others.
+    """A mode that computes fake tensors, and caches the operations into which torch decomposes other operations.
 
     Gradients of a group norm, for example, consist of fifty operations.
     """

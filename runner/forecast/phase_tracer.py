@@ -47,7 +47,7 @@ class PhaseTracer:
     """Trace one phase with one micro-batch size."""
 
     def __init__(self, parts: Parts, phase: PhasePlan, fake_run: FakeRun, prefetches: bool, caveat: str = "") -> None:
-        self.caveat = caveat  # why a run may need more than what is traced
+        self.caveat = caveat  # why a run may need more memory than is traced
         self.parts, self.phase, self.fake_run, self.prefetches = parts, phase, fake_run, prefetches
         self.recorder = fake_run.recorder = AllocationRecorder()
         self.saved_blocks: list[StorageBlock] = []  # activations of the latest forward pass
@@ -132,7 +132,7 @@ class PhaseTracer:
         """Do nothing: a hook for subclasses, called before each micro-batch is recorded."""
 
     def _check_traceable(self) -> None:
-        """Raise NotTraceable if the task caught that exception, because a real run would not take the same path."""
+        """Raise NotTraceable again if the task caught it, because a real run would not take the same path."""
         if self.fake_run.untraceable:
             raise NotTraceable(self.fake_run.untraceable)
 
@@ -262,8 +262,8 @@ class PhaseTracer:
         least, most = min(self.batches, default=0), max(self.batches, default=0)
         if least < most:
             samples = self.phase.batch.micro_batch_size
-            sizes = f"batches of {samples} have {format_bytes(least)} to {format_bytes(most)}"
-            return f"{sizes}, and larger ones than the traced batch need more"
+            sizes = f"batches of {samples} take {format_bytes(least)} to {format_bytes(most)}"
+            return f"{sizes}, and batches larger than the traced one need more memory"
         return self.caveat
 
 

@@ -22,7 +22,7 @@ from runner.plan.run_plan import Plan, rank_part
 from runner.plan.update_time import find_rank_rates, predict_training_time
 
 Overrides = tuple[str, ...]
-MAX_CPU_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
+MAX_CPU_S = 5.0  # CPU seconds; no trace is started that would exceed this if it took as long as the longest so far
 
 
 def find_changes(
@@ -83,7 +83,7 @@ def _candidates(
     configuration: Configuration, inventory: Inventory, plan: Plan, needs: MemoryNeeds
 ) -> Iterator[Overrides]:
     """Yield settings that reduce memory: first those that need no trace, then those with the largest effect."""
-    if not any(rank.is_gpu for rank in plan.ranks):  # there, auto does not depend on the memory
+    if not any(rank.is_gpu for rank in plan.ranks):  # on a CPU, auto does not depend on memory
         if size := _find_fitting_size(plan, needs):
             yield (format_size_setting(plan, plan.batch, size),)
     elif any(phase.micro_batch_size != "auto" for phase in configuration.phases):

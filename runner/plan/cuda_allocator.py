@@ -30,7 +30,7 @@ NOT_MODELLED = {
 class AllocatorSettings:
     """Settings of torch's allocator that affect reserved memory.
 
-    expandable   each pool has one segment, which grows by pages, instead of many of fixed size
+    expandable   each pool has one segment, which grows by pages, instead of many segments of fixed size
     fraction     fraction of the GPU's memory that the process may use
     is_modelled  whether the model covers all settings that affect reserved memory
     """

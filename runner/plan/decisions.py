@@ -1,4 +1,4 @@
-"""Decisions of the planner so far, and how a rule changes them."""
+"""The planner's decisions so far, and the methods with which rules change them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Decisions:
     needs     memory demand of training; None if it was not traced
     num_sharing  number of ranks that share the cores of the inventory; None: the ranks whose GPUs it contains
     copy_size    the value for parallelism.shard_size=auto or stages=auto; None: a rule chooses it
-    copy_sizes   values for it whose times should be compared, in ascending order; the rule has chosen the first
+    copy_sizes   possible values of copy_size whose predicted times are compared, ascending; the rule chose the first
     choices   group -> choice; `auto` is replaced by `choose` and `set`
     problems  reported together at the end
     """
@@ -39,7 +39,7 @@ class Decisions:
         self.problems: list[Problem] = []
 
     def choose(self, group: str, name: str, reason: str) -> None:
-        """Replace `auto` or an unsupported option by `name`; keys set by the user are kept."""
+        """Replace `auto` or an unsupported option with `name`; keys set by the user are kept."""
         signature = find_signature(group, name)
         options = default_values(signature.keys) if signature else {}
         for_auto = self.configuration.for_auto
@@ -61,11 +61,11 @@ class Decisions:
         self.reasons[f"{group}.{key}"] = reason
 
     def reject_or_replace(self, group: str, why: str, instead: str, reason: str, fix: str = "") -> None:
-        """Record a problem if the user has set the option; otherwise replace it by `instead` and add a note.
+        """Record a problem if the user has set the option; otherwise replace it with `instead` and add a note.
 
         why     why the option is not supported
         reason  shown as the reason of `instead`
-        fix     of the problem; empty: use `instead` or auto
+        fix     fix for the problem; empty: suggest `instead` or auto
         """
         name = self.choices[group].name
         if self.configuration.is_set_by_user(group):

@@ -118,7 +118,7 @@ class Inventory:
 
     devices  GPUs in torch's order, then unusable ones with the reason
     no_gpu   why there are no devices; empty if there are some
-    no_cpu_compiler, no_gpu_compiler  why TorchInductor cannot compile for the CPU, for CUDA; None if it can, or if the
+    no_cpu_compiler, no_gpu_compiler  why TorchInductor cannot compile for the CPU or CUDA; None if it can, or if the
                                       machine is not present
     notes    messages for the user: missing libraries, limits, devices that do not respond
     """
@@ -160,7 +160,7 @@ def take_inventory() -> Inventory:
     """Take the inventory of this machine. A missing library, driver or permission becomes a reason, not an exception.
 
     Imports torch. If torch is built for GPUs, they are queried in a subprocess, so that CUDA is not initialized in
-    this process and it can still be forked.
+    this process, which can then still be forked.
     Raises SystemLimit if Linux has no /proc, which has the information about memory, cores and processes.
     """
     if not os.access("/proc/meminfo", os.R_OK):
@@ -204,8 +204,8 @@ def inventory_from_profile(
 ) -> Inventory:
     """Return the inventory of a machine that is not present, from the `hardware:` facts of the profile in `file`.
 
-    A profile describes GPUs only. CPU and versions are those of `this_machine`, with a note; without it, they
-    are one core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
+    A profile describes only GPUs. CPU and versions are those of `this_machine`, with a note; if it is None, there is
+    one core, and memory and versions are unknown. Raises ConfigError with all missing facts and those of a wrong type.
     """
     problems: list[Problem] = []
     gpu_facts = [device for device in facts.get("devices") or () if device.get("kind", "cuda") != "cpu"]
@@ -324,7 +324,7 @@ def _explain_missing_kernels(device: TorchDevice, torch_view: TorchView) -> str:
     major, minor = device.capability
     return (
         f"this torch build ({torch_view.version}) has no kernels for capability {major}.{minor}, "
-        f"only for {', '.join(torch_view.architectures)}: install a build that has"
+        f"only for {', '.join(torch_view.architectures)}: install a build that has them"
     )
 
 

@@ -1,4 +1,4 @@
-"""Predict the memory of a run on a device, part by part, whether it fits, and the largest micro-batch that fits.
+"""Predict the memory of a run on a device by part, whether the run fits, and the largest micro-batch that fits.
 
 The input is a trace on the CPU (runner.plan.memory_trace). For a device, it is combined with a model of the allocator
 (runner.plan.cuda_allocator), the rank's part in each strategy, and the memory of libraries (overhead.yaml).
@@ -150,7 +150,7 @@ class Demand:
         )
 
     def _add_accumulated(self, point: TracedPoint) -> TracedPoint:
-        """Return the point for one of several micro-batches, with all accumulated gradients and a new one."""
+        """Return the point if the micro-batch is one of several: with all accumulated gradients and a new one."""
         if not point.is_whole:
             return point
         peak = point.peak
@@ -218,7 +218,7 @@ def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
 
     Fewer samples need no more memory; with more samples, everything that may depend on their number grows.
 
-    Activations that do not depend on the samples, such as weight copies in a 16-bit format, are not distinguished.
+    Activations that do not depend on the samples, such as weight copies in a 16-bit format, are scaled as well.
     """
     factor = samples / point.micro_batch_size
     more = max(1.0, factor)
@@ -242,7 +242,7 @@ def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
 class RankPart:
     """The part of the model and batch on a rank, by strategy and number of ranks.
 
-    share       largest share of an update of any rank, which may consist of several micro-batches; 0: one micro-batch
+    share       largest share of an update on any rank, which may consist of several micro-batches; 0: one micro-batch
     reshards    fsdp frees blocks after the forward pass
     gathers_model     fsdp gathers the whole model for evaluations
     shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
@@ -302,7 +302,7 @@ class RankPart:
 
 
 def num_stages(options: Mapping[str, Any], count: int) -> int:
-    """Return the stages of a pipeline over `count` ranks: all ranks if the requested number does not divide them."""
+    """Return the number of stages of a pipeline on `count` ranks; `count` unless the requested number divides it."""
     stages = options.get("stages")
     return stages if isinstance(stages, int) and count % stages == 0 else count
 
@@ -334,7 +334,7 @@ def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPar
     """Return the predicted peak memory of the rank's device at this micro-batch size.
 
     ddp and several pipelines add a permanent bucket for every gradient. A pipeline rank was traced with its layers;
-    otherwise it is assumed to have an even part of the model. For fsdp, see `_shard_sizes`.
+    otherwise, it is assumed to hold an equal part of the model. For fsdp, see `_shard_sizes`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as implemented
     in runner/distributed/.
     """
@@ -376,8 +376,8 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     unless they are reduced after each micro-batch. An evaluation has neither gradients nor saved activations; it
     gathers all parameters, or as many as a training pass.
 
-    The peak with gradients g(t) / count is convex in 1 / count. So it is at most on the line between the peak without
-    gradients (1 / count = 0) and the peak with unsharded ones (1 / count = 1).
+    The peak with gradients g(t) / count is convex in 1 / count. It is therefore on or below the line between the peak
+    without gradients (1 / count = 0) and the peak with unsharded ones (1 / count = 1).
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
     """
     peak, count = point.peak, part.shard_size or part.count
@@ -490,7 +490,7 @@ class MemoryNeeds:
         )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: RankPart) -> bool:
-        """Return whether a micro-batch of each rank's number of samples fits its device in every phase."""
+        """Return whether a micro-batch of `samples[rank]` samples fits the device of each rank in every phase."""
         return all(
             predict_memory(demand, size, rank, part.for_rank(number)).fits
             for demand in self.demands.values()
@@ -498,7 +498,7 @@ class MemoryNeeds:
         )
 
     def largest(self, samples: int) -> Demand:
-        """Return the demand of the phase that needs most memory."""
+        """Return the demand of the phase that needs the most memory."""
         return max(self.demands.values(), key=lambda demand: demand.at(samples).peak.total)
 
 

@@ -1,4 +1,4 @@
-"""Memory and work of a configuration, as traced on the CPU; other modules predict those of a device from them.
+"""Memory and work of a configuration, traced on the CPU. Other modules predict from them those on a device.
 
 Does not import torch, because the plan also uses it for machines that are not present.
 """
@@ -166,13 +166,13 @@ def choose_recomputed_blocks(blocks: Sequence[Layer], peak_bytes: Callable[[Bloc
     """Return the indices of the blocks to recompute so that the run needs at most `limit` bytes.
 
     Blocks that free the most bytes per recomputed operation come first. Ties go to the earlier block, because the
-    backward pass reaches it later, when the activations of later blocks have been freed. Returns all blocks if
-    recomputing all of them exceeds the limit; that fewer blocks could then have a lower peak is not considered.
+    backward pass reaches it later, when the activations of later blocks have been freed. Returns all blocks if the run
+    exceeds the limit even then, although fewer blocks could have a lower peak.
 
     blocks      blocks in the order of the forward pass
-    peak_bytes  block indices -> peak bytes if these are recomputed. A call traces the run, so the most frequent answers
-                come first: no block, then all blocks. Otherwise, two numbers of blocks are chosen by interpolation,
-                which finds the result if the peak falls with the saved activations, and further ones by bisection
+    peak_bytes  block indices -> peak bytes if these are recomputed. A call traces the run, so the most frequent results
+                are tried first: no block, then all blocks. The next two numbers of blocks are interpolated, which finds
+                the result if the peak falls linearly with the saved activations; bisection chooses further numbers
     """
     costs = [block.flops / max(1, block.activations) for block in blocks]
     order = sorted(range(len(blocks)), key=costs.__getitem__)

@@ -70,12 +70,12 @@ def make_plan(
 
 
 def _choose_copy_size(candidates: Sequence[tuple[Plan, MemoryNeeds]], rates: Mapping[str, DeviceRates]) -> Plan:
-    """Return the fastest plan that fits; the first one that fits if a time is unknown, and the last if none fits.
+    """Return the fastest plan that fits, the first one that fits if a time is unknown, or the last one if none fits.
 
     candidates  plans with different numbers of ranks per copy of the model, in ascending order, and their needs
     """
     key = "stages" if candidates[0][0].choices["parallelism"].uses("pipeline") else "shard_size"
-    candidates = [each for each in candidates if each[0].memory] or candidates  # without unknown memory
+    candidates = [each for each in candidates if each[0].memory] or candidates  # only those with known memory
     fitting, too_large = [], []
     for plan, needs in candidates:
         size = str(plan.choices["parallelism"].options[key])
@@ -144,7 +144,7 @@ def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
 
 
 def plan_one_rank(configuration: Configuration, inventory: Inventory, plan: Plan, rank: int) -> Plan:
-    """Return the plan of one rank of `plan` alone, in the number format of all ranks."""
+    """Return the plan of a run on only one rank of `plan`, with the number format that all ranks use."""
     choices = {**configuration.choices, "precision": plan.choices["precision"]}
     return make_plan(dataclasses.replace(configuration, choices=choices), inventory, [plan.ranks[rank]])
 
@@ -163,7 +163,7 @@ def should_trace_memory(
 
     A trace is needed to choose the blocks to recompute and, on a GPU, a strategy, the ranks per copy of the model, a
     micro-batch size or a backend.
-    Otherwise nothing is traced, so that the run starts sooner. Raises what `make_plan` raises.
+    Otherwise nothing is traced, so that the run starts sooner. Raises the exceptions of `make_plan`.
     """
     parallelism, memory = configuration.choices["parallelism"], configuration.choices["memory"]
     values = (parallelism.function, parallelism.options.get("shard_size"), configuration.choices["backend"].function)
@@ -215,7 +215,7 @@ def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 def _describe_cluster(configuration: Configuration) -> tuple[object, int | None]:
-    """Return how many ranks to plan for, and the GPUs of a machine (None: unknown): those of the launcher, if any."""
+    """Return the number of ranks to plan for, and of GPUs per machine (None: unknown): the launcher's, if any."""
     launcher = configuration.choices["launcher"].options
     if gpus := launcher.get("gpus_per_node", 0):
         return gpus * launcher.get("nodes", 1), gpus
@@ -333,7 +333,7 @@ class _Planner(Decisions):
     def _find_weakest(self, gpus: Sequence[Device | None]) -> Device | None:
         """Return the least capable GPU, None if there is none, and add a note if the GPUs differ in their formats.
 
-        All ranks must use one number format, because they add their gradients.
+        All ranks must use one number format, because their gradients are summed.
         """
         used = [gpu for gpu in gpus if gpu is not None]
         weakest = min(used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.formats.fp16), default=None)
@@ -358,7 +358,7 @@ class _Planner(Decisions):
 
     def _describe_missing(self, kind: str) -> str:
         no_gpu = self.inventory.no_gpu
-        if kind != "cuda":  # all reasons are about the GPUs of CUDA
+        if kind != "cuda":  # all reasons are about CUDA GPUs
             return ""
         return f": {no_gpu}" if no_gpu else self._describe_unusable("")
 
@@ -489,7 +489,7 @@ class _Planner(Decisions):
     def _equal_batches(self, total: int, micro: int | Literal["auto"], phase: str | None) -> Batch:
         """Return equal shares with at least one sample for each copy of the model.
 
-        Used by commands without updates, such as an evaluation, which need not divide an update.
+        Used by commands without updates, such as `evaluate`, which need not divide an update.
         """
         choice, count = self.choices["parallelism"], len(self.ranks)
         stages = num_stages(choice.options, count) if choice.uses("pipeline") and count > 1 else 1

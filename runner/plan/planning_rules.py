@@ -88,7 +88,7 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         if workers != "auto":
             limit, why = 0.0, "auto: num_workers is set"
         elif options["start_method"] != "fork":
-            limit, why = 0.0, "auto: spawned workers start slowly, so none is started only to measure"
+            limit, why = 0.0, "auto: spawned workers start slowly, so none is started just to measure"
         planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
         options = planner.choices["dataloader"].options
@@ -143,7 +143,7 @@ def _attention(planner: Decisions, gpu: Device | None) -> None:
             why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
         planner.reject_or_replace("attention", why, "efficient", "no flash kernel")
     elif name in ("efficient", "cudnn") and not gpu:
-        planner.reject_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
+        planner.reject_or_replace("attention", "has only GPU kernels", "auto", "no CPU kernel")
 
 
 def _backend(planner: Decisions, gpu: Device | None) -> None:
@@ -295,7 +295,7 @@ def _automatic_stages(planner: Decisions) -> tuple[int | str, str]:
     if decided is not None:
         stages, reason = decided
     elif not sizes:
-        is_other = needs is not None and needs.has_stages  # as after the loss of a rank
+        is_other = needs is not None and needs.has_stages  # for example, after a rank was lost
         stages, reason = count, f"memory was {'traced with another number of ranks' if is_other else 'not traced'}"
     else:
         planner.copy_sizes = tuple(sizes)
@@ -328,14 +328,17 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     if not _shards_fit(planner, part):
         return "all", f"auto: 1/{size} of the model does not fit a device"
     planner.copy_sizes = (size, "all")
-    return size, f"auto: each of {len(machines)} machines gathers parameters; only sums of gradients cross the network"
+    return (
+        size,
+        f"auto: parameters are gathered within each of {len(machines)} machines; only gradients cross the network",
+    )
 
 
 def _evaluation_of_shards(planner: Decisions) -> None:
     """Resolve parallelism.evaluation=auto.
 
-    The result is `sharded` if training does not fit with the whole model gathered, or only with sharded gradients, and
-    sharded evaluations avoid that.
+    If evaluations gather the whole model, training may not fit, or only with sharded gradients. The result is `sharded`
+    if that is the case, and sharded evaluations avoid it.
     """
     options = planner.choices["parallelism"].options
     if options["evaluation"] != "auto":

@@ -51,7 +51,7 @@ def format_prediction(
     """
     if not plan.memory:
         why = needs.why_not or "no phase trains"
-        return [_format_row("memory", f"not predicted: {why}; the summary of a run shows its peak")]
+        return [_format_row("memory", f"not predicted: {why}; the summary of a run shows the measured peak")]
     lines: list[str] = []
     phases = [phase for phase in plan.selected if phase.name in needs.demands]
     for phase in phases:
@@ -66,7 +66,12 @@ def format_prediction(
         lines += ["", "settings that would fit, fastest first (peak memory and time are estimates):"]
         lines += [f"{'peak':>9}  {'time':>7}  overrides", *map(str, changes)]
     elif not all(memory.prediction.fits for memory in plan.memory):
-        lines += ["", _format_row("advice", "no setting that was tried fits: use a smaller model or more memory")]
+        lines += [
+            "",
+            _format_row(
+                "advice", "none of the settings that were tried is enough: use a smaller model or more memory"
+            ),
+        ]
     if untried:
         lines += [_format_row("not tried", f"{', '.join(map(' '.join, untried))}: tracing them would take too long")]
     return [*lines, "", *_list_assumptions(plan, needs)]

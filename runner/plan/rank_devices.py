@@ -81,9 +81,9 @@ class RankDevice:
 
 
 def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> list[RankDevice]:
-    """Return the devices with the numbers of their machines, given the number of each rank on its machine.
+    """Return the devices with the numbers of their machines, which follow from the local ranks.
 
-    A rank with local number 0 starts a new machine, because launchers usually give consecutive numbers to the ranks of
+    A rank with local rank 0 starts a new machine, because launchers usually give consecutive numbers to the ranks of
     a machine. If a launcher does not, the machines appear to be unequal.
     """
     machines = accumulate(int(rank > 0 and local_rank == 0) for rank, local_rank in enumerate(local_ranks))
@@ -101,11 +101,11 @@ def copy_sizes(count: int) -> tuple[int, ...]:
 
 
 def find_wrong_world_size(parallelism: Choice, num_ranks: int) -> Problem | None:
-    """Return a problem if the user requests another number of ranks than another launcher starts."""
+    """Return a problem if the requested number of ranks differs from the number that another launcher started."""
     requested = parallelism.options.get("world_size", "auto")
     if num_ranks == 1 or requested in ("auto", num_ranks):  # a single process starts the requested number itself
         return None
-    what = f"must be the number of ranks that are started, {num_ranks}"
+    what = f"must equal the number of ranks that were started, {num_ranks}"
     fix = f"omit parallelism.world_size, or start {requested} rank{'s' * (requested != 1)}"
     return Problem(what, f"parallelism.world_size={requested}", fix)
 

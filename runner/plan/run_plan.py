@@ -185,7 +185,7 @@ class Plan:
         settings, phases = tree["settings"], tree["phases"]
         if not isinstance(settings["weights"], dict):  # earlier versions wrote the source alone
             settings = {**settings, "weights": {"source": settings["weights"]}}
-        sizes = ("global_batch_size", "micro_batch_size")  # earlier versions wrote them in the batch only
+        sizes = ("global_batch_size", "micro_batch_size")  # earlier versions wrote them only in the batch
         phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
         phase_keys = tree.get("phase_keys", tree.get("own_keys"))
         return decode_valid(Plan, {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys})
@@ -214,7 +214,7 @@ def format_rank_table(plan: Plan) -> list[str]:
 def rank_part(parallelism: Choice, phase: PhasePlan) -> RankPart:
     """Return the part of the model and of the batch on each rank in this phase.
 
-    A phase that fits statistics reads one micro-batch at a time, also in a pipeline.
+    A phase that fits statistics reads one micro-batch at a time, even in a pipeline.
     """
     batch = phase.batch
     passes = batch.accumulation_steps if phase.kind == "train" else 1

@@ -10,7 +10,7 @@ from runner.base.text import format_bytes
 from runner.plan.memory_fit import Demand, MemoryNeeds, RankPart, num_stages, predict_memory
 from runner.plan.rank_devices import RankDevice, copy_sizes, ranks_per_machine
 
-MAX_MEMORY_RATIO = 1.1  # largest memory relative to the smallest, for devices that are treated as equal
+MAX_MEMORY_RATIO = 1.1  # devices whose memory differs by at most this factor are treated as equal
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def choose_strategy(
             return Strategy("ddp", {}, f"{model_fits} devices ({demand}; available {available})")
         shares, why = "memory", "equal shares do not fit in one micro-batch"
         if fits_all("ddp", micro or share):
-            shares, why = "speed", "equal shares fit, so speed decides"
+            shares, why = "speed", "equal shares fit, so shares follow speed"
         return Strategy("ddp", {"shares": shares}, f"{model_fits} unequal devices; {why} ({demand})")
     too_large = f"auto: a replica needs {format_bytes(min_bytes)}, above {available}"
     if shards_fit and not are_unequal:
         return Strategy("fsdp", hybrid, f"{too_large}; a shard fits ({demand})")
     stages = [size for size in copy_sizes(count) if size <= (demand.model.num_layers or 0)]
     if stages and _fits_together(demand, samples, ranks, stages[-1]):
-        why = "even shards of fsdp do not fit"
+        why = "the equal shards of fsdp do not fit"
         if not can_shard:
             why = "this version of torch cannot shard over several ranks"
         elif are_unequal and shards_fit:
@@ -77,17 +77,17 @@ def choose_strategy(
             why = "fsdp shards evenly, which does not fit the smaller device"
         return Strategy("pipeline", {}, f"{too_large}; {why} ({demand})")
     if shards_fit:
-        return Strategy("fsdp", hybrid, f"{too_large}; even shards fit ({demand})")
+        return Strategy("fsdp", hybrid, f"{too_large}; equal shards fit ({demand})")
     micro_batch = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"
     memories = " + ".join(map(format_bytes, capacities))
-    reason = f"{micro_batch} needs {format_bytes(min_bytes)} ({demand}), the devices have {memories}"
+    reason = f"{micro_batch} needs {format_bytes(min_bytes)} ({demand}), but the devices have {memories}"
     hint = "" if demand.model.num_layers is not None else "; a task with layers() could be split unevenly"
     options = {"shares": "memory"} if are_unequal else {}
     return Strategy("ddp", options, f"auto: nothing fits: {reason}{hint}", fits=False)
 
 
 def _fits_together(demand: Demand, samples: int, ranks: Sequence[RankDevice], stages: int) -> bool:
-    """Return whether one copy of the model, split at layer boundaries, fits into the memory of each `stages` devices.
+    """Return whether one copy of the model, split at layer boundaries, fits each group of `stages` devices.
 
     The libraries take memory on each device. If the stages were traced, each device must be able to hold its layers.
     """

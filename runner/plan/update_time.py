@@ -5,8 +5,9 @@ products, convolutions and attention take the time of their operations or that o
 longer; all others take the time of their memory accesses. Bytes are counted per operator, without caches. Compiled code
 fuses operators of the second class, so it accesses fewer bytes.
 
-**Communication** is modeled as a ring over the slowest link between the ranks. What overlaps with computation is not
-added: `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
+**Communication** is modeled as a ring over the slowest link between the ranks. Only time that does
+not overlap with computation is added: `ddp` reduces buckets during the last backward pass, and `fsdp` gathers a block
+while the previous one computes.
 
 **Data loading** adds the time in which the device waits for samples; the time to read one is measured on this machine.
 
@@ -183,7 +184,7 @@ def make_ring(ranks: Sequence[DeviceRates]) -> Ring | None:
 
 
 def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | None:
-    """Return the ring of the ranks with the same shard, one of each group of `shard_size` ranks; None if unknown.
+    """Return the ring through the ranks with the same shard, one in each group of `shard_size` ranks; None if unknown.
 
     The rings of all shards share the network adapters of a machine.
     """
@@ -198,7 +199,7 @@ def make_ring_across(ranks: Sequence[DeviceRates], shard_size: int) -> Ring | No
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of an update: total seconds on the links, and exposed ones, in which computation waits for it."""
+    """Communication of an update: its total seconds, and the exposed seconds, in which computation waits for it."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -279,7 +280,7 @@ class Shards:
         return Traffic(total, passes * (outside + gather) + overlapped + reductions * (scatter + last))
 
     def copied_bytes(self, passes: int) -> float:
-        """Return the bytes that are copied from and to the buffers of collectives, read and written."""
+        """Return the bytes that are read and written to copy data into and out of the buffers of collectives."""
         gathered = passes * (self.outside + self.count * self.block * (1 + self.reshards))
         reductions = passes if self.reduces_each else 1
         return 2 * (gathered + reductions * (self.outside_gradients + self.count * self.block_gradients))
@@ -340,7 +341,7 @@ def predict_phase_time(
 
 
 def predict_training_time(plan: Plan, needs: MemoryNeeds, rates: Mapping[str, DeviceRates]) -> UpdateTime | None:
-    """Return the predicted times of one update of each phase that trains, together; None if one is unknown."""
+    """Return the predicted total time of one update of each phase that trains; None if one of them is unknown."""
     times = [
         predict_phase_time(plan, phase, needs.demands[phase.name], rates)
         for phase in plan.selected
@@ -425,7 +426,7 @@ class _Update:
     def _with_loading(self, parts: Sequence[Part], samples: int, host_s: float) -> UpdateTime:
         """Add the time in which the device waits for data, if it is known how long reading takes.
 
-        Workers read while the device computes. In the training process, reading and launching kernels take turns.
+        Workers read while the device computes. The training process itself cannot read and launch kernels at once.
         """
         time, read_s = UpdateTime(tuple(parts)), self.demand.read_s
         choice, workers = self.plan.choices["dataloader"], self.plan.num_workers
@@ -440,12 +441,12 @@ class _Update:
         readers = f"{workers} data worker{'s' * (workers > 1)}" if workers else "the training process"
         how = (
             f"reading takes {format_seconds(reading)} in {readers}, as measured on this machine;"
-            f" {format_seconds(hidden)} overlap"
+            f" {format_seconds(hidden)} overlap with computation"
         )
         return UpdateTime((*time.parts, Part(LOADING, reading - hidden, how)))
 
     def _host_time(self, work: ComputeCost, step: ComputeCost, rank: int) -> float:
-        """Return the seconds in which the host launches the kernels; 0 with `compile`: their number is unknown."""
+        """Return the seconds that the host takes to launch kernels; 0 with `compile`, as their number is unknown."""
         if not self.plan.ranks[rank].is_gpu or self.memory_factor != 1.0:
             return 0.0
         return UPDATE_HOST_S + (work.launches + step.launches) * self._launch_s

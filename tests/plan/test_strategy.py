@@ -53,11 +53,11 @@ def needs(demand: Demand) -> MemoryNeeds:
         (model(20), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(14), devices(11, 8), None, "pipeline", {}, "memory of the larger device unused"),
         (model(17), devices(11, 8), None, "pipeline", {}, "which does not fit the smaller device"),
-        (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
+        (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "equal shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
         (model(29), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if evaluations gather one block at a time
-        (model(30), devices(16, 16), None, "pipeline", {}, "even shards of fsdp do not fit"),
+        (model(30), devices(16, 16), None, "pipeline", {}, "the equal shards of fsdp do not fit"),
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(
@@ -79,10 +79,10 @@ def on_unequal_machines(*gib: float) -> list[RankDevice]:
 @pytest.mark.parametrize(
     ("need", "name", "options", "reason"),
     [
-        (model(4), "ddp", {"shares": "speed"}, "4 unequal devices; equal shares fit, so speed decides"),
+        (model(4), "ddp", {"shares": "speed"}, "4 unequal devices; equal shares fit, so shares follow speed"),
         (model(4, activations=1.2), "ddp", {"shares": "memory"}, "4 unequal devices; equal shares do not fit"),
         (model(20), "pipeline", {}, "memory of the larger device unused"),
-        (model(20, layers=None), "fsdp", {"shard_size": "auto"}, "even shards fit"),
+        (model(20, layers=None), "fsdp", {"shard_size": "auto"}, "equal shards fit"),
     ],
 )
 def test_machines_with_unequal_devices_get_unequal_parts(
