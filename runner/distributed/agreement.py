@@ -126,7 +126,7 @@ def _sums(tensor: Tensor, world: World) -> Tensor:
 
 
 def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two results of `_sums` are equal up to rounding: GPU types may add in different orders."""
+    """Return whether two results of `_sums` are equal up to rounding: different GPUs may add in different orders."""
     tolerance = 1e-12 * min(one[1], other[1])
     return all(
         abs(a - b) <= tolerance or a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)

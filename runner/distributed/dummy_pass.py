@@ -41,7 +41,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
 def run_dummy_pass(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
 
-    Only for models whose parameters are plain tensors. Gradients are computed and dropped, so infinite ones do no harm.
+    Only for models whose parameters are plain tensors. Gradients are computed and discarded, so they may be infinite.
     """
     with without_side_effects(passes.model):
         with passes.forward():

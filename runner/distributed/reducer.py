@@ -25,7 +25,7 @@ from runner.distributed.world import World
 SMALL_BYTES = 64 << 10  # up to this size, gradients are sent with the other sums: a second message takes longer
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
-# Replaces a tensor by its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
+# Replaces a tensor with its sum over the ranks. Returns an object with wait(), or None if the sum is complete.
 SumGradients = Callable[[Tensor], Any]
 MAX_ERROR = 0.25  # of a custom sum, relative to its largest element; a mean over 2 ranks instead of a sum has 0.5
 
@@ -243,7 +243,7 @@ class Reducer:
 
 
 class CustomSum:
-    """A function of a task file or a package that replaces gradients by their sum over the ranks.
+    """A function of a task file or a package that replaces gradients with their sum over the ranks.
 
     For each bucket, the results of all ranks are compared with each other and with an all-reduce, in each update until
     one has a sum that is finite and not zero. Copies of the model that receive different gradients would diverge. All
@@ -293,7 +293,7 @@ class CustomSum:
         """Raise TaskFault if a result was not the sum, or if the results of the ranks differed."""
         what = ""
         if self._error > MAX_ERROR:
-            what = f"must replace the gradients by their sum over the ranks; the error is {100 * self._error:.0f} %"
+            what = f"must replace the gradients with their sum over the ranks; the error is {100 * self._error:.0f} %"
         elif self._difference:
             what = "returns different gradients on different ranks"
         if what:

@@ -65,7 +65,7 @@ class DeferredModel:
 
     @contextmanager
     def materialized(self, layer: nn.Module) -> Iterator[None]:
-        """Replace a layer's deferred parameters inside the context by initialized ones on the CPU.
+        """Inside the context, replace a layer's deferred parameters with initialized ones on the CPU.
 
         The deferred parameters are not changed in place, because the graph of a pass may outlive the context.
         """

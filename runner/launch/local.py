@@ -506,5 +506,6 @@ OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the gra
 
 _RERUN_HINT = "run the same command again"
 _SIGNAL_HINTS: Mapping[str, str] = {
-    "SIGKILL": f"{_RERUN_HINT}; if memory was short (see `dmesg`), reduce dataloader.num_workers or micro_batch_size"
+    "SIGKILL": "run the command again; if memory was short (see `dmesg`), use a smaller dataloader.num_workers or"
+    " micro_batch_size"
 }

@@ -69,7 +69,7 @@ def sparkline(values: Sequence[float], columns: int) -> str:
 def machine_screen(view: View, columns: int, rows: int) -> Group:
     """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
-    rows  height of the terminal: processes that do not fit are replaced by a line with their number
+    rows  height of the terminal: a line states the number of processes that do not fit
     """
     notes = [Text(alert.text, style="bold red") for alert in view.alerts]
     notes += [Text(note, style="yellow") for note in view.notes]

@@ -21,7 +21,7 @@ class Decisions:
     num_sharing  number of ranks that share the cores of the inventory; None: the ranks whose GPUs it contains
     copy_size    the value for parallelism.shard_size=auto or stages=auto; None: a rule chooses it
     copy_sizes   possible values of copy_size whose predicted times are compared, ascending; the rule chose the first
-    choices   group -> choice; `auto` is replaced by `choose` and `set`
+    choices   group -> choice; `choose` and `set` replace `auto`
     problems  reported together at the end
     """
 

@@ -68,9 +68,7 @@ def format_prediction(
     elif not all(memory.prediction.fits for memory in plan.memory):
         lines += [
             "",
-            _format_row(
-                "advice", "none of the settings that were tried is enough: use a smaller model or more memory"
-            ),
+            _format_row("advice", "none of the settings that were tried is enough: use a smaller model or more memory"),
         ]
     if untried:
         lines += [_format_row("not tried", f"{', '.join(map(' '.join, untried))}: tracing them would take too long")]

@@ -94,7 +94,7 @@ FAULTS = {
         "        self.calls = 0\n",
         "        self.calls = 0\n        torch.nn.Sequential.get_extra_state = lambda self: {'calls': 0}\n",
         70,
-        "the model's state contains _extra_state, a dict: a checkpoint can store tensors only",
+        "the model's state contains _extra_state, a dict: a checkpoint can store only tensors",
     ),
     "no loss": Fault("def loss", "def los", 70, "Mine must define loss(model, batch) -> (loss_sum, num_items)"),
     "no dataset": Fault("def dataset", "def data", 70, "Mine must define dataset(split)"),

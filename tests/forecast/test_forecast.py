@@ -426,7 +426,7 @@ def test_convolutions_are_counted_and_repeated_shapes_are_recognized(script, tmp
     ("name", "task", "why_not"),
     [
         ("catching", CATCHING, "_local_scalar_dense"),  # the operation that cannot be traced
-        ("recurrent", RECURRENT, "an LSTM uses another kernel"),  # torch uses it for real weights only
+        ("recurrent", RECURRENT, "an LSTM uses a different kernel"),  # torch uses it for real weights only
     ],
 )
 def test_data_dependent_control_flow_is_measured(script, tmp_path, name, task, why_not):

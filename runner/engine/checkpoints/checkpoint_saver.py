@@ -203,7 +203,7 @@ class Saver:
                 )
 
     def is_due_by_time(self) -> bool:
-        """Return True if the save interval has elapsed and the writer is idle: waiting for it would block training.
+        """Return True if the save interval has elapsed and the writer is idle: waiting for the writer blocks training.
 
         Warns once if a write takes longer than the interval between saves.
         """

@@ -31,8 +31,8 @@ class Draws:
 class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give all samples the same random numbers, and raise before an operation changes a model parameter.
 
-    Every element of a tensor of random numbers is replaced by the first one; in the passes over the two halves, by the
-    first one drawn in the pass over the whole batch. Otherwise the numbers of a sample would depend on the size of its
+    Every element of a tensor of random numbers is replaced with the first one. In the passes over the two halves, it is
+    the first one of the pass over the whole batch. Otherwise, the numbers of a sample would depend on the size of its
     batch. Operations that draw sample indices are unchanged, because an index of the whole batch may not exist in a
     half. Fused kernels run without dropout.
     """

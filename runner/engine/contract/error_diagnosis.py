@@ -91,7 +91,7 @@ def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
         fix = "raise the limit with ulimit -u (in a container: pids), or reduce dataloader.num_workers"
         return SystemLimit(f"no more threads or processes can be started: {line}", where=what, fix=fix)
     if "DataLoader worker (pid" in text or _is_broken_worker_pipe(info):  # torch's message
-        fix = "run the same command again; if memory was short, reduce dataloader.num_workers"
+        fix = "run the command again; if memory was short, use a smaller dataloader.num_workers"
         return DataWorkerLost(f"a data worker died: {line or info.kind}", where=what, fix=fix)
     return None
 
@@ -130,7 +130,7 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
 
 
 def _disk_error(error: Exception, what: str) -> AccelRunError | None:
-    """Return the error for a failed file operation whose fix is known; for errors that the task did not cause."""
+    """Return the error for a failed file operation that the task did not cause, if its fix is known."""
     if not isinstance(error, OSError) or error.errno not in _DISK_FIXES:
         return None
     where = f"{what}: {error.filename}" if error.filename else what

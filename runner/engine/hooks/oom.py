@@ -119,7 +119,7 @@ class OutOfMemory(Hook):
         file = self._report_name(rank)
         self._warn(
             f"{'the GPU' if side == 'device' else 'the machine'} is out of memory in update {update + 1}{whose}"
-            f" ({place}): {numbers}. From now on updates run in {-(-share // size)} micro-batches of"
+            f" ({place}): {numbers}. From now on, updates run in {-(-share // size)} micro-batches of"
             f" {size} instead of {-(-share // before)} of {before}; this update is retried with the same samples."
             f" {file} lists the memory in use"
         )

@@ -175,7 +175,7 @@ def _check_state(model: nn.Module, source: Path) -> None:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise TaskFault(
-                f"the model's state contains {name}, a {type(value).__name__}: a checkpoint can store tensors only",
+                f"the model's state contains {name}, a {type(value).__name__}: a checkpoint can store only tensors",
                 where=str(source),
                 fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
             )

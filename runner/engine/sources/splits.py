@@ -127,7 +127,7 @@ class Splits:
         choice = self.plan.choices["dataloader"]
         problems = []
         if choice.location:
-            what = "is not supported for a stream: only the shipped loaders read it in order"
+            what = "is not supported for a stream: only the built-in loaders read it in order"
             problems.append(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
         elif choice.options["cache"] != "none":
             where = f"dataloader.cache={choice.options['cache']}"

@@ -300,5 +300,5 @@ def read_all_samples(source: StreamSource, limit: int | None, seed: int) -> list
     return samples
 
 
-RESTORE_ERROR = "load_state_dict does not restore its state: another sample follows"
+RESTORE_ERROR = "load_state_dict does not restore its state: a different sample follows"
 _MAX_IN_MEMORY = 100_000

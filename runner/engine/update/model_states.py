@@ -165,7 +165,7 @@ def _frozen_fault(key: _TensorKey) -> TaskFault:
     module, name = key
     return TaskFault(
         f"embed() or couple() changes {name}, a frozen parameter of {type(module).__name__}. embed() is called twice"
-        " for most micro-batches, so the first of the two changes must be undone. That is possible only if a frozen"
-        f" parameter changes already in the first update, and if all of them have at most {MAX_FROZEN_BYTES >> 30} GiB",
+        " for most micro-batches, so the first of the two changes must be undone. That is possible only if frozen"
+        f" parameters change in the first update already, and have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
         fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in after_update of a hook',
     )

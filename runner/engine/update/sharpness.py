@@ -101,7 +101,7 @@ class SharpnessSource(GradientSource):
         """Perturb the weights, and restore them on exit; the first gradients are freed.
 
         Weights are changed through `data`, which does not increment their version counters. A retry after an
-        out-of-memory error would take an incremented counter for a change by the task.
+        out-of-memory error would mistake an incremented counter for a change by the task.
         """
         moved = [weight for weight in self.weights if weight.grad is not None]
         values = [weight.data for weight in moved]

@@ -1,1 +1,1 @@
-"""Check what training needs on this machine, each item in a subprocess, and suggest fixes."""
+"""Check that this machine has what training needs, each check in a subprocess, and suggest fixes."""

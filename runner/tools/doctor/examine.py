@@ -71,7 +71,7 @@ class Examination:
         )
 
     def _inventory(self) -> Inventory:
-        """Return the inventory from the check of GPUs, or one without GPUs if the check failed."""
+        """Return the inventory from the `gpus` check, or one without GPUs if the check failed."""
         shared = self._shared_results.get("gpus")
         return Inventory.from_json(shared) if shared else Inventory((), read_cpu()[0])
 

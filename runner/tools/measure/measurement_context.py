@@ -148,7 +148,7 @@ def _count_events(updates: int, period: int | None) -> int | None:
 
 
 def complete_evidence(recorded: Evidence | None, now: Evidence) -> Evidence:
-    """Return the evidence of a run, with missing values replaced by current measurements.
+    """Return the evidence of a run, with current measurements for missing values.
 
     The recorded measurements of updates are used all together or not at all. They are not used if no update was
     recorded, or if the run has several training phases, of which only one is measured now.

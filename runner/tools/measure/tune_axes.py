@@ -43,7 +43,7 @@ class TuneTarget:
 
     configuration  configuration before tuning
     phase          phase whose updates are measured
-    attends        whether the model calls torch's attention
+    has_attention  whether the model calls torch's attention
     """
 
     request: Request
@@ -51,7 +51,7 @@ class TuneTarget:
     inventory: Inventory
     facts: Facts
     phase: str
-    attends: bool
+    has_attention: bool
 
     def offers(self, name: str) -> Callable[[Overrides], Offer]:
         """Return a function from the adopted settings to the candidates of an axis."""
@@ -236,7 +236,9 @@ def _propose_optimizer_kernels(state: TuneState) -> Proposed:
 
 
 def _propose_attention(state: TuneState) -> Proposed:
-    may_attend = state.target.attends or state.facts.values.get("compile") != "off"  # compiled models hide the calls
+    may_attend = (
+        state.target.has_attention or state.facts.values.get("compile") != "off"
+    )  # compiled models hide the calls
     return state.choices("attention") if may_attend else "the model does not call torch's attention"
 
 

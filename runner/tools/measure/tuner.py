@@ -95,10 +95,10 @@ def tune(request: Request, budget_s: float, log: LogFunction) -> TuneReport:
         log("measuring the current settings")
         with comparison.open_variant(Variant(BASELINE_NAME), CompareLimits(budget_s)) as (call, opened):
             now, probe = measure_evidence(call, opened, plan)
-            attends = bool(call({"do": "report"})["attention"])
+            has_attention = bool(call({"do": "report"})["attention"])
         facts = context.facts(now, opened, probe)
         phase = opened.opened["phase"]
-        target = TuneTarget(context.request, compose(request), context.inventory, facts, phase, attends)
+        target = TuneTarget(context.request, compose(request), context.inventory, facts, phase, has_attention)
         axes = [
             TuneAxis(name, target.offers(name), weight, fills_memory and facts.gpu is not None)
             for name, (_, weight, fills_memory) in AXES.items()

@@ -42,7 +42,7 @@ def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterato
         return
     if len(groups) == 1:
         if len(set(seeds[0])) == len(runs):
-            yield "the settings differ only in the seed: if code and data are the same, the metrics differ by noise"
+            yield "the settings differ only in the seed: with the same code and data, the metrics differ only by noise"
         return
     if freedom < _MIN_FREEDOM:
         unused = next(seed for seed in itertools.count(1) if str(seed) not in seeds[0])
@@ -89,7 +89,7 @@ def _includes(run: RunData, other: RunData) -> bool:
 
 
 def _group_by_settings(runs: Sequence[RunData]) -> Groups:
-    """Return the groups of runs whose task and settings are equal but for the seed; empty if settings are unknown."""
+    """Return the groups of runs whose task and settings differ only in the seed; empty if settings are unknown."""
     groups: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         if not run.settings:

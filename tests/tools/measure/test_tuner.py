@@ -348,7 +348,7 @@ def place(*args: str, gpu: Device | None = None, task_file: Path | None = None, 
     }  # fmt: skip
     probe = {"same_when_read_again": True, "sample_bytes": 100.0, "changes_with_epoch": False}
     facts = Facts(Evidence(**(known | evidence)), plan.values(), CPU, inventory.usable, gpu, probe)  # type: ignore[arg-type]
-    return TuneTarget(request, compose(request), inventory, facts, "train", attends=True)
+    return TuneTarget(request, compose(request), inventory, facts, "train", has_attention=True)
 
 
 def offered(there: TuneTarget, args: Overrides = ()) -> dict[str, Offer]:
@@ -394,7 +394,7 @@ def test_impossible_candidates_are_skipped_with_the_reason() -> None:
     assert "capability 8.0" in on_t4["precision"].skipped["precision=tf32"]
     assert "capability 8.0" in on_t4["attention"].skipped["attention=flash"]
     assert [each.name for each in on_cpu["precision"].candidates] == ["precision=bf16"]
-    assert "GPUs only" in on_cpu["attention"].skipped["attention=cudnn"]
+    assert "only GPU kernels" in on_cpu["attention"].skipped["attention=cudnn"]
     assert "no GPU" in on_cpu["copies"].skipped["copies"]
 
 

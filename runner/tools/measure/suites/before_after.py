@@ -256,7 +256,7 @@ def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
 def _single_reading_row(
     name: str, before: float | None, after: float | None, *, less_is_better: bool = False
 ) -> tuple[Value, ...]:
-    """Return a row of single measurements, between which only a large difference is a clear change."""
+    """Return a row of single measurements, for which only a large difference counts as a clear change."""
     if not before or not after:
         return (name, before, after, "", "not measured")
     change = before / after if less_is_better else after / before

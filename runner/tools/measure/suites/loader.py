@@ -93,7 +93,7 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
 def _current_loader(context: MeasurementContext) -> LoaderVariant:
     choice = context.plan.choices["dataloader"]
     if choice.location:
-        what = "suite=loader compares only settings of the shipped data loaders"
+        what = "suite=loader compares only settings of the built-in data loaders"
         raise ConfigError(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
     options = choice.options
     prefetch = options.get("depth", options.get("prefetch_factor", 0))
