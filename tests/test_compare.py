@@ -19,7 +19,7 @@ import compare  # noqa: E402 - a script outside of any package
 
 sys.path.remove(str(ROOT / "scripts"))
 
-Made = Callable[..., str]
+MakeRun = Callable[..., str]
 LOSSES = [2.0, 1.5, 1.25, 1.125]
 
 
@@ -28,7 +28,7 @@ def row(update: int, loss: float | None, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     """Return a function that writes a run with rows, or with raw lines, and returns its name."""
     monkeypatch.chdir(tmp_path)
 
@@ -42,82 +42,86 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     return make
 
 
-def of_losses(losses: list[float]) -> list[Any]:
+def rows_of_losses(losses: list[float]) -> list[Any]:
     return [row(number, loss) for number, loss in enumerate(losses, 1)]
 
 
 def test_runs_with_the_same_losses_are_identical_regardless_of_their_timings(
-    run: Made, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in of_losses(LOSSES)]
+    slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in rows_of_losses(LOSSES)]
 
-    assert compare.main([run("a", of_losses(LOSSES)), run("b", slower)]) == 0
+    assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", slower)]) == 0
     assert "identical   4 updates" in capsys.readouterr().out
 
 
-def test_a_difference_of_one_bit_is_reported(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_of_one_bit_is_reported(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [*LOSSES[:2], math.nextafter(LOSSES[2], 2.0), LOSSES[3]]
 
-    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
+    assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", rows_of_losses(changed))]) == 1
     messages = capsys.readouterr().out
     assert re.search(r"^first +update 3 .* 1\.25 in A", messages, re.M)
     assert re.search(r"^different .* 1 of the 4 ", messages, re.M)
 
 
-def test_the_first_and_the_largest_difference_are_reported(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_and_the_largest_difference_are_reported(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = [2.0, 1.5015, 2.5, 1.125]
 
-    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
+    assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", rows_of_losses(changed))]) == 1
     messages = capsys.readouterr().out
     assert re.search(r"^first +update 2 .* 1\.5 .* 1\.5015 .*\(0\.001", messages, re.M)
     assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", messages, re.M)
 
 
 def test_a_shorter_run_is_not_identical_and_common_updates_are_compared(
-    run: Made, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(LOSSES[:2]))]) == 1
+    assert compare.main([make_run("a", rows_of_losses(LOSSES)), make_run("b", rows_of_losses(LOSSES[:2]))]) == 1
     messages = capsys.readouterr().out
     assert re.search(r"^B lacks +2 updates .* 3 to 4", messages, re.M)
     assert re.search(r"^identical +2 updates", messages, re.M)
 
 
-def test_damaged_rows_are_counted_and_their_updates_are_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = of_losses(LOSSES)
+def test_damaged_rows_are_counted_and_their_updates_are_missing(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of_losses(LOSSES)
     damaged = [rows[0], '{"update": 2, "phase": "tr', {**rows[2], "train/loss": "1.25"}, "[]", rows[3]]
 
-    assert compare.main([run("a", rows), run("b", damaged)]) == 1
+    assert compare.main([make_run("a", rows), make_run("b", damaged)]) == 1
     messages = capsys.readouterr().out
     assert re.search(r"run b: 2 .* 3 damaged", messages)
     assert re.search(r"^B lacks +2 updates .* 2 to 3", messages, re.M)
 
 
-def test_the_last_row_of_an_update_is_compared_if_a_run_was_resumed(run: Made) -> None:
-    rows = of_losses(LOSSES)
+def test_the_last_row_of_an_update_is_compared_if_a_run_was_resumed(make_run: MakeRun) -> None:
+    rows = rows_of_losses(LOSSES)
     resumed = [*rows[:2], row(3, 7.0), *rows[2:]]
 
-    assert compare.main([run("a", rows), run("b", resumed)]) == 0
+    assert compare.main([make_run("a", rows), make_run("b", resumed)]) == 0
 
 
-def test_rows_of_an_evaluation_belong_to_their_update(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = of_losses(LOSSES)
+def test_rows_of_an_evaluation_belong_to_their_update(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of_losses(LOSSES)
     evaluated = [*rows, {"update": 4, "phase": "train", "val/loss": 1.0}]
 
-    assert compare.main([run("a", rows), run("b", evaluated)]) == 1
+    assert compare.main([make_run("a", rows), make_run("b", evaluated)]) == 1
     assert "A lacks     val/loss " in capsys.readouterr().out
-    assert compare.main([run("c", evaluated), "b"]) == 0
+    assert compare.main([make_run("c", evaluated), "b"]) == 0
 
 
-def test_updates_of_two_phases_are_not_mixed_up(run: Made) -> None:
+def test_updates_of_two_phases_are_not_mixed_up(make_run: MakeRun) -> None:
     one = [row(1, 2.0), {**row(1, 1.0), "phase": "second"}]
     other = [{**row(1, 1.0), "phase": "second"}, row(1, 2.0)]
 
-    assert compare.main([run("a", one), run("b", other)]) == 0
+    assert compare.main([make_run("a", one), make_run("b", other)]) == 0
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(None, 0), (1.0, 1)])
-def test_a_non_finite_value_equals_only_the_same_value(run: Made, theirs: float | None, code: int) -> None:
-    assert compare.main([run("a", [row(1, None)]), run("b", [row(1, theirs)])]) == code
+def test_a_non_finite_value_equals_only_the_same_value(make_run: MakeRun, theirs: float | None, code: int) -> None:
+    assert compare.main([make_run("a", [row(1, None)]), make_run("b", [row(1, theirs)])]) == code
 
 
 @pytest.mark.slow_beyond(2)
@@ -134,15 +138,15 @@ def test_a_non_finite_value_equals_only_the_same_value(run: Made, theirs: float 
     ],
 )
 def test_bad_input_is_reported_in_one_message_with_an_exit_code(
-    run: Made,
+    make_run: MakeRun,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
     args: list[str],
     code: int,
     output: str,
 ) -> None:
-    run("a", of_losses(LOSSES))
-    run("empty", [])
+    make_run("a", rows_of_losses(LOSSES))
+    make_run("empty", [])
 
     assert compare.main(args) == code
     messages = capsys.readouterr().err

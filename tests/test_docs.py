@@ -485,14 +485,14 @@ def test_flags_of_other_scripts_get_suggestions() -> None:
 
 
 def test_the_readme_lists_every_command() -> None:
-    messages = {args[1] for each in SAID if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]}
-    assert {name for name, (_, summary) in COMMANDS.items() if summary} - messages == set()
+    named = {args[1] for each in SAID if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]}
+    assert {name for name, (_, summary) in COMMANDS.items() if summary} - named == set()
 
 
 def test_the_table_of_groups_lists_every_group_with_all_its_options() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
-    messages = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
-    assert messages == {group: set(list_options(group)) for group in GROUPS}
+    listed = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
+    assert listed == {group: set(list_options(group)) for group in GROUPS}
 
 
 def test_the_doctor_page_lists_every_check() -> None:
@@ -559,8 +559,8 @@ def test_the_index_links_every_page_and_the_readme_links_the_index() -> None:
 
 def test_the_design_page_lists_every_folder_of_runner() -> None:
     (layout,) = (block.text for block in blocks(DOCS / "design.md") if block.language == "text")
-    messages = set(re.findall(r"^ {2}(?:cli\.py )?(\w+)/", layout, re.MULTILINE))
-    assert messages == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
+    listed = set(re.findall(r"^ {2}(?:cli\.py )?(\w+)/", layout, re.MULTILINE))
+    assert listed == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
 
 
 def test_decisions_have_unique_numbers() -> None:
@@ -596,5 +596,5 @@ def test_lines_of_prose_fit_a_terminal(page: Path) -> None:
     """No line of a paragraph exceeds 140 columns, except for images."""
     lines = page.read_text().splitlines()
     paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]
-    messages = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]
-    assert [(number, line) for number, line in messages if len(line) > 140 and not line.startswith("![")] == []
+    prose = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]
+    assert [(number, line) for number, line in prose if len(line) > 140 and not line.startswith("![")] == []

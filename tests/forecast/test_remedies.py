@@ -53,15 +53,15 @@ def test_recomputation_is_not_proposed_if_recomputing_all_blocks_would_not_suffi
     assert (untried, traces) == ([], 1)
 
 
-@pytest.mark.parametrize(("samples", "messages"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
-def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, messages: str) -> None:
+@pytest.mark.parametrize(("samples", "expected"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
+def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, expected: str) -> None:
     """A single process refuses a size that does not divide the batch unless the plan has chosen it."""
     args = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
     held = plan(*args, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})).batch.micro_batch_size
     needs = MemoryNeeds({"train": demand(1, held, samples)})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
     result, _ = remedies.find_changes(composed(*args), HERE, plan(*args, needs=needs), needs, ())
-    assert (messages,) in [change.overrides for change in result]
+    assert (expected,) in [change.overrides for change in result]
     for change in result:
         again = plan(*args, *change.overrides, needs=needs)
         assert again.memory[0].prediction.fits

@@ -171,18 +171,18 @@ def test_a_repeated_update_draws_the_same_random_numbers(device: torch.device) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_host_buffer_copies_are_exact(dtype: torch.dtype, device: torch.device) -> None:
-    room = HostBuffer()
+    buffer = HostBuffer()
     for shape in ((3,), (17, 5), (1024, 1024)):
         tensor = torch.randint(0, 2, shape, device=device).to(dtype)
-        assert torch.equal(room.copy(tensor), tensor.cpu())
+        assert torch.equal(buffer.copy(tensor), tensor.cpu())
 
 
 def test_an_async_copy_has_the_values_at_the_time_of_the_call(device: torch.device) -> None:
     numbers = torch.arange(4.0, device=device)
-    arriving = start_copy(numbers)
+    pending = start_copy(numbers)
     numbers += 1
-    assert arriving.read().tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert arriving.is_complete()
+    assert pending.read().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert pending.is_complete()
 
 
 @pytest.mark.parametrize("prefetch", [none, stream])

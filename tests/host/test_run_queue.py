@@ -58,11 +58,11 @@ def test_waits_outside_the_measured_block_do_not_count(monkeypatch: pytest.Monke
     monkeypatch.setattr(run_queue, "psutil", cores)
     monkeypatch.setattr(run_queue, "time", SimpleNamespace(thread_time=lambda: 0.0))
 
-    messages = RunQueueWait()
-    before = messages.sample(begins=True)
+    waits = RunQueueWait()
+    before = waits.sample(begins=True)
     waited[0] += block_s
 
-    assert messages.wait_for_others_s(before, messages.sample(begins=False)) == pytest.approx(block_s)
+    assert waits.wait_for_others_s(before, waits.sample(begins=False)) == pytest.approx(block_s)
 
 
 @contextmanager
@@ -98,13 +98,13 @@ def test_waits_for_another_job_on_the_core_are_counted() -> None:
     os.sched_setaffinity(0, {core})
     try:
         with other_job(core):
-            messages = RunQueueWait()
-            sample = messages.sample(begins=True)
+            waits = RunQueueWait()
+            sample = waits.sample(begins=True)
             compute_for(0.5)
-            over = messages.sample(begins=False)
+            over = waits.sample(begins=False)
     finally:
         os.sched_setaffinity(0, before)
     assert sample is not None
     assert over is not None
     assert over.wait_s > sample.wait_s, "the system lets the other job run, too"
-    assert 0.0 <= messages.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s
+    assert 0.0 <= waits.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s

@@ -21,17 +21,17 @@ def late() -> None:
 
 def test_a_long_wait_is_reported_once() -> None:
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as messages, os.fdopen(writing, "wb", buffering=0) as tell:
-        assert run_in_subprocess(messages.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
+    with os.fdopen(reading, "rb") as notices, os.fdopen(writing, "wb", buffering=0) as tell:
+        assert run_in_subprocess(notices.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
         tell.close()
-        assert messages.read() == b"", "reported once"
+        assert notices.read() == b"", "reported once"
 
 
 def test_a_short_wait_is_not_reported() -> None:
-    messages: list[int] = []
+    notices: list[int] = []
 
-    assert run_in_subprocess(answer, 0.0, on_wait=lambda: messages.append(1), notify_after_s=120.0) == 0.0
-    assert messages == []
+    assert run_in_subprocess(answer, 0.0, on_wait=lambda: notices.append(1), notify_after_s=120.0) == 0.0
+    assert notices == []
 
 
 def test_an_error_in_the_function_is_raised_in_the_caller() -> None:

@@ -101,7 +101,7 @@ def test_the_kubernetes_manifest_matches_the_api_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "messages"),
+    ("change", "expected"),
     [
         (lambda pod: pod.pop("restartPolicy"), "restartPolicy is missing"),
         (lambda pod: pod.update(restartPolicy="Always"), "must be one of"),
@@ -112,11 +112,11 @@ def test_the_kubernetes_manifest_matches_the_api_schema() -> None:
         (lambda pod: pod["containers"][0]["resources"]["limits"].update(memory="128 GB"), "must match"),
     ],
 )
-def test_an_invalid_kubernetes_manifest_is_detected(change: Any, messages: str) -> None:
+def test_an_invalid_kubernetes_manifest_is_detected(change: Any, expected: str) -> None:
     spoiled = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
     change(spoiled["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
     (fault,) = faults(spoiled, JOBSET)
-    assert messages in fault
+    assert expected in fault
 
 
 def test_numbers_in_the_manifest_are_consistent() -> None:

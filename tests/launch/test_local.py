@@ -94,11 +94,11 @@ def family() -> set[int]:
 
 
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
-    messages: list[str] = []
-    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=lambda text, _: messages.append(text))
-    assert len(messages) == (ending.cause is not None), messages  # one notice, or none
+    notices: list[str] = []
+    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=lambda text, _: notices.append(text))
+    assert len(notices) == (ending.cause is not None), notices  # one notice, or none
     if ending.cause is not None:
-        assert messages[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
+        assert notices[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
@@ -149,9 +149,9 @@ def test_results_of_ranks_are_returned_in_order(tmp_path: Path) -> None:
 
     ending = run_ranks(main, 3)
     assert (ending.code, ending.cause, ending.failures, ending.killed, ending.stop) == (0, None, (), (), None)
-    for rank, messages in enumerate(ending.results):
-        assert messages.pop("store").startswith("file:///")
-        assert messages == {
+    for rank, info in enumerate(ending.results):
+        assert info.pop("store").startswith("file:///")
+        assert info == {
             "rank": rank, "local_rank": rank, "world_size": 3, "num_local_ranks": 3, "attempt": 0,
             "text": "é" * 100_000,
         }  # fmt: skip

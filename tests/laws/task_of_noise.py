@@ -71,8 +71,8 @@ class Points(Task):
         drawn = noise.normal(WIDTH, dtype=batch.dtype)
         kept = noise.bernoulli(0.8, 1)
         half = torch.zeros(len(batch), dtype=batch.dtype).index_fill_(0, noise.every(2), 1.0)
-        messages = model(torch.cat([(1 - t) * batch + t * drawn, t], dim=1))
-        squares = ((messages - drawn) ** 2 * kept).sum(dim=1)
+        predicted = model(torch.cat([(1 - t) * batch + t * drawn, t], dim=1))
+        squares = ((predicted - drawn) ** 2 * kept).sum(dim=1)
         return (squares * (1 + half)).sum(), len(batch)
 
     def evaluate(self, model, batch):

@@ -188,15 +188,15 @@ def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_
     if is_seen_at_once:
         assert actual[0]["mean"] == actual[1]["mean"] == [2.0] * 3
     else:
-        assert all("mean" in messages for messages in actual)
-        assert all(isinstance(messages, str) for messages in actual)
+        assert all("mean" in message for message in actual)
+        assert all(isinstance(message, str) for message in actual)
 
 
 def test_a_persistent_buffer_that_grows_differently_on_each_rank_is_refused_on_all() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.zeros(3 + rank * update)
 
-    assert all(isinstance(messages, str) and "mean" in messages for messages in after(2, change))
+    assert all(isinstance(message, str) and "mean" in message for message in after(2, change))
 
 
 def test_a_persistent_buffer_that_grows_equally_on_all_ranks_is_taken_from_rank_0() -> None:

@@ -309,9 +309,9 @@ def test_packed_samples_are_split_into_halves_by_collating_again(reduction: str)
         return F.cross_entropy(model(batch[0].view(-1, WIDTH)), batch[1], reduction=reduction), len(batch[1])
 
     first = MicroBatch(packed(samples), last=True, samples=BatchSamples(0, 0, range(SIZE), range(SIZE)))
-    messages = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
-    assert ("loss() returns a mean" in messages) == (reduction == "mean")
-    assert bool(messages) == (reduction == "mean")
+    message = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
+    assert ("loss() returns a mean" in message) == (reduction == "mean")
+    assert bool(message) == (reduction == "mean")
 
 
 def in_training_only(model: nn.Module, batch: Any) -> Any:

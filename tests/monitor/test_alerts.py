@@ -68,10 +68,10 @@ def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -
 
 def test_an_xid_error_is_explained_and_reported_once() -> None:
     watch = watchful()
-    messages = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
+    notices = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
 
-    assert [notice.text for notice in messages] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
-    assert messages[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
+    assert [notice.text for notice in notices] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
+    assert notices[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
 
 
 def test_an_xid_error_of_a_gpu_applies_to_its_mig_instances() -> None:
@@ -94,11 +94,11 @@ def test_other_processes_on_a_gpu_are_listed_once_sorted_by_memory(screen: Calla
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()
-    messages = [notice for _ in range(3) for notice in watch.check({}, {0: users}, ())]
+    notices = [notice for _ in range(3) for notice in watch.check({}, {0: users}, ())]
 
-    assert len(messages) == 1
-    screen(messages[0].text)
-    assert messages[0].facts["pids"] == [5, 4, 3, 2, 1]
+    assert len(notices) == 1
+    screen(notices[0].text)
+    assert notices[0].facts["pids"] == [5, 4, 3, 2, 1]
 
 
 def test_unknown_processes_are_not_reported() -> None:

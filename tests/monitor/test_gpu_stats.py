@@ -79,13 +79,13 @@ def test_an_unwritable_folder_is_a_warning_and_the_block_runs(tmp_path: Path) ->
     with (
         pytest.warns(
             RuntimeWarning, match="cannot be written to: File exists; samples are kept in memory only"
-        ) as messages,
+        ) as warned,
         GPUStats(tmp_path / "logs", 0.02) as stats,
     ):
         watch(stats)
 
-    assert len(messages) == 1
-    assert messages[0].filename == __file__, "the warning points to the line of the user"
+    assert len(warned) == 1
+    assert warned[0].filename == __file__, "the warning points to the line of the user"
     assert stats.get_summary()["whole"]["samples"] >= 2
 
 
@@ -147,7 +147,7 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "messages"),
+    ("devices", "expected"),
     [
         ("[]", "[]"),
         ("[true]", "[True]"),
@@ -156,10 +156,10 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
         ("-1", "[-1]"),
     ],
 )
-def test_invalid_devices_are_reported(nvml_stub: NvmlStub, devices: str, messages: str) -> None:
+def test_invalid_devices_are_reported(nvml_stub: NvmlStub, devices: str, expected: str) -> None:
     text = nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert text.startswith("devices: ")
-    assert f" {messages}; " in text
+    assert f" {expected}; " in text
 
 
 @pytest.mark.slow
@@ -198,11 +198,11 @@ def test_plotting_without_samples_reports_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub) -> None:
-    messages = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    message = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
-    assert messages.startswith("devices: ")
-    assert "[0, 7]; " in messages
-    assert " 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (" in messages
+    assert message.startswith("devices: ")
+    assert "[0, 7]; " in message
+    assert " 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (" in message
     assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 

@@ -137,7 +137,7 @@ def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"phase lora", "phase router"} <= set(words_of(figure))
     assert [text.get_text() for text in figure.axes[0].texts] == ["lora", "router"]
     nameless = figures_of(samples_of(20, phases=("",) * 20), monkeypatch)["gpu0.png"]
-    assert not any("phase" in args for args in words_of(nameless))
+    assert not any("phase" in text for text in words_of(nameless))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch
     samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": SampledGpu("Tesla T4", str(gpu)) for gpu in range(2)})
     figure = figures_of(samples, monkeypatch)["gpus.png"]
     assert figure.get_suptitle() == "2 GPUs: Tesla T4"
-    assert [args for args in words_of(figure) if "GPU" in args] == ["GPU 0", "GPU 1"]
+    assert [text for text in words_of(figure) if "GPU" in text] == ["GPU 0", "GPU 1"]
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch
     figure = figures_of(samples_of(100, 8), monkeypatch)["gpus.png"]
     for axes in figure.axes:
         assert len({line.get_color() for line in lines_in(axes)}) == 8
-    assert [args for args in words_of(figure) if args.startswith("GPU")] == [f"GPU {n}: Card {n}" for n in range(8)]
+    assert [text for text in words_of(figure) if text.startswith("GPU")] == [f"GPU {n}: Card {n}" for n in range(8)]
 
 
 def test_thinning_keeps_mean_extremes_and_gaps() -> None:

@@ -216,9 +216,9 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues
     with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
         wait_until(lambda: full.summary().whole.samples > 3 and missing.summary().whole.samples > 3)
 
-    (messages,) = [note for note in full.notes if "/dev/full" in note]
-    screen(messages)
-    assert full.lost == messages
+    (note,) = [note for note in full.notes if "/dev/full" in note]
+    screen(note)
+    assert full.lost == note
     assert "is not written" in missing.lost
     assert len([note for note in missing.notes if "is not written" in note]) == 1
 
@@ -623,9 +623,9 @@ def test_a_driver_that_hangs_on_open_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "RECOVERY_S", 0.1)
     monkeypatch.setattr(module, "open_driver", lambda: release.wait(120) and Nvml())
     with Monitor(None, 0.02) as monitor:
-        messages: list[Any] = []
-        wait_until(lambda: messages.extend(monitor.new_alerts()) or messages)
-        assert "driver" in messages[0].text
+        alerts: list[Any] = []
+        wait_until(lambda: alerts.extend(monitor.new_alerts()) or alerts)
+        assert "driver" in alerts[0].text
         release.set()
 
 
@@ -644,14 +644,14 @@ def test_a_stalled_sampler_is_reported_once_and_leaves_readings_empty(monkeypatc
         wait_until(monitor.latest)
         stuck.set()
         wait_until(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
-        messages: list[Any] = []
-        wait_until(lambda: messages.extend(monitor.new_alerts()) or messages)
+        alerts: list[Any] = []
+        wait_until(lambda: alerts.extend(monitor.new_alerts()) or alerts)
         began = time.monotonic()
-        wait_until(lambda: messages.extend(monitor.new_alerts()) or time.monotonic() > began + 15 * module.STALE_S)
+        wait_until(lambda: alerts.extend(monitor.new_alerts()) or time.monotonic() > began + 15 * module.STALE_S)
         release.set()
         wait_until(monitor.latest)
 
-    assert len([notice for notice in messages if "not been sampled" in notice.text]) == 1
+    assert len([notice for notice in alerts if "not been sampled" in notice.text]) == 1
 
 
 def sampled(path: Path, samples: int = 3) -> Monitor:

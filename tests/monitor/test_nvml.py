@@ -81,7 +81,7 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
-    ("state", "args"),
+    ("state", "reason"),
     [
         (None, "no NVIDIA driver is installed"),
         ({"err.init": 9}, "driver is not loaded"),
@@ -91,10 +91,10 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
         ({"count": 0}, "reports no GPU"),
     ],
 )
-def test_without_nvml_no_gpu_is_listed_and_the_reason_is_known(nvml_stub: NvmlStub, state: Any, args: str) -> None:
+def test_without_nvml_no_gpu_is_listed_and_the_reason_is_known(nvml_stub: NvmlStub, state: Any, reason: str) -> None:
     seen = nvml_stub.run(LOOK, state)
 
-    assert args in seen["why_not"]
+    assert reason in seen["why_not"]
     assert seen["gpus"] == []
 
 

@@ -100,9 +100,9 @@ def test_without_a_gpu_the_inventory_has_the_reason_and_the_cpu(nvml_stub: NvmlS
 
 def test_an_inventory_survives_serialization_to_json() -> None:
     here = take_inventory()
-    messages = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
+    with_gpus = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
 
-    assert Inventory.from_json(messages.to_json()) == messages
+    assert Inventory.from_json(with_gpus.to_json()) == with_gpus
     assert Inventory.from_json(here.to_json()) == here
 
 

@@ -198,8 +198,8 @@ def test_memory_of_other_processes_is_not_available() -> None:
     busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
     shared = plan(*args, needs=needs, on=busy).memory[0]
     half = plan(*args, "memory.fraction=0.5", needs=needs).memory[0]
-    messages = plan(*args, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
-    assert messages == half, "torch's allocator also respects it"
+    limited = plan(*args, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
+    assert limited == half, "torch's allocator also respects it"
     assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
     assert half.prediction.capacity == 7.5 * GIB
     assert shared.samples < half.samples < whole.samples

@@ -36,7 +36,7 @@ def needs(demand: Demand) -> MemoryNeeds:
 
 
 @pytest.mark.parametrize(
-    ("need", "there", "micro", "name", "options", "args"),
+    ("need", "there", "micro", "name", "options", "reason"),
     [
         (model(4), devices(24), None, "single", {}, "one device"),
         (model(4), devices(16, 16), None, "ddp", {}, "fits each of 2 devices"),
@@ -61,13 +61,13 @@ def needs(demand: Demand) -> MemoryNeeds:
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(
-    need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], args: str
+    need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], reason: str
 ) -> None:
     result = choose_strategy(needs(need), there, 32, micro)
     assert result.fits
     assert (result.name, result.options) == (name, options), result.reason
     assert result.reason.startswith("auto: ")
-    assert args in result.reason
+    assert reason in result.reason
 
 
 def on_unequal_machines(*gib: float) -> list[RankDevice]:

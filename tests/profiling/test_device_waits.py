@@ -49,16 +49,16 @@ def test_a_wait_after_backward_is_not_attributed_to_the_caller(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     waits = DeviceWaits(MODEL, lambda file: False)
-    messages = partial(warnings.warn, "called a synchronizing CUDA operation (Triggered internally at ...)")
+    warn = partial(warnings.warn, "called a synchronizing CUDA operation (Triggered internally at ...)")
 
     def hold_back(*_: Any) -> None:  # the autograd engine defers warnings of its nodes in the same way
-        torch.autograd.Variable._execution_engine.queue_callback(messages)
+        torch.autograd.Variable._execution_engine.queue_callback(warn)
 
     loss = MODEL(torch.ones(2, 3)).sum()
     loss.grad_fn.register_prehook(hold_back)
     with watched(waits):
         loss.backward()
-        messages()  # outside of backward, the caller is named
+        warn()  # outside of backward, the caller is named
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)  # an error unless filtered
         waits.update()
     places = [wait.place for wait in waits.table()]

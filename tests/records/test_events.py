@@ -40,10 +40,10 @@ def test_the_terminal_shows_its_log_level_and_the_file_every_event(
 
 
 @pytest.mark.parametrize(
-    ("messages", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
+    ("value", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
 )
-def test_the_environment_sets_the_log_level(messages: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", messages)
+def test_the_environment_sets_the_log_level(value: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", value)
     assert terminal_log_level() == level
 
 

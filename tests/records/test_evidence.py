@@ -32,9 +32,9 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_update_times_are_stored_once() -> None:
     """Fields shared by phases and runs are defined once, and their keys are compatible with earlier versions."""
-    messages = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
+    fields = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
-    assert sum(map(len, messages)) == len(set().union(*messages))
+    assert sum(map(len, fields)) == len(set().union(*fields))
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL).keys()
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL)["phases"][0].keys()
 

@@ -128,8 +128,8 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     assert {row["uuid"] for row in rows} == {UUIDS[1]}
     assert {float(row["util_percent"]) for row in rows} == {20.0}
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    messages = {event["what"] for event in events if event["kind"] == "machine"}
-    assert {"xid", "slowed"} <= messages
+    kinds = {event["what"] for event in events if event["kind"] == "machine"}
+    assert {"xid", "slowed"} <= kinds
 
 
 def _load(nvml_stub: NvmlStub) -> str:

@@ -561,7 +561,8 @@ def test_arguments_produced_by_wandb_sweeps_are_accepted_as_settings() -> None:
     text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
     sweep = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
     chosen = {
-        name: {"value": messages.get("min") or messages["values"][-1]} for name, messages in sweep["parameters"].items()
+        name: {"value": parameter.get("min") or parameter["values"][-1]}
+        for name, parameter in sweep["parameters"].items()
     }
     program, command, *args = sweep["command"]
     assert (program, command, args[-1]) == ("accel-run", "train", "${args_no_hyphens}")

@@ -83,14 +83,14 @@ def test_tokenization_is_lossless(args: str, corpus: Corpus) -> None:
 
 @pytest.mark.slow
 def test_offsets_of_a_token_exclude_the_space_before_it(corpus: Corpus) -> None:
-    for args in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
-        tokens, offsets = corpus.tokenizer.encode_with_offsets(args)
+    for source in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
+        tokens, offsets = corpus.tokenizer.encode_with_offsets(source)
         for token, (start, end) in zip(tokens, offsets, strict=True):
             piece = corpus.tokenizer.bytes[token]
             if piece.isascii():
-                assert args[start:end] == (piece.decode().removeprefix(" ") or " ")
+                assert source[start:end] == (piece.decode().removeprefix(" ") or " ")
             else:  # each byte of a character has the offsets of the character
-                assert piece in args[start:end].encode()
+                assert piece in source[start:end].encode()
                 assert end == start + 1
 
 
@@ -228,7 +228,7 @@ def test_a_missing_file_is_reported_by_name(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("task", "record", "args"),
+    ("task", "record", "message"),
     [
         ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": 1}, "at character 1, but has '\\(x'"),
         (
@@ -243,11 +243,11 @@ def test_a_missing_file_is_reported_by_name(folder: Path, tmp_path: Path) -> Non
     ],
 )
 def test_an_invalid_record_is_reported_with_file_and_index(
-    task: str, record: Any, args: str, folder: Path, tmp_path: Path
+    task: str, record: Any, message: str, folder: Path, tmp_path: Path
 ) -> None:
     file = folder / task / "test.json"
     file.write_text(json.dumps([*json.loads(file.read_text()), record]))
-    with pytest.raises(DataError, match=args) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         open_corpus(folder, tmp_path / "cache", **LIMITS)
     assert f"{file}, record 2" in str(caught.value)
 

@@ -375,12 +375,12 @@ def test_the_full_size_has_the_shape_of_the_original_model(task: DynamoTask) -> 
 def test_numbers_in_the_documentation_match_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tasks" / "dynamo.md").read_text(encoding="utf-8")
     text = " ".join(text.split())
-    for messages in (
+    for sentence in (
         f"files up to {LARGEST_FILE // 1000} kB",
         f"{HELD_OUT:.0%}".replace("%", " % each"),
         f"truncated to {LONGEST_TEXT} characters",
         f"(tiny: {SHAPES['tiny'].max_length} tokens, full: {SHAPES['full'].max_length})",
     ):
-        assert messages in text
+        assert sentence in text
     assert "two wordings" in text
     assert {len(ways) for ways in WANTED.values()} == {2}

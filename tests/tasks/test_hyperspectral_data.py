@@ -190,7 +190,7 @@ def test_envi_files_with_any_interleave_are_read(tmp_path: Path, interleave: str
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "args"),
+    ("name", "content", "error", "message"),
     [
         ("a.npy", b"not an array", DataError, r"a\.npy: is not an array"),
         ("a.npy", None, DataError, r"a\.npy: must be a cube \(H, W, C\).*\(8, 9\)"),
@@ -205,13 +205,13 @@ def test_envi_files_with_any_interleave_are_read(tmp_path: Path, interleave: str
     ],
 )
 def test_an_invalid_file_is_reported_with_the_expected_format(
-    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], args: str
+    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], message: str
 ) -> None:
     if content is None:
         np.save(tmp_path / name, np.zeros((8, 9), dtype=np.float32))
     else:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=args):
+    with pytest.raises(error, match=message):
         envi.open_cube(tmp_path / name)
 
 

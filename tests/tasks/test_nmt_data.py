@@ -189,7 +189,7 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "args"),
+    ("content", "message"),
     [
         (b"a\tb\nonly one\n", r"train\.tsv, line 2: must be source<TAB>target.*1 columns: 'only one'"),
         (b"a\tb\nc\td\te\n", r"line 2: .*3 columns"),
@@ -198,10 +198,10 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
         (b"", r"line 1: must be source<TAB>target"),
     ],
 )
-def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, content: bytes, args: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, content: bytes, message: str) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").write_bytes(content)
-    with pytest.raises(DataError, match=args):
+    with pytest.raises(DataError, match=message):
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 

@@ -226,11 +226,11 @@ def forks() -> Iterator[Result]:
     here = take_inventory()
     yield "inventory", len(here.usable) == 1, f"{[device.name for device in here.usable]}"
     yield "after the inventory", not torch.cuda.is_initialized(), f"initialized: {torch.cuda.is_initialized()}"
-    messages = in_child()
-    yield "child after the inventory", messages == "works", messages
+    answer = in_child()
+    yield "child after the inventory", answer == "works", answer
     torch.zeros(1, device="cuda")
-    messages = in_child()
-    yield "child of a process that used CUDA", "Cannot re-initialize CUDA in forked subprocess" in messages, messages
+    answer = in_child()
+    yield "child of a process that used CUDA", "Cannot re-initialize CUDA in forked subprocess" in answer, answer
 
 
 # ---------------------------------------------------------------- compilation
@@ -296,10 +296,10 @@ def run(args: Sequence[str]) -> None:
     from runner.cli import main
 
     sys.argv = ["accel-run", *args]
-    messages = io.StringIO()
-    with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main(list(args))
-    assert code == 0, messages.getvalue()
+    assert code == 0, output.getvalue()
 
 
 CHECKS: dict[str, Callable[..., Iterator[Result]]] = {

@@ -92,14 +92,14 @@ def test_reported_formats_depend_on_the_device() -> None:
 
 @pytest.mark.slow
 def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
-    messages = limits_under(
+    finding = limits_under(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     )["open files"]
-    assert (messages["state"], messages["figures"]) == ("warn", {"open_files": 300})
-    assert messages["fix"].startswith("ulimit -n ")
+    assert (finding["state"], finding["figures"]) == ("warn", {"open_files": 300})
+    assert finding["fix"].startswith("ulimit -n ")
 
-    messages = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
-    assert (messages["state"], "/etc/security/limits.conf" in messages["fix"]) == ("FAIL", True)
+    finding = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
+    assert (finding["state"], "/etc/security/limits.conf" in finding["fix"]) == ("FAIL", True)
 
 
 def limits_under(before: str) -> dict[str, Any]:

@@ -60,16 +60,16 @@ checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at 
 def test_a_complete_run_has_a_finding_for_every_check(server: ForkServer, tmp_path: Path) -> None:
     names = ",".join(CHECKS)
     result = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
-    messages = json.loads(result.out)
-    findings = [CheckResult(**values) for values in messages["findings"]]
+    report = json.loads(result.out)
+    findings = [CheckResult(**values) for values in report["findings"]]
 
     assert result.err == ""
-    assert result.code == messages["exit_code"] == (69 if messages["counts"]["FAIL"] else 0)
+    assert result.code == report["exit_code"] == (69 if report["counts"]["FAIL"] else 0)
     assert {finding.check for finding in findings} == set(names.split(","))
     assert all(finding.why and finding.seen for finding in findings)
     assert all(finding.fix for finding in findings if finding.state in ("warn", "FAIL"))
-    assert sum(messages["counts"].values()) == len(findings)
-    assert Inventory.from_json(json.dumps(messages["hardware"])).cpu.logical_cores >= 1
+    assert sum(report["counts"].values()) == len(findings)
+    assert Inventory.from_json(json.dumps(report["hardware"])).cpu.logical_cores >= 1
     assert [finding.seen for finding in findings if finding.state == "FAIL"] == []
     assert {finding.subject for finding in findings if finding.check == "matmul"} >= {
         "cpu fp32",
@@ -142,13 +142,13 @@ def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tm
         [sys.executable, "-m", "runner", "doctor", "--json", "checks=[gpus,driver,numbering,processes]"],
         env=nvml_stub.environment(PAIR), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    messages = json.loads(done.stdout)
-    gpus = [each for each in messages["findings"] if each["check"] == "gpus"]
+    report = json.loads(done.stdout)
+    gpus = [each for each in report["findings"] if each["check"] == "gpus"]
 
     assert done.returncode == 69
     assert [each["state"] for each in gpus] == ["FAIL", "FAIL"]
     assert "pytorch.org" in gpus[0]["fix"]
-    assert [each["uuid"] for each in messages["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
+    assert [each["uuid"] for each in report["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
 
 
 def test_a_missing_device_fails(server: ForkServer, tmp_path: Path) -> None:

@@ -54,16 +54,16 @@ def test_a_kernel_that_contradicts_its_refusal_rules_is_a_difference(expected: s
 def test_a_refused_kernel_is_reported_with_the_reason_given_by_torch() -> None:
     disabled = "Memory Efficient attention has been runtime disabled."
     too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
-    messages = [
+    warned = [
         "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
         f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
         "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
         f"{too_old} (Triggered internally at x:1.)",
         "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
     ]
-    assert parse_refusal("flash", messages) == too_old
-    assert parse_refusal("efficient", messages) == disabled
-    assert parse_refusal("cudnn", messages) == ""
+    assert parse_refusal("flash", warned) == too_old
+    assert parse_refusal("efficient", warned) == disabled
+    assert parse_refusal("cudnn", warned) == ""
 
 
 def test_a_failed_run_is_reported_by_its_error_and_not_by_an_earlier_note() -> None:

@@ -62,11 +62,11 @@ def test_the_state_of_a_gpu_is_reported_and_a_power_limit_under_load_is_normal(
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize(("bits", "args"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
-def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, args: str) -> None:
+@pytest.mark.parametrize(("bits", "fix"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
+def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, fix: str) -> None:
     t4 = told(nvml_stub, T4 | {"0.throttle": bits})["driver"][1]
 
-    assert (t4["state"], args in t4["fix"]) == ("warn", True)
+    assert (t4["state"], fix in t4["fix"]) == ("warn", True)
 
 
 def test_missing_readings_are_omitted(nvml_stub: NvmlStub) -> None:
@@ -153,7 +153,7 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
-    ("built", "state", "args"),
+    ("built", "state", "expected"),
     [
         ("13.0", "ok", "supports up to 13.0"),
         ("12.8", "ok", ""),
@@ -162,12 +162,12 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
     ],
 )
 def test_the_driver_must_support_the_cuda_version_of_torch(
-    nvml_stub: NvmlStub, built: str, state: str, args: str
+    nvml_stub: NvmlStub, built: str, state: str, expected: str
 ) -> None:
     cuda, cudnn = told(nvml_stub, T4, BUILT=built)["versions"]
 
     assert cuda["state"] == state
-    assert args in cuda["seen"] + cuda["fix"] + cuda["why"]
+    assert expected in cuda["seen"] + cuda["fix"] + cuda["why"]
     assert "http" not in cuda["fix"]
     assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (used by torch 2.13.0)")
 
@@ -178,12 +178,12 @@ def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize(("error", "args"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
-def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, args: str) -> None:
+@pytest.mark.parametrize(("error", "expected"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
+def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, expected: str) -> None:
     (driver,) = told(nvml_stub, DRIVER | {"err.init": error})["driver"]
 
     assert driver["state"] == "FAIL"
-    assert args in driver["seen"]
+    assert expected in driver["seen"]
     assert "modprobe" in driver["fix"]
 
 

@@ -112,22 +112,22 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: str, tmp_path: Path) -> None:
-    end, args = ENDS[name]
+    end, expected = ENDS[name]
     findings = found(tmp_path, broken=breaking(end), after=fine)
     one, two = findings["broken"]
 
     assert [(each.subject, each.state) for each in (one, two)] == [("one", "ok"), ("two", "FAIL")]
     assert [each.state for each in findings["after"]] == ["ok"]
-    assert args in two.seen
+    assert expected in two.seen
     assert two.fix
     assert two.why == "because"
 
 
 @pytest.mark.slow
 def test_a_check_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
-    messages = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
+    findings = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
-    assert [each.state for each in messages["after"]] == ["ok"]
+    assert [each.state for each in findings["after"]] == ["ok"]
 
 
 def test_a_hang_is_reported_with_check_duration_and_line(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
     result = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
     shown("\n".join(format_advice(result)))
-    messages = json.loads(json.dumps(as_json(result)))["advice"]
-    assert [each["rule"] for each in messages] == ["varying shapes", "too many threads", "slow hooks", "odd sizes"]
-    assert [each["gain"] for each in messages] == [1.73, 1.1, 1.05, None]
-    low = [each["tried"] and each["tried"]["ratio"]["low"] for each in messages]
+    advised = json.loads(json.dumps(as_json(result)))["advice"]
+    assert [each["rule"] for each in advised] == ["varying shapes", "too many threads", "slow hooks", "odd sizes"]
+    assert [each["gain"] for each in advised] == [1.73, 1.1, 1.05, None]
+    low = [each["tried"] and each["tried"]["ratio"]["low"] for each in advised]
     assert low == [None, pytest.approx(1.08), None, None]
 
 
@@ -301,7 +301,7 @@ def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "messages"),
+    ("args", "code", "message"),
     [
         ("budget_s=0", 78, "must be a number of seconds above 0"),
         ("budget_s=soon", 78, "must be a number of seconds above 0"),
@@ -316,12 +316,12 @@ def test_typos_get_suggestions_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str],
     args: str,
     code: int,
-    messages: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
     assert main(["advise", *args.split()]) == code
-    assert messages in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:

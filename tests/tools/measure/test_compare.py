@@ -131,10 +131,10 @@ def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(compar
 
 
 @pytest.mark.parametrize(
-    ("name", "args"), [("unknown", "nonsense=1: unknown key"), ("dies", "exit code 9"), ("raises", "as planned")]
+    ("name", "reason"), [("unknown", "nonsense=1: unknown key"), ("dies", "exit code 9"), ("raises", "as planned")]
 )
-def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, args: str) -> None:
-    assert args in trials.of(name).why_not
+def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, reason: str) -> None:
+    assert reason in trials.of(name).why_not
     assert trials.ratio(trials.of("quick")) is not None
 
 
@@ -264,7 +264,7 @@ def test_a_suspended_variant_computes_nothing(comparison: Comparison) -> None:
 @pytest.mark.usefixtures("real_time")
 def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
     """The kernel ends them, because no handler runs in a killed process."""
-    ready, messages = os.pipe()
+    ready, started = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -273,11 +273,11 @@ def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
                 Comparison(Request(SETTINGS, TASK)) as made,
                 made.open_variant(Variant("as it is"), LIMITS) as (ask, _),
             ):
-                os.write(messages, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
+                os.write(started, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
                 signal.pause()
         finally:
             os._exit(1)
-    os.close(messages)
+    os.close(started)
     with os.fdopen(ready) as pipe:
         variant = int(pipe.readline())
     os.kill(pid, 9)

@@ -230,9 +230,9 @@ def test_a_prefix_cannot_escape_the_folder(tmp_path: Path, prefix: str) -> None:
 
 
 def test_without_results_the_command_that_creates_them_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputMissing, match="accel-run benchmark") as messages:
+    with pytest.raises(InputMissing, match="accel-run benchmark") as caught:
         Results(tmp_path).rows()
-    assert messages.value.exit_code == Exit.NO_INPUT
+    assert caught.value.exit_code == Exit.NO_INPUT
 
 
 EARLIER = b'{"techniques": {"bf16": {"mode": "isolated", "sha256": "0"}}}'

@@ -115,14 +115,14 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_bottleneck_is_listed_first(case: str) -> None:
-    given, rule, args = CASES[case]
+    given, rule, expected = CASES[case]
 
     result = findings(given)
 
     assert result, "nothing was recorded"
     assert result[0].rule == rule, [finding.rule for finding in result]
     proposed = [candidate.name for candidate in result[0].candidates]
-    assert any(args in text for text in (*proposed, result[0].by_hand)), proposed
+    assert any(expected in text for text in (*proposed, result[0].by_hand)), proposed
 
 
 def test_a_healthy_run_has_no_findings() -> None:

@@ -525,13 +525,13 @@ def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monk
     changed = {key: value for key, value in composed.items() if plain.get(key) != value}
     assert changed == {"dataloader.num_workers": 2, "precision": "bf16", "precision.keep_fp32": [], "hardware": "mine"}
     text = file.read_text()
-    for args in (
+    for expected in (
         "accel-run tune on 20",
         "a processor",
         "+50 % [48, 52], 12 interleaved blocks",
         "compile=default: worse: -50 %",
     ):
-        assert args in text
+        assert expected in text
 
 
 @pytest.mark.slow
@@ -595,7 +595,7 @@ def test_results_can_be_printed_as_json_and_as_ascii() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "messages"),
+    ("args", "message"),
     [
         ("budget_s=0", "must be a number of seconds above 0"),
         ("budget_s=soon", "must be a number of seconds above 0"),
@@ -607,7 +607,7 @@ def test_results_can_be_printed_as_json_and_as_ascii() -> None:
     ],
 )
 def test_typos_get_suggestions_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, messages: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, message: str
 ) -> None:
     def measured(*_: object) -> None:
         raise AssertionError("measured")
@@ -617,7 +617,7 @@ def test_typos_get_suggestions_before_anything_is_measured(
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "theirs.yaml").write_text("# @package _global_\n")
 
-    with pytest.raises(AccelRunError, match=messages):
+    with pytest.raises(AccelRunError, match=message):
         run(args.split())
 
 
@@ -650,13 +650,13 @@ def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
     monkeypatch.setattr(tuning, "PROOF_ROUNDS", (6, 8))
     monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
     quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # no rows and saves, which lengthen blocks
-    messages = ["device=cpu", *quiet, *args]
+    overrides = ["device=cpu", *quiet, *args]
 
-    assert run(["--task", str(PLANTED / task), *messages, "budget_s=240", "profile=mine", "--json"]) == 0
+    assert run(["--task", str(PLANTED / task), *overrides, "budget_s=240", "profile=mine", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)
     plain, tuned_to = (
-        compose(Request((*messages, *more), PLANTED / task, folder)).flat()
+        compose(Request((*overrides, *more), PLANTED / task, folder)).flat()
         for more, folder in (((), None), (("+hardware=mine",), tmp_path / "conf"))
     )
     changed = [f"{key}={value}" for key, value in tuned_to.items() if plain.get(key) != value and key != "hardware"]

@@ -146,8 +146,8 @@ def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
     ],
 )
 def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: float, note: str, tmp_path: Path) -> None:
-    messages = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
-    make_run(tmp_path, "mine", metrics__jsonl=messages, config__yaml=f"max_grad_norm: {limit}\n")
+    updates = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
+    make_run(tmp_path, "mine", metrics__jsonl=updates, config__yaml=f"max_grad_norm: {limit}\n")
     drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
     assert isinstance(drawn, Drawing)
     assert drawn.note == note
@@ -163,10 +163,10 @@ def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: flo
 def test_the_clipping_norm_is_reported_if_all_phases_have_the_same(
     norms: tuple[float, float | None], is_drawn: bool, tmp_path: Path
 ) -> None:
-    messages = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
+    updates = [{"update": 1, "phase": phase, "train/grad_norm": 1.0} for phase in ("base", "tune")]
     phases = {name: {"max_grad_norm": norm} for name, norm in zip(("base", "tune"), norms, strict=True)}
     config = json.dumps({"max_grad_norm": 0.7, "phase": phases | {"skipped": {"max_grad_norm": 0.6}}})
-    make_run(tmp_path, "mine", metrics__jsonl=messages, config__yaml=config)
+    make_run(tmp_path, "mine", metrics__jsonl=updates, config__yaml=config)
     drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
     assert isinstance(drawn, Drawing)
     assert ("max_grad_norm=0.8" in drawn.note) == is_drawn
@@ -175,18 +175,18 @@ def test_the_clipping_norm_is_reported_if_all_phases_have_the_same(
 
 def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..., None]) -> None:
     page = full
-    messages = labelled(page)
-    assert messages.keys() == CHARTS
-    screen("\n\n".join(f"{name}\n{text}" for name, text in messages.items()))
-    assert "2.54 at update 10" in messages["loss"]
+    charts = labelled(page)
+    assert charts.keys() == CHARTS
+    screen("\n\n".join(f"{name}\n{text}" for name, text in charts.items()))
+    assert "2.54 at update 10" in charts["loss"]
     assert "3 GiB of 16 GiB" in page.words
-    assert "rank 1 waited 20%" in messages["ranks"]
-    assert "gpu1 utilization 50 %" in messages["gpus"]
-    for args in (
+    assert "rank 1 waited 20%" in charts["ranks"]
+    assert "gpu1 utilization 50 %" in charts["gpus"]
+    for expected in (
         "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 slows down the others",
         "update-0000000300", "accel-run status run=", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after the first update (7.0 of 9.0 s)",
     ):  # fmt: skip
-        assert args in page.words, args
+        assert expected in page.words, expected
     (picture,) = page.all("img")
     assert "plots/maps.png" in str(picture["alt"])
 
@@ -200,9 +200,9 @@ def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
     page = report(tmp_path, "bare")
     assert not page.all("svg")
     missing = page.text[page.text.index('id="missing"') :]
-    for args in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
+    for expected in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
                   "no checkpoints"):  # fmt: skip
-        assert args in missing, args
+        assert expected in missing, expected
     assert "(exit 70)" in page.words
     assert "mine.py:3" in page.words
     for name in ("bare", "bare-again"):
@@ -308,8 +308,8 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text(
         "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
     )
-    messages = labelled(report(tmp_path, "full"))
-    assert messages.keys() == CHARTS - {"memory"}, "no row has its memory"
+    charts = labelled(report(tmp_path, "full"))
+    assert charts.keys() == CHARTS - {"memory"}, "no row has its memory"
 
 
 @pytest.mark.slow
@@ -502,9 +502,9 @@ def test_runs_are_compared_by_curves_metrics_and_differing_settings(tmp_path: Pa
             config__yaml=f"run: {name}\nseed: 3\noptimizer:\n  lr: {lr}\n",
         )  # fmt: skip
     page = report(tmp_path, "one", "two")
-    messages = labelled(page)
-    assert len(messages) == 6
-    assert all("one ends at" in args and "two ends at" in args for args in messages.values())
+    charts = labelled(page)
+    assert len(charts) == 6
+    assert all("one ends at" in text and "two ends at" in text for text in charts.values())
     differ = page.text[page.text.index('id="differences"') : page.text.index('id="charts"')]
     assert "<td>optimizer.lr</td><td>0.5</td><td>0.25</td>" in differ
     assert "seed" not in differ

@@ -32,9 +32,9 @@ def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
         output = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done", overrides=args)
         metrics = [{**row, "val/loss": loss + 1 / row["update"]} if "val/loss" in row else row for row in rows(10)]
         make_run(path, name, run__json=output, metrics__jsonl=metrics, config__yaml=f"optimizer:\n  lr: {number}\n")
-    messages = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
-    messages |= {"space": {"optimizer.lr": "1e-05 to 0.1 on a log scale"}, "command": "accel-run search ... run=lr"}
-    (path / "sweep.json").write_text(json.dumps(messages))
+    content = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
+    content |= {"space": {"optimizer.lr": "1e-05 to 0.1 on a log scale"}, "command": "accel-run search ... run=lr"}
+    (path / "sweep.json").write_text(json.dumps(content))
     return path
 
 
@@ -56,9 +56,9 @@ def test_the_page_of_a_search_has_a_table_charts_and_a_comparison_of_the_best_tr
     assert "<- best" in page.words
     assert re.search(r"lr-2 .*\(exit 70\)", page.words)
     assert "12 best" in page.words
-    messages = labelled(page)
-    assert re.findall(r"[\d.]+", messages["trials0"]) == ["18", "1", "1.6"]
-    assert re.findall(r"[\d.e-]+\b", messages["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
+    charts = labelled(page)
+    assert re.findall(r"[\d.]+", charts["trials0"]) == ["18", "1", "1.6"]
+    assert re.findall(r"[\d.e-]+\b", charts["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
     assert main(["report", str(folder), "out=here.html"]) == 0
     assert Path("here.html").is_file()
 
@@ -87,9 +87,9 @@ def test_a_page_is_rewritten_while_jobs_are_in_the_queue(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "lr").mkdir(parents=True)
     folder = sweep_of(tmp_path, 1)
-    messages = json.loads((folder / "sweep.json").read_text())
-    messages["trials"][0]["job"] = job
-    (folder / "sweep.json").write_text(json.dumps(messages))
+    content = json.loads((folder / "sweep.json").read_text())
+    content["trials"][0]["job"] = job
+    (folder / "sweep.json").write_text(json.dumps(content))
     monkeypatch.setattr("runner.tools.report.watch.watch", partial(watch, wait=interrupt))
     assert main(["report", "lr", "--watch"]) == 0
     assert len(waits) == num_waits
@@ -102,11 +102,11 @@ def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     )
     (folder / "lr-4" / "metrics.jsonl").write_text('{"update": 1, "val/loss": 1e999}\n{"val/loss": "x"}\nnonsense')
     (folder / "lr-5" / "run.json").write_text(json.dumps(record("lr-5", metrics={"val/loss": math.nan}, overrides=[])))
-    messages = json.loads((folder / "sweep.json").read_text())
-    messages["together"] = messages["command"] = messages["trials"][0]["words"][0] = (
+    content = json.loads((folder / "sweep.json").read_text())
+    content["together"] = content["command"] = content["trials"][0]["words"][0] = (
         "<script>alert(1)</script>\x1b[31m=\x00"
     )
-    (folder / "sweep.json").write_text(json.dumps(messages))
+    (folder / "sweep.json").write_text(json.dumps(content))
     assert main(["report", "lr"]) == 0
     page = Page((folder / "report.html").read_text())
     is_sound(page)

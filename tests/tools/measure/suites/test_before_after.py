@@ -52,17 +52,17 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     folder = profile(tmp_path / "conf", "dataloader:", "  cache: memory")
     result = run(dataclasses.replace(wanted, request=dataclasses.replace(wanted.request, config_dir=folder)))
 
-    messages = rows(result)
-    epoch, speed = messages["time per epoch, s"], messages["updates per second"]
+    table = rows(result)
+    epoch, speed = table["time per epoch, s"], table["updates per second"]
     assert epoch["sure"] == speed["sure"] == "better"
     assert epoch["before"] == pytest.approx(16 / speed["before"])
     assert epoch["after"] == pytest.approx(16 / speed["after"])
-    biggest = messages["largest batch, samples"]
+    biggest = table["largest batch, samples"]
     assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
-    inference = messages["inference, ms per row"]["before"]
+    inference = table["inference, ms per row"]["before"]
     assert 1.9 < inference < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
-    assert messages["peak memory, GiB"]["after"] > 0.05
-    assert messages["GPU busy, %"]["sure"] == "not measured"
+    assert table["peak memory, GiB"]["after"] > 0.05
+    assert table["GPU busy, %"]["sure"] == "not measured"
     assert "no GPU" in result.skipped["GPU busy"]
     differ = {row[0]: row[1:] for row in result.tables[1].rows}
     assert differ["dataloader.cache"] == ("none", "memory")

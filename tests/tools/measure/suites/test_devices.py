@@ -23,7 +23,7 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
 
 
 @pytest.mark.parametrize(
-    ("ratios", "messages"),
+    ("ratios", "expected"),
     [
         ([SLOWER, SLOWER, FASTER, FASTER], "cuda:0 is faster from 8 samples, cpu up to 4"),
         ([FASTER, SLOWER, SLOWER, SLOWER], "cpu is faster from 4 samples, cuda:0 up to 2"),
@@ -36,9 +36,9 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
         ([None, None, None, FASTER], "too few sizes were measured"),
     ],
 )
-def test_the_faster_device_is_reported_for_each_measured_size(ratios: list[Ratio | None], messages: str) -> None:
+def test_the_faster_device_is_reported_for_each_measured_size(ratios: list[Ratio | None], expected: str) -> None:
     """There is no extrapolation: only clear ratios of measured sizes count."""
-    assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == messages
+    assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == expected
 
 
 def test_two_names_of_a_gpu_are_one_device() -> None:
@@ -73,10 +73,10 @@ def test_both_phases_are_measured_with_small_and_large_batches(tmp_path: Path) -
             assert small > 0, phase  # type: ignore[operator]
             assert large > 0, phase  # type: ignore[operator]
     assert [row[:3] for row in series.rows] == [["batch", 2, 8], ["batch", 8, 8], ["size", 2, 8], ["size", 2, 16]]
-    messages = {row[0]: row[2:] for row in rules.rows}
-    assert messages["channels"] == [4, "CPU", 4, "CPU"]
-    assert messages["pixels per side"] == [8, "CPU", 16, "CPU"]
-    assert messages["samples per update"] == [2, "CPU", 2, "CPU"]
+    criteria = {row[0]: row[2:] for row in rules.rows}
+    assert criteria["channels"] == [4, "CPU", 4, "CPU"]
+    assert criteria["pixels per side"] == [8, "CPU", 16, "CPU"]
+    assert criteria["samples per update"] == [2, "CPU", 2, "CPU"]
     assert result.headline.startswith("cpu:2 against cpu:1: ")
     assert set(json.loads(result.files[0].read_text())["crossovers"]) == {"batch", "size"}
     assert not result.skipped
@@ -84,7 +84,7 @@ def test_both_phases_are_measured_with_small_and_large_batches(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "args"),
+    ("text", "message"),
     [
         ("cpu,tpu", "tpu is not a device of this machine"),
         ("cpu,cuda:99", "cuda:99 is not a device of this machine"),
@@ -96,8 +96,8 @@ def test_both_phases_are_measured_with_small_and_large_batches(tmp_path: Path) -
         (f"cpu:1,cpu:{'9' * 5000}", "is not a device of this machine"),
     ],
 )
-def test_a_missing_device_is_refused(tmp_path: Path, text: str, args: str) -> None:
-    with pytest.raises(ConfigError, match=args):
+def test_a_missing_device_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 

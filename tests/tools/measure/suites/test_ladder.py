@@ -297,7 +297,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("args", "options", "messages"),
+    ("args", "options", "message"),
     [
         (("bf61",), {}, "must be a technique"),
         ((), {"techniques": "[nothing,bf61]"}, "must be a technique"),
@@ -314,9 +314,9 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
     ],
 )
 def test_contradictory_arguments_are_refused(
-    tmp_path: Path, config_dir: Path, args: tuple[str, ...], options: dict[str, str], messages: str
+    tmp_path: Path, config_dir: Path, args: tuple[str, ...], options: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=messages):
+    with pytest.raises(ConfigError, match=message):
         run(wanted_in(tmp_path, config_dir, *args, **options))
     assert list(tmp_path.iterdir()) == []
 

@@ -91,12 +91,12 @@ def test_shares_without_effect_are_not_reported_as_a_gain(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "args"),
+    ("key", "text", "message"),
     [
         ("ranks", "1", "integers of at least 2"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
         ("forms", "fsdp2", "must be values from single"),
     ],
 )  # fmt: skip
-def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, args: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}={text}.*{args}"):
+def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*{message}"):
         run(asked("parallelism", tmp_path, TASK, **{key: text}))
