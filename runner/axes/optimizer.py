@@ -260,13 +260,13 @@ def muon(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Muon, which orthogonalizes the momentum, for matrices; AdamW with the same learning rate for all others.
+    """Muon, which orthogonalizes the momentum of matrices; other parameters use AdamW with the same learning rate.
 
     The update of a matrix is scaled to the root mean square of AdamW's updates.
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
-    adamw_for     modules or parameters whose matrices also use AdamW: embeddings and the output layer
+    adamw_for     modules or parameters whose matrices use AdamW instead, such as embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
     Raises ConfigError if a name matches nothing or the parameters are sharded.

@@ -2,7 +2,7 @@
 
 Keys of several options:
 
-warmup        updates of linear warm-up; below 1: fraction of all updates
+warmup        number of updates of linear warm-up; below 1: fraction of all updates
 final_factor  learning rate at the end, as a fraction of the peak
 gamma         factor per step
 """
@@ -202,13 +202,12 @@ def plateau(
 ) -> Schedule:
     """Multiply the learning rate by gamma when the validation metric stops improving.
 
-    warmup     updates of linear warm-up at the start, during which the metric is ignored; below 1: fraction of all
-               updates
+    warmup     number of updates of linear warm-up, in which the metric is ignored; below 1: fraction of all updates
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     patience   consecutive evaluations without improvement before a step
     threshold  an evaluation is an improvement if its metric beats the best by more than this fraction of the best
-    cooldown   evaluations after a step that are ignored
+    cooldown   number of evaluations to ignore after a step
     floor      lower bound of the learning rate, as a fraction of the peak
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".
     """
@@ -262,7 +261,7 @@ def wsd(
 ) -> Schedule:
     """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint at the peak.
 
-    decay         updates of the decay at the end, at most all after the warm-up; below 1: fraction of all updates
+    decay         length of the final decay in updates, at most all after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
     Source: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, NeurIPS 2024.
     """

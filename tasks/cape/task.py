@@ -94,7 +94,7 @@ def build(
     grid        bins per axis of the coordinate embedding table
     queries     query images per episode, in addition to the support image
     crop        box: crop to the object with a margin; image: use the entire image; null: box with data.path, else image
-    augment     rotate, scale, translate, flip and relight images in training
+    augment     rotate, scale, translate and flip images in training, and change their brightness
     flip        probability of a flip, in categories that name left and right keypoints
     forget      share of the previous keypoints hidden in training, so that decoding is robust to its own errors
     categories  names of the categories to train on; null: all of the training split

@@ -66,12 +66,12 @@ def build(
                    1000 x 256 x 256 x 100
     head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
     data           photographs: from scikit-image, expanded to channels by a filter bank; synthetic: generated spectra
-    num_cubes      training cubes; null: depends on size. The validation and test splits have a quarter of that number
-                   each, from 8 to 64
+    num_cubes      number of training cubes; null: depends on size. The validation and test splits have a quarter of
+                   that number each, from 8 to 64
     height         cube height in pixels; null: depends on size
     width          cube width in pixels; null: depends on size
     channels       channels of a cube, at least 3; null: depends on size, or on the cubes in data.path
-    components     learned principal components; null: a third of the channels
+    components     number of learned principal components; null: a third of the channels
     orthogonality  weight of the penalty for components that are not orthonormal: squared distance of W W^T from I,
                    per component
     entropy        weight of the entropy penalty of the channel selector: 1 - entropy / log(channels)

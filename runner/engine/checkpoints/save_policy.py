@@ -2,7 +2,7 @@
 
 Keys of several options:
 
-keep           number of newest checkpoints to keep, at least two
+keep           number of newest checkpoints to keep; at least two are always kept
 best           evaluation metric whose best checkpoints are also kept (default: that of early_stopping); null: none
 keep_best      number of best checkpoints to keep
 best_is        min or max: whether lower or higher values are better
