@@ -1,14 +1,16 @@
 """Cache Hydra's compositions of the shipped files for the whole test run: composing takes half of a short run.
 
-Results are cached in this process and its forks, and in a folder shared with all other processes. Files in a user's
-folder (--config-dir) are read every time.
+Results are cached in this process and its forks, and in a folder shared with all other processes. Those with files of a
+user's folder (--config-dir) are found by the content of the folder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import pickle
+import stat
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -20,6 +22,7 @@ from runner.base.paths import shipped_path
 from runner.config import config_files
 
 FOLDER = "COMPOSED_FOR_TESTS"  # environment variable
+MOST_FILES, MOST_BYTES = 20, 1 << 14  # in a user's folder whose compositions are cached
 
 
 class Composed(MutableMapping[Any, Any]):
@@ -31,28 +34,31 @@ class Composed(MutableMapping[Any, Any]):
         config_files._cache = self  # lint-tests: private: the public files_unchanged caches only inside its context
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, tuple) or key[-1] is not None:  # a user's folder
+        if not isinstance(key, tuple):
             return False
-        if (key, shipped_path("conf")) not in self._kept:
+        if (found := _by_content(key)) is None:
+            return False
+        if found not in self._kept:
             # If the file cannot be read, compose: the process may lack descriptors or memory, or run as another user.
             with suppress(Exception):
-                self._kept[key, shipped_path("conf")] = pickle.loads(self._file(key).read_bytes())
-        return (key, shipped_path("conf")) in self._kept
+                self._kept[found] = pickle.loads(self._file(found).read_bytes())
+        return found in self._kept
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
-        return self._kept[key, shipped_path("conf")]
+        return self._kept[_by_content(key)]
 
     def __setitem__(self, key: tuple[Any, ...], made: Any) -> None:
-        self._kept[key, shipped_path("conf")] = made
-        if key[-1] is None and self.folder is not None:
-            file = self._file(key)
+        found = _by_content(key)
+        self._kept[found] = made
+        if found is not None and self.folder is not None:
+            file = self._file(found)
             with suppress(Exception):
                 written = file.with_suffix(f".{os.getpid()}")
                 written.write_bytes(pickle.dumps(made))
                 written.rename(file)
 
     def __delitem__(self, key: tuple[Any, ...]) -> None:
-        del self._kept[key, shipped_path("conf")]
+        del self._kept[_by_content(key)]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._kept)
@@ -62,8 +68,28 @@ class Composed(MutableMapping[Any, Any]):
 
     def _file(self, key: tuple[Any, ...]) -> Path:
         assert self.folder is not None
-        name = repr((key, str(shipped_path("conf"))))
-        return self.folder / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        return self.folder / hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def _by_content(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Replace the user's folder, the last part of a key, by its content; None unless it has a few small files."""
+    *parts, folder = key
+    shipped = str(shipped_path("conf"))
+    if folder is None:
+        return *parts, shipped
+    if parts[0] == "file":  # reading one file is cheaper than reading all of them
+        return None
+    with suppress(OSError):
+        inside = list(itertools.islice(folder.rglob("*"), MOST_FILES + 1))
+        files = [path for path in inside if not path.is_dir()]
+        if len(inside) <= MOST_FILES and all(map(_is_small, files)):
+            return *parts, shipped, *sorted((str(file.relative_to(folder)), file.read_bytes()) for file in files)
+    return None
+
+
+def _is_small(file: Path) -> bool:
+    state = file.lstat()
+    return stat.S_ISREG(state.st_mode) and state.st_size <= MOST_BYTES
 
 
 @cache

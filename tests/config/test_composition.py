@@ -52,8 +52,14 @@ def test_composition_gives_the_same_result_as_hydra(number: int, tmp_path: Path)
     assert set(choices) == set(GROUPS)
 
 
+def not_cached(folder: Path) -> Request:
+    """Return a request whose composition no other test has cached: the name of the folder is part of its content."""
+    (folder / "own").write_text(str(folder))
+    return Request(config_dir=folder)
+
+
 def test_concurrent_compositions_run_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(config_dir=tmp_path)  # compositions with a config folder are not cached across tests
+    request = not_cached(tmp_path)
     errors: list[BaseException] = []
     groups = {group: list_options(group)[0] for group in GROUPS if list_options(group)}
 
@@ -77,10 +83,10 @@ def test_concurrent_compositions_run_one_after_another(tmp_path: Path, monkeypat
     assert errors == []
 
 
-def test_composing_does_not_change_the_hydra_state_of_the_program() -> None:
+def test_composing_does_not_change_the_hydra_state_of_the_program(tmp_path: Path) -> None:
     with initialize_config_dir(str(shipped_path("conf")), **version_base()):
         wanted = GlobalHydra.instance().hydra
-        compose_groups({group: list_options(group)[0] for group in GROUPS}, Request(), [])
+        compose_groups({group: list_options(group)[0] for group in GROUPS}, not_cached(tmp_path), [])
         assert GlobalHydra.instance().hydra is wanted
         hydra_compose("config", overrides=[])
 
