@@ -66,7 +66,7 @@ def learned(
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("shares", [(5, 3), (1, 7), (2, 5, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
-def test_ranks_normalize_as_one_process_with_all_samples(
+def test_ranks_normalize_like_one_process_with_all_samples(
     dimensions: int, shares: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Rounding grows by 3 * 2 * 2: the loss is cubic, and each of two norms subtracts a mean and divides by a std."""
@@ -100,7 +100,7 @@ def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, A
         assert distance(buffer, results[1]["buffers"][name]) < PROMISED[torch.float64], name
 
 
-def test_a_dummy_pass_does_not_count_on_any_rank() -> None:
+def test_a_dummy_pass_does_not_change_running_statistics_on_any_rank() -> None:
     def passed(world: World) -> dict[str, Any]:
         model = synchronize_batch_norms(make_model(2, torch.float64), world)
         mine = samples(2, torch.float64)[5 * world.rank : 5 + 3 * world.rank]
@@ -202,7 +202,7 @@ def refused(model: nn.Module) -> list[list[str]]:
     ids=["subclass", "lazy", "torch's own"],
 )
 @pytest.mark.parametrize("mode", [True, False])
-def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mode: bool) -> None:
+def test_unsupported_norms_are_rejected_on_all_ranks(norm: Any, kind: str, mode: bool) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Tanh(), norm())).train(mode)
     before = [type(module).__name__ for module in model.modules()]
     for messages, types, training in refused(model):
@@ -213,14 +213,14 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
         assert training == [mode] * len(before)
 
 
-def test_only_some_of_many_norms_are_named() -> None:
+def test_the_error_names_at_most_five_norms() -> None:
     for messages, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
         assert "norms: 0 (Activated), 1 (Activated)," in messages
         assert "4 (Activated) and 2 more\n" in messages
     assert "model (Activated)\n" in refused(Activated(3))[0][0]
 
 
-def test_norms_that_never_train_may_be_of_any_kind() -> None:
+def test_norms_that_never_train_can_be_of_any_kind() -> None:
     for messages, types, training in refused(Frozen(Activated(3), nn.BatchNorm1d(3))):
         assert messages == ""
         assert types == ["Frozen", "Activated", "_BatchNorm1d"]
@@ -238,7 +238,7 @@ def test_conversion_is_idempotent_and_one_process_accepts_any_norm() -> None:
     assert type(synchronize_batch_norms(Activated(3), World(CPU))) is Activated
 
 
-def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
+def test_a_single_value_per_channel_over_all_ranks_is_rejected_on_all_ranks() -> None:
     def single_value(world: World) -> str:
         model = synchronize_batch_norms(nn.BatchNorm1d(3), world)
         try:
@@ -253,7 +253,7 @@ def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
         assert "has 1\n" in messages
 
 
-def test_half_formats_are_normalized_in_float32() -> None:
+def test_half_precision_inputs_are_normalized_in_float32() -> None:
     def output(world: World) -> list[Any]:
         model = synchronize_batch_norms(nn.BatchNorm1d(3), world)
         x = (torch.randn(16, 3, generator=torch.Generator().manual_seed(2)) + 100)[8 * world.rank :][:8]

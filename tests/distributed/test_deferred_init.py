@@ -117,7 +117,7 @@ def values(model: nn.Module, recording: DeferredInit | None = None) -> Iterator[
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("min_bytes", [0, 300])
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_later_random_numbers_are_those_of_an_ordinary_construction(name: str, min_bytes: int) -> None:
+def test_values_and_later_random_numbers_equal_those_of_an_ordinary_construction(name: str, min_bytes: int) -> None:
     make, _ = MODELS[name]
     ordinary = built(make)
     state = torch.get_rng_state()
@@ -139,7 +139,7 @@ def test_values_can_be_computed_in_any_order_and_twice() -> None:
     assert all(torch.equal(forward[name], backward[name]) for name in forward)
 
 
-def test_a_value_that_is_read_by_several_operations_is_computed_once_with_all_that_precede_it() -> None:
+def test_a_value_read_by_several_operations_is_computed_once_with_its_predecessors() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(4, 4)
         early, late = torch.rand(4, 4), torch.rand(4, 4)
@@ -190,7 +190,7 @@ def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
         lambda tensor: torch._foreach_zero_([tensor, torch.tensor([1.0, 2.0])]),
     ],
 )
-def test_what_cannot_be_recorded_is_an_error(use: Callable[[Tensor], object]) -> None:
+def test_operations_that_cannot_be_recorded_are_rejected(use: Callable[[Tensor], object]) -> None:
     with DeferredInit(0), pytest.raises((RuntimeError, TypeError)):
         use(torch.zeros(10))
 
@@ -230,7 +230,7 @@ def begun_and_trained(names: list[str], world: World) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_start_from_the_weights_of_one_process_and_train_alike(num_ranks: int) -> None:
+def test_ranks_start_from_the_weights_of_one_process_and_train_like_it(num_ranks: int) -> None:
     names = ["gpt", "tied"]
     alone = begun_and_trained(names, ALONE)
     together = run_ranks(partial(begun_and_trained, names), num_ranks)[0]
@@ -239,7 +239,7 @@ def test_ranks_start_from_the_weights_of_one_process_and_train_alike(num_ranks: 
         assert distance(expected[1], found[1]) <= PROMISED[torch.float32], name
 
 
-def test_biases_of_keys_have_no_gradient_but_rounding() -> None:
+def test_gradients_of_key_biases_are_only_rounding_errors() -> None:
     """Softmax ignores a constant in all scores. Adam divides a gradient by its size, and so amplifies the rounding."""
     model = built(Tied).double()
     loss, _ = token_loss(model, tuple(tensor[:32] for tensor in samples(torch.float64)))  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() 
 
 
 @pytest.mark.slow
-def test_a_pipeline_rank_never_holds_more_than_its_stage_and_some_layers() -> None:
+def test_peak_memory_of_a_pipeline_rank_is_its_stage_and_some_layers() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
     example = (torch.zeros(1, WIDE),)
     ranks = run_ranks(partial(staged, wide, list, example), 4)
@@ -356,7 +356,7 @@ def memory_of_shards(world: World) -> int:
 
 
 @pytest.mark.slow
-def test_a_rank_never_holds_more_than_its_shards_and_a_layer() -> None:
+def test_peak_memory_of_a_rank_is_its_shards_and_one_layer() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
     for largest in run_ranks(memory_of_shards, 4):
         assert WIDE_LAYERS // 4 * layer <= largest <= (WIDE_LAYERS // 4 + 1) * layer
@@ -369,7 +369,7 @@ def test_a_rank_never_holds_more_than_its_shards_and_a_layer() -> None:
         ((6,), (2,), 0, False), ((2, 3), (3, 2), 0, False), ((5,), (1,), 0, False), ((6,), (1,), 1, False),
     ],
 )  # fmt: skip
-def test_a_tensor_covers_its_storage(
+def test_a_tensor_reference_knows_whether_it_covers_the_whole_storage(
     size: tuple[int, ...], stride: tuple[int, ...], offset: int, is_whole: bool
 ) -> None:
     assert TensorRef(0, 24, torch.float32, size, stride, offset).is_whole == is_whole

@@ -204,7 +204,7 @@ def assert_trains_like_one_process(name: str, trained: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_strategy_resumes_from_a_checkpoint_of_every_other_one(name: str, trained: Any) -> None:
+def test_every_strategy_resumes_from_a_checkpoint_of_every_other_strategy(name: str, trained: Any) -> None:
     """From three other ones, unless in the long form."""
     alone = trained("one process")[1][0]
     others = list(LAYOUTS) if IS_LONG else random.Random(f"{SEED} {name}").sample(list(LAYOUTS), 3)

@@ -131,13 +131,13 @@ def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]]
     assert distance_of_each(alone["model"], results[0]["model"]) <= tolerance
 
 
-def test_the_groups_hold_the_same_weights_bit_for_bit(results: list[dict[str, Any]]) -> None:
+def test_all_groups_have_bitwise_equal_weights(results: list[dict[str, Any]]) -> None:
     assert results[0]["local"] == results[2]["local"]
     assert results[1]["local"] == results[3]["local"]
     assert results[0]["local"] != results[1]["local"], "each rank of a group has its own shard"
 
 
-def test_each_row_is_saved_once_and_parts_are_what_rank_0_would_gather(
+def test_each_row_is_saved_once_and_shards_equal_the_gathered_checkpoint(
     results: list[dict[str, Any]], folder: str
 ) -> None:
     checkpoint = load(checkpoint_path(Path(folder), HALF))
@@ -150,7 +150,7 @@ def test_each_row_is_saved_once_and_parts_are_what_rank_0_would_gather(
 
 
 @pytest.mark.parametrize("key", ["continued", "continued by all"])
-def test_a_run_resumes_with_groups_of_another_size(
+def test_a_run_resumes_with_a_different_group_size(
     key: str, results: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
     assert distance_of_each(alone["model"], results[0][key]["model"]) <= PROMISED[torch.float64]
@@ -161,7 +161,7 @@ def single(world: World) -> Parallel:
     return Parallel(world)
 
 
-def test_a_run_resumes_on_another_number_of_ranks(
+def test_a_run_resumes_on_a_different_number_of_ranks(
     results: list[dict[str, Any]], alone: dict[str, Any], folder: str
 ) -> None:
     assert results, "the checkpoint was saved"
@@ -170,7 +170,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
         assert distance_of_each(alone["model"], resumed["model"]) <= PROMISED[torch.float64]
 
 
-def test_weights_that_are_initialized_in_groups_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
+def test_weights_initialized_in_groups_equal_those_of_one_process(results: list[dict[str, Any]]) -> None:
     assert results[0]["meta"] == listed(built(Tied).state_dict())
 
 
@@ -180,7 +180,7 @@ def sharded_after_each_micro_batch(world: World) -> Any:
     return run.saved()["model"]
 
 
-def test_groups_may_reduce_gradients_after_each_micro_batch() -> None:
+def test_groups_can_reduce_gradients_after_each_micro_batch() -> None:
     alone = run_of(ALONE)
     alone.advance(2)
     found = run_ranks(sharded_after_each_micro_batch, RANKS)[0]

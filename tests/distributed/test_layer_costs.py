@@ -31,7 +31,7 @@ class Scaled(nn.Module):
         return self.embedding(tokens) * self.scale
 
 
-def test_layers_have_the_names_of_the_model() -> None:
+def test_layers_are_named_after_their_modules_in_the_model() -> None:
     model = Whole()
     assert layer_names(model, model.layers()) == ["embedding+scale", "blocks.0", "blocks.1", "Tanh 3"]
 
@@ -97,7 +97,7 @@ def test_measuring_does_not_advance_generators() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_embedding_layers_are_measured_too() -> None:
+def test_embedding_layers_are_measured() -> None:
     model = Whole()
     costs = measure_costs(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
     assert [cost.num_trained for cost in costs] == [44, 20, 20, 0]

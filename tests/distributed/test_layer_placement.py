@@ -18,7 +18,7 @@ from runner.distributed.world import World
 from tests.distributed.ranks import run_ranks
 
 
-def test_a_shared_parameter_has_the_sum_of_the_gradients_of_all_stages_also_where_one_has_none() -> None:
+def test_a_shared_parameter_gets_the_sum_of_gradients_even_if_a_stage_has_none() -> None:
     def added(world: World) -> Any:
         weight = nn.Parameter(torch.ones(3))
         if world.rank != 1:
@@ -83,7 +83,7 @@ def placed(
     ("seconds", "speed"),
     [(3.0, 1.0), (6.0, 0.5), (1.5, 2.0), (3.2, 1.0), (2.8, 1.0), (3.4, 3 / 3.4), (2.0, 1.5), (0.0, 1.0)],
 )
-def test_the_speed_of_a_stage_is_relative_to_the_first_rank_unless_it_is_noise(
+def test_relative_speeds_of_stages_ignore_differences_within_noise(
     seconds: float, speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement, _ = placed(monkeypatch, Ranks((seconds, 8 * GIB)))
@@ -91,7 +91,7 @@ def test_the_speed_of_a_stage_is_relative_to_the_first_rank_unless_it_is_noise(
     assert (first.speed, second.speed) == (1.0, pytest.approx(speed))
 
 
-def test_a_stage_has_the_memory_and_speed_of_its_weakest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_speed_of_a_stage_are_those_of_its_weakest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Ranks((3.0, 6 * GIB), (6.0, 4 * GIB), (1.5, 7 * GIB))
     placement, _ = placed(monkeypatch, world, copies=2)
     first, second = placement.devices
@@ -125,7 +125,7 @@ def test_an_example_without_a_batch_counts_as_one_sample(monkeypatch: pytest.Mon
     assert measured["scale"] == 8.0
 
 
-def test_costs_are_estimated_where_layers_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_estimated_for_layers_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for example in (None, Mock(side_effect=NotImplementedError)):
         placement, measured = placed(monkeypatch, Ranks((0.0, 8 * GIB)), example=example)
         assert measured == {}

@@ -41,13 +41,13 @@ def outcome(world: World, num_calls: int, fails: bool) -> str:
     return ""
 
 
-def test_equal_calls_and_errors_of_all_ranks_are_passed_on() -> None:
+def test_results_and_errors_that_all_ranks_share_are_passed_on() -> None:
     assert run_ranks(lambda world: outcome(world, 2, fails=False), 2) == ["", ""]
     assert run_ranks(lambda world: outcome(world, 1, fails=True), 2) == ["mine", "mine"]
 
 
 @pytest.mark.parametrize("num_calls", [0, 1, 2], ids=["first", "between", "last"])
-def test_an_error_of_one_rank_reaches_all(num_calls: int) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks(num_calls: int) -> None:
     def run(world: World) -> str:
         return outcome(world, num_calls if world.rank else 2, fails=world.rank == 1)
 
@@ -103,7 +103,9 @@ def test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text
     assert "FileNotFoundError" in result.err
 
 
-def test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_is_trained(server: ForkServer, tmp_path: Path) -> None:
+def test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_does_not_prevent_training(
+    server: ForkServer, tmp_path: Path
+) -> None:
     """All ranks of that pipeline fail alike, so that none waits; the check before the first update is inconclusive."""
     result = run_on_two_pipelines(server, tmp_path, in_loss="(2, 3)")
     assert result.code == Exit.DONE, result.err

@@ -46,7 +46,9 @@ def test_nccl_listens_on_the_loopback_interface_unless_there_are_several_machine
     assert environment.get("NCCL_SOCKET_IFNAME", "") == expected
 
 
-def test_ranks_on_one_gpu_are_not_told_to_check_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError(
             "NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
@@ -60,7 +62,7 @@ def test_ranks_on_one_gpu_are_not_told_to_check_the_network(monkeypatch: pytest.
     assert suggested(caught.value.problems[0].fix) == ["device=cpu"]
 
 
-def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interface_is_selected_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert find_interface(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
 

@@ -222,7 +222,7 @@ def test_several_pipelines_do_not_change_the_updates(results: list[dict[str, Any
     assert distance(alone["own"], results[0]["run"]["gathered"]) <= tolerance
 
 
-def test_the_copies_of_a_stage_are_bitwise_equal(results: list[dict[str, Any]]) -> None:
+def test_copies_of_a_stage_are_bitwise_equal(results: list[dict[str, Any]]) -> None:
     for stage in range(STAGES):
         assert results[stage]["run"]["own"] == results[stage + STAGES]["run"]["own"]
         assert results[stage]["buffers"] == results[stage + STAGES]["buffers"]
@@ -233,7 +233,7 @@ def test_only_the_first_rank_gathers_a_checkpoint(results: list[dict[str, Any]])
     assert [bool(result["run"]["gathered"]) for result in results] == [True, False, False, False]
 
 
-def test_buffers_outside_of_the_layers_are_those_of_the_last_stage(results: list[dict[str, Any]]) -> None:
+def test_buffers_outside_the_layers_come_from_the_last_stage(results: list[dict[str, Any]]) -> None:
     for name in ("seen", "inputs.running_mean", "inputs.num_batches_tracked"):
         assert all(result["buffers"][name] == results[0]["buffers"][name] for result in results)
     assert results[0]["buffers"]["inputs.num_batches_tracked"] == [2 * len(SIZES[0])]
@@ -246,12 +246,12 @@ def test_buffers_that_change_without_gradients_are_the_same_on_all_ranks(results
     assert results[0]["fitted"]["seen"] == [1], "that of the first pipeline, as with several ranks of ddp"
 
 
-def test_an_overflow_where_one_pipeline_has_no_samples_leaves_no_trace(results: list[dict[str, Any]]) -> None:
+def test_an_overflow_while_another_pipeline_has_no_samples_only_skips_the_update(results: list[dict[str, Any]]) -> None:
     assert [result["skipped"] for result in results] == [[1, True]] * RANKS
 
 
 @pytest.mark.parametrize("phase", ["first", "later"])
-def test_an_error_in_one_pipeline_reaches_all_ranks_with_its_rank_and_text(phase: str) -> None:
+def test_an_error_in_one_pipeline_is_raised_on_all_ranks_with_its_rank_and_text(phase: str) -> None:
     *others, failed = run_ranks(lambda world: failing(world, phase), RANKS)
     assert failed == "ValueError: planted"
     for other in others:
@@ -280,7 +280,7 @@ def test_each_batch_of_an_evaluation_is_counted_once(results: list[dict[str, Any
     assert [[index for index, _ in result["evaluated"]] for result in results] == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
 
 
-def test_statistics_are_merged_over_the_first_stages(results: list[dict[str, Any]]) -> None:
+def test_data_statistics_are_merged_over_the_first_stages(results: list[dict[str, Any]]) -> None:
     assert [result["merged"] for result in results] == [[11.0]] * RANKS
 
 

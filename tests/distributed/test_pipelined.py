@@ -244,7 +244,7 @@ def name_of(case: dict[str, Any]) -> str:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", random_cases(24), ids=name_of)
-def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> None:
+def test_splitting_a_model_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> None:
     def update(world: World) -> list[dict[str, Any]]:
         made = []
         for dtype in (torch.float64, torch.float32):
@@ -295,7 +295,7 @@ def test_layers_pass_tuples_and_the_model_returns_any_structure(schedule: str) -
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
-def test_micro_batches_of_many_shapes_are_each_sent_with_their_shape() -> None:
+def test_micro_batches_of_many_different_shapes_give_the_results_of_one_process() -> None:
     sizes = [1, 1, *range(2, KEPT_STEPS + 4), 1, 2]
 
     def updates(world: World) -> list[float]:
@@ -317,7 +317,7 @@ def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
 
 
 @pytest.mark.slow
-def test_the_random_state_of_rank_0_is_that_of_the_pipeline() -> None:
+def test_random_numbers_of_a_pipeline_follow_the_generator_of_rank_0() -> None:
     def update(world: World) -> list[float]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
         parallel = Pipelined(world)
@@ -352,7 +352,7 @@ def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_a_stage_whose_parameters_are_unused_joins_the_norm(dtype: torch.dtype) -> None:
+def test_a_stage_with_unused_parameters_takes_part_in_the_gradient_norm(dtype: torch.dtype) -> None:
     stored = torch.float32 if dtype == torch.float16 else dtype
 
     def make() -> nn.Sequential:
@@ -372,7 +372,7 @@ def test_a_stage_whose_parameters_are_unused_joins_the_norm(dtype: torch.dtype) 
 
 
 @pytest.mark.slow
-def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
+def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
     def update(world: World) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -414,7 +414,9 @@ class Shifted(nn.Module):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(("split", "is_apart"), [([2, 3], True), ([4, 1], False)])
-def test_a_module_on_two_ranks_may_have_equal_buffers(learns: bool, split: list[int], is_apart: bool) -> None:
+def test_a_module_on_two_ranks_is_rejected_if_its_buffers_diverge(
+    learns: bool, split: list[int], is_apart: bool
+) -> None:
     """A checkpoint contains the buffers of only one of them, and both would resume with those."""
 
     def check(world: World) -> bool:
@@ -492,7 +494,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], tolerance: float
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 3), ("gpipe", 2)])
-def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str, world_size: int) -> None:
+def test_clipped_updates_and_their_state_equal_those_of_one_process(schedule: str, world_size: int) -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, lambda: plain(7, torch.float64), schedule=schedule)
         return trained(made, [3, 3, 3, 1], torch.float64)
@@ -507,7 +509,7 @@ def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str,
 
 
 @pytest.mark.slow
-def test_half_precision_computes_as_one_process_does() -> None:
+def test_half_precision_gives_the_results_of_one_process() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, lambda: plain(6, torch.float32), precision=bf16)
         return trained(made, [4, 4], torch.float32, 3)
@@ -561,7 +563,7 @@ def test_a_stage_without_parameters_participates_in_all_operations() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_several_ranks_is_loaded_by_any_number() -> None:
+def test_a_checkpoint_of_several_ranks_can_be_loaded_by_any_number_of_ranks() -> None:
     saved: dict[str, Tensor] = {}
 
     def save(world: World) -> dict[str, Any]:
@@ -598,7 +600,7 @@ def token_stream() -> Iterator[MicroBatch]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
+def test_evaluation_on_every_rank_equals_that_of_one_process(schedule: str) -> None:
     def run(world: World) -> list[Any]:
         torch.manual_seed(0)
         model = Pairs().double()
@@ -656,7 +658,7 @@ def wrapping(model: Any) -> Callable[[Pipelined], Any]:
 
 
 @pytest.mark.slow
-def test_fewer_layers_than_stages_are_refused() -> None:
+def test_fewer_layers_than_stages_are_rejected() -> None:
     for result in run_ranks(lambda world: refused(world, wrapping(plain(2, torch.float32))), 3):
         assert "ConfigError 78" in result
         assert "stages (3)" in result
@@ -684,7 +686,7 @@ def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_layers_that_lose_parameters_are_refused() -> None:
+def test_layers_that_omit_parameters_are_rejected() -> None:
     model = plain(5, torch.float32)
     lost = lambda parallel: parallel.wrap(model, lambda: list(model)[:4], [])  # noqa: E731
     for result in run_ranks(lambda world: refused(world, lost), 2):
@@ -692,7 +694,7 @@ def test_layers_that_lose_parameters_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_task_without_layers_gets_a_message() -> None:
+def test_the_error_for_a_task_without_layers_says_what_to_define() -> None:
     def unknown(parallel: Pipelined) -> None:
         def layers() -> list[nn.Module]:
             raise NotImplementedError("Mine must define layers()")
@@ -764,7 +766,7 @@ ERRORS = {  # where: the rank that has the error, and its text
 BROKEN_LAYERS = {"layer": 1, "last layer": 3}
 
 
-def test_an_error_of_one_rank_reaches_all() -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks() -> None:
     """No rank hangs: the ranks end well within the timeout of a collective, 30 s."""
     results = run_ranks(lambda world: {where: failing(world, where) for where in ERRORS}, 2)
     for where, (rank, text) in ERRORS.items():
@@ -829,7 +831,7 @@ def failing_later(world: World, where: str, stages: int) -> str:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("where", ["backward pass", "layer", "layer before one that rejects zeros", "loss"])
 @pytest.mark.parametrize(("num_ranks", "stages"), [(3, 3), (4, 2)])
-def test_an_error_during_a_scheduled_pass_reaches_all_ranks(where: str, num_ranks: int, stages: int) -> None:
+def test_an_error_during_a_scheduled_pass_is_raised_on_all_ranks(where: str, num_ranks: int, stages: int) -> None:
     """The other ranks raise its text, not a lost connection, nor an error that zeros sent after it cause."""
     results = run_ranks(lambda world: failing_later(world, where, stages), num_ranks)
     for text in results:
@@ -838,7 +840,7 @@ def test_an_error_during_a_scheduled_pass_reaches_all_ranks(where: str, num_rank
 
 
 @pytest.mark.slow
-def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
+def test_calling_a_model_with_gradients_outside_the_loss_is_an_error() -> None:
     def call(world: World) -> str:
         model = plain(3, torch.float32)
         Pipelined(world).wrap(model, lambda: list(model), [])
@@ -909,7 +911,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
+def test_the_measured_time_of_a_stage_is_the_time_of_its_layers(schedule: str) -> None:
     clock = Clock()
 
     class Slow(nn.Linear):
@@ -939,7 +941,7 @@ BUBBLES: list[tuple[dict[str, float], dict[str, float], tuple[float, float, floa
 ]
 
 
-def test_the_bubble_is_the_share_of_time_that_stages_wait() -> None:
+def test_the_pipeline_bubble_is_the_fraction_of_time_that_stages_wait() -> None:
     """The bubble of four micro-batches: measured, ideal for equal stages, and ideal for these stages."""
 
     def run(world: World) -> list[list[float]]:
@@ -971,7 +973,7 @@ def gpt(dtype: torch.dtype = torch.float64, **rates: float) -> Transformer:
     return Transformer(shape, **rates).to(dtype)
 
 
-def test_the_layers_of_gpt_are_its_model_bit_for_bit() -> None:
+def test_the_layers_of_gpt_are_bitwise_equal_to_its_model() -> None:
     for training in (True, False):
         model = gpt(torch.float32, dropout=0.3, attention_dropout=0.3).train(training)
         tokens = torch.randint(0, 50, (4, 6))
@@ -988,7 +990,7 @@ def test_the_layers_of_gpt_are_its_model_bit_for_bit() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_gpt_in_a_pipeline_is_trained_as_in_one_process(schedule: str) -> None:
+def test_gpt_in_a_pipeline_trains_like_one_process(schedule: str) -> None:
     def text(seed: int) -> list[MicroBatch]:
         windows = torch.randint(0, 50, (8, 7), generator=torch.Generator().manual_seed(seed))
         parts = windows.split(3)

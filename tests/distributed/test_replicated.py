@@ -80,7 +80,7 @@ class Traffic:
         return result
 
 
-def test_bucket_sizes_are_those_of_groups_of_parameters() -> None:
+def test_bucket_sizes_are_the_summed_sizes_of_parameter_groups() -> None:
     parameters = list(Layers(range(LAYERS)).parameters())
     assert bucket_sizes(parameters, LAYER_BYTES) == (LAYER_BYTES,) * LAYERS
     assert bucket_sizes(parameters) == (LAYERS * LAYER_BYTES,), "one bucket of up to 25 MiB"
@@ -142,7 +142,7 @@ def use_other_layers_on_one_rank(model: Layers, world: World, update: int) -> No
 
 
 @pytest.mark.parametrize("choose", [lambda *_: None, use_other_layers_on_one_rank])
-def test_gradients_in_one_message_are_those_of_buckets(choose: Choice) -> None:
+def test_gradients_sent_in_one_message_equal_those_sent_in_buckets(choose: Choice) -> None:
     """Two float32 numbers have the same sum in float64, rounded to float32."""
 
     def both(world: World) -> list[Any]:
@@ -174,7 +174,7 @@ def test_ranks_that_use_different_layers_exchange_them_during_the_backward_pass(
             assert late <= 0.1 * sent
 
 
-def test_what_no_rank_uses_is_not_exchanged() -> None:
+def test_gradients_of_layers_that_no_rank_uses_are_not_exchanged() -> None:
     for result in run_ranks(lambda world: exchanged(world, Layers([0, 1, 2])), 2):
         assert [sent // LAYER_BYTES for sent, _ in result["bytes"]] == [LAYERS] + [3] * (UPDATES - 1)
 
@@ -200,7 +200,7 @@ def recomputing(model: Layers, world: World, update: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("choose", [changing, recomputing])
-def test_the_order_of_the_exchange_changes_no_bit(choose: Choice, num_ranks: int) -> None:
+def test_gradients_do_not_depend_on_the_order_of_the_exchange(choose: Choice, num_ranks: int) -> None:
     """Wrong predictions of the order do not either: compare with and without knowledge of previous updates."""
     known = run_ranks(lambda world: exchanged(world, Layers([], 6), choose), num_ranks)
     unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
@@ -243,7 +243,7 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
         (reducer.SMALL_BYTES, [["all_reduce", "torch.float64"]]),
     ],
 )
-def test_an_update_has_one_collective_besides_those_of_gradients(
+def test_an_update_has_one_collective_apart_from_those_of_gradients(
     small_bytes: int, collectives: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It contains sums, flags, times and the requests of hooks, and the gradients of a small model."""
@@ -269,7 +269,7 @@ def test_an_update_has_one_collective_besides_those_of_gradients(
         assert updates == [collectives] * 27
 
 
-def test_a_custom_sum_is_checked_until_each_bucket_had_numbers_to_compare() -> None:
+def test_a_custom_all_reduce_is_checked_until_each_bucket_had_comparable_gradients() -> None:
     """The gradients of a first update may overflow, as with a loss scale, or be zero."""
 
     def halve(gradients: Tensor) -> None:
@@ -289,7 +289,7 @@ def test_a_custom_sum_is_checked_until_each_bucket_had_numbers_to_compare() -> N
     assert run_ranks(find_faults, 2) == [["2.0"]] * 2
 
 
-def test_a_custom_sum_must_not_return_nan_for_finite_gradients() -> None:
+def test_a_custom_all_reduce_must_not_return_nan_for_finite_gradients() -> None:
     def erase(gradients: Tensor) -> None:
         gradients.fill_(float("nan"))
 
@@ -303,7 +303,7 @@ def test_a_custom_sum_must_not_return_nan_for_finite_gradients() -> None:
     assert all("100 %" in fault for fault in run_ranks(find_fault, 2))
 
 
-def test_gradients_are_summed_by_the_strategy_of_the_task_file(tmp_path: Path) -> None:
+def test_a_strategy_of_the_task_file_sums_the_gradients(tmp_path: Path) -> None:
     """A mean over two ranks is half of the sum, which the check of the first update reports."""
     text = "def mean(gradients):\n    torch.distributed.all_reduce(gradients)\n    gradients /= 2\n"
     (tmp_path / "task.py").write_text(f"{TASK}\n{text}\nPARALLELISMS = {{'mean': ('ddp', mean)}}\n")

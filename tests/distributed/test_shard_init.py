@@ -86,7 +86,7 @@ def test_weights_that_a_checkpoint_replaces_are_allocated_without_a_value(
     assert torch.equal(model.first.bias, ordinary().first.bias)
 
 
-def test_a_layer_has_other_weights_with_its_values_for_a_while() -> None:
+def test_a_layer_temporarily_has_other_weights_with_the_same_values() -> None:
     model, recording = deferred()
     before = dict(model.named_parameters(remove_duplicate=False))
     with DeferredModel(recording).materialized(model.second):

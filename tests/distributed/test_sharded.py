@@ -229,7 +229,7 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, dtype: torch.dtype) -> None:
+def test_gradients_of_random_splits_equal_those_of_one_process(world_size: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(world_size)
     cuts = [np.diff(np.sort([0, *rng.choice(np.arange(1, 32), world_size - 1, replace=False), 32])) for _ in range(6)]
     splits = [(tuple(map(int, cut)), int(rng.integers(1, 12)), int(rng.integers(0, 2))) for cut in cuts]
@@ -265,7 +265,7 @@ def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
 
 
 @pytest.mark.slow
-def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
+def test_a_dummy_pass_adds_nothing_to_gradients_even_if_its_loss_is_infinite() -> None:
     """Buffers also ignore dummy passes."""
 
     def learn(world: World) -> list[Any]:
@@ -339,7 +339,7 @@ def test_ranks_may_use_different_parameters() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [sharded, partial(sharded, communicate="bfloat16")], ids=["float32", "bfloat16"])
-def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(strategy: Any) -> None:
+def test_successive_phases_can_train_different_parameters(strategy: Any) -> None:
     def walk(world: World) -> dict[str, Any]:
         run = Run(world, shares=(19, 13), micro=8, strategy=strategy, trains="blocks.1", dtype=torch.float32)
         initial = run.parallel.gather_full(run.model.state_dict())
@@ -374,7 +374,7 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
 # ---------------------------------------------------------------- dtypes
 
 
-def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
+def test_an_overflow_on_one_rank_skips_the_update_on_all_ranks() -> None:
     y = samples(torch.float32)[1]
     first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
     trigger = int(y[first[19:]].sum())  # identifies the batch of rank 1 in the first update
@@ -396,7 +396,7 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
 
 
 @pytest.mark.slow
-def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
+def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all_ranks() -> None:
     class Struck(Sharded):
         def reduce(self, sums: Any) -> Any:
             result = super().reduce(sums)
@@ -415,7 +415,7 @@ def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [bf16, fp16])
-def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
+def test_half_precision_trains_like_one_process(precision: Any) -> None:
     alone = trained(ALONE, dtype=torch.float32, precision=precision)
     results = run_ranks(
         lambda world: trained(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision), 2
@@ -438,7 +438,7 @@ class GatheredDtypes(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
-def test_parameters_may_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
+def test_parameters_can_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
     """Weights are communicated with 8 bits (bfloat16) or 11 bits (float16); gradients and weights stay float32."""
     alone = trained(ALONE, dtype=torch.float32)
 
@@ -474,7 +474,7 @@ OPTIMIZERS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
+def test_a_run_resumes_on_a_different_number_of_ranks(name: str) -> None:
     """Two ranks, then one, then two: the checkpoint does not depend on the number of ranks."""
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
 
@@ -590,7 +590,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_may_return_views_that_are_changed_in_place() -> None:
+def test_blocks_can_return_views_that_are_modified_in_place() -> None:
     class Viewing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -613,14 +613,14 @@ def test_blocks_may_return_views_that_are_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
-def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int) -> None:
+def test_every_rank_evaluates_equally_often_and_each_batch_counts_once(num_keys: int) -> None:
     keys = [MicroBatchKey(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
     dealt = [Sharded(World(CPU, rank, rank, 3, 3)).evaluation_batches(keys) for rank in range(3)]
     assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
     assert sorted(key.indices[0] for mine in dealt for key in mine if key.is_counted) == list(range(num_keys))
 
 
-def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
+def test_statistics_and_buffers_combine_those_of_all_ranks() -> None:
     def gathered(world: World) -> list[Any]:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         parallel = Sharded(world)
@@ -720,7 +720,7 @@ def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> 
 
 
 @pytest.mark.slow
-def test_given_tensors_are_loaded_if_others_are_missing() -> None:
+def test_the_tensors_that_are_given_are_loaded_if_others_are_missing() -> None:
     def loaded(world: World) -> list[Any]:
         result = []
         for missing in ("temperature", "embed.weight", "head.bias"):

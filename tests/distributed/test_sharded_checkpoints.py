@@ -68,7 +68,7 @@ def write(folder: str, world: World) -> list[Any]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
+def test_shards_are_bitwise_equal_to_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
     messages = run_ranks(partial(write, str(tmp_path)), num_ranks)
     result = load(checkpoint_path(tmp_path, 3))
     for stem, expected in messages[0][0].items():
@@ -98,7 +98,7 @@ def memory_of_save(folder: str, world: World) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-def test_a_rank_saves_its_part_with_one_copy_of_it(tmp_path: Path) -> None:
+def test_a_rank_saves_its_shards_with_one_copy_in_memory(tmp_path: Path) -> None:
     for grown, nbytes in run_ranks(partial(memory_of_save, str(tmp_path)), 2):
         assert nbytes == LARGE * LARGE * 4 // 2
         assert nbytes <= grown <= 1.2 * nbytes
@@ -137,7 +137,7 @@ def local(tensor: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("readers", [1, 2, 4])
-def test_parts_are_loaded_by_any_number_of_ranks(readers: int, tmp_path: Path) -> None:
+def test_shards_can_be_loaded_by_any_number_of_ranks(readers: int, tmp_path: Path) -> None:
     run_ranks(partial(write, str(tmp_path)), 3)
     results = run_ranks(partial(read, str(tmp_path)), readers)
     assert results[0][0] > 10

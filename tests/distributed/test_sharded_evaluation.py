@@ -72,7 +72,7 @@ def results() -> list[dict[str, Any]]:
     return run_ranks(walk, RANKS)
 
 
-def test_ranks_call_the_model_different_numbers_of_times(results: list[dict[str, Any]]) -> None:
+def test_ranks_can_call_the_model_different_numbers_of_times(results: list[dict[str, Any]]) -> None:
     run = Run(World(CPU))
     run.advance(1)
     expected = outputs_of(run, 1 + 2 * RANKS)
@@ -82,7 +82,7 @@ def test_ranks_call_the_model_different_numbers_of_times(results: list[dict[str,
         assert distance(expected[: 1 + 2 * rank], result["outputs"]) <= tolerance
 
 
-def test_training_continues_as_without_an_evaluation(results: list[dict[str, Any]]) -> None:
+def test_an_evaluation_does_not_change_training(results: list[dict[str, Any]]) -> None:
     def without(world: World) -> Any:
         run = run_of(world, gathers_model=False)
         run.advance(2)
@@ -93,7 +93,7 @@ def test_training_continues_as_without_an_evaluation(results: list[dict[str, Any
     assert len({result["hooks"] for result in results}) == 1
 
 
-def test_no_rank_has_the_whole_model(results: list[dict[str, Any]]) -> None:
+def test_no_rank_ever_holds_the_whole_model(results: list[dict[str, Any]]) -> None:
     whole = sum(weight.numel() for weight in Run(World(CPU)).model.parameters())
     for result in results:
         assert 0 < result["most"] < whole
@@ -135,7 +135,7 @@ def joined(world: World, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-def test_a_rank_that_has_finished_takes_part_without_side_effects(options: dict[str, Any]) -> None:
+def test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects(options: dict[str, Any]) -> None:
     assert run_ranks(partial(joined, **options), 2) == [[0, 0, True], [2, 2, False]]
 
 
@@ -158,7 +158,7 @@ def caught(world: World) -> list[float]:
     return [float(output.detach().abs().sum()) for output in outputs]
 
 
-def test_calls_that_fail_leave_no_gathered_weights_and_no_rank_waiting() -> None:
+def test_failed_calls_leave_no_weights_gathered_and_no_rank_waiting() -> None:
     assert run_ranks(caught, 2) == [[0.0, 0.0]] * 2
 
 
@@ -171,7 +171,7 @@ def inferred(world: World) -> list[float]:
     return [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
 
 
-def test_an_evaluation_in_inference_mode_may_come_before_the_first_update() -> None:
+def test_an_evaluation_in_inference_mode_can_precede_the_first_update() -> None:
     run = Run(World(CPU))
     expected = [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
     for losses in run_ranks(inferred, 2):
@@ -179,7 +179,7 @@ def test_an_evaluation_in_inference_mode_may_come_before_the_first_update() -> N
 
 
 @pytest.mark.parametrize("name", ["block", "root"])
-def test_parts_of_the_model_cannot_be_called(name: str) -> None:
+def test_calling_a_submodule_directly_is_an_error(name: str) -> None:
     def refused(world: World) -> str:
         run = run_of(world, gathers_model=False)
         x, _ = samples(DOUBLE)
@@ -207,7 +207,7 @@ def compiled(world: World) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_may_be_called_different_numbers_of_times() -> None:
+def test_ranks_can_call_compiled_blocks_different_numbers_of_times() -> None:
     run = Run(World(CPU))
     expected = []
     for update in (1, 2):
@@ -217,7 +217,7 @@ def test_compiled_blocks_may_be_called_different_numbers_of_times() -> None:
         assert distance(expected, outputs) <= allowed(DOUBLE, terms=32)
 
 
-def test_groups_of_ranks_share_calls() -> None:
+def test_only_ranks_of_a_group_join_each_others_calls() -> None:
     outputs = run_ranks(lambda world: outputs_of(run_of(world, gathers_model=False, shard_size=2), world.rank), 4)
     expected = outputs_of(Run(World(CPU)), 4)
     for rank, of_rank in enumerate(outputs):
@@ -225,7 +225,7 @@ def test_groups_of_ranks_share_calls() -> None:
         assert not rank or distance(expected[:rank], of_rank) <= allowed(DOUBLE, terms=32)
 
 
-def test_the_weights_of_a_fit_are_written_in_the_whole_model() -> None:
+def test_a_fit_phase_can_write_weights_of_the_whole_model() -> None:
     def edited(world: World) -> Any:
         run = run_of(world, gathers_model=False)
         with run.parallel.edit_parameters(run.model), torch.no_grad():
@@ -264,11 +264,11 @@ def summed(world: World, calls: int, style: str) -> str:
 
 
 @pytest.mark.parametrize("style", ["sum", "objects"])
-def test_a_collective_of_the_task_may_follow_equal_numbers_of_calls(style: str) -> None:
+def test_a_task_can_run_a_collective_after_equal_numbers_of_calls(style: str) -> None:
     assert run_ranks(lambda world: summed(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
 
 
-def test_a_collective_of_a_group_without_this_rank_is_none_of_all_ranks() -> None:
+def test_a_collective_of_a_group_without_this_rank_does_not_count_as_one_of_all_ranks() -> None:
     found = run_ranks(lambda world: summed(world, 2, "group of one rank"), 2)
     assert found == ["1.0", "2.0"]
 

@@ -68,7 +68,7 @@ def compare(world: World, function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("function", TORCH)
-def test_an_update_of_shards_is_that_of_torch_without_operations_on_distributed_tensors(function: Any) -> None:
+def test_an_update_of_shards_equals_that_of_torch_without_dtensor_operations(function: Any) -> None:
     results = run_ranks(lambda world: compare(world, function), 4)
     assert any(0 in result["sizes"] for result in results)
     for result in results:
@@ -110,5 +110,5 @@ def plain(world: World) -> str:
     return type(caught.value).__name__
 
 
-def test_a_gradient_without_shards_is_refused() -> None:
+def test_a_gradient_that_is_not_a_dtensor_is_rejected() -> None:
     assert run_ranks(plain, 2) == ["RuntimeError"] * 2

@@ -36,12 +36,12 @@ def test_every_rank_receives_the_same_values() -> None:
         ]  # fmt: skip
 
 
-def test_collectives_of_a_single_process_return_their_input() -> None:
+def test_collectives_in_a_single_process_return_their_input() -> None:
     alone = [{"rank": 0, "text": ""}]
     assert collectives(World(CPU)) == [alone, alone, ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
 
 
-def test_the_first_rank_of_each_other_machine_names_it() -> None:
+def test_the_first_rank_of_each_other_machine_reports_the_name_of_the_machine() -> None:
     """Two machines with three ranks each."""
     ranks = [World(CPU, rank, rank % 3, 6, 3) for rank in range(6)]
     assert [rank.machine_name for rank in ranks] == ["", "", "", "rank3", "", ""]
@@ -57,7 +57,7 @@ def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
         run_ranks(broken, 2)
 
 
-def test_the_time_to_meet_grows_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rendezvous_timeout_grows_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL connects ranks pairwise."""
     limits_s = []
 
@@ -94,5 +94,5 @@ def _names_of_unequal_sums(world: World) -> list[str]:
     )
 
 
-def test_ranks_find_tensors_that_differ_by_their_sums() -> None:
+def test_checksums_detect_tensors_that_differ_between_ranks() -> None:
     assert run_ranks(_names_of_unequal_sums, 2) == [["noise", "phase", "sign", "one infinite"]] * 2

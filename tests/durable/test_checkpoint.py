@@ -143,7 +143,7 @@ def test_the_manifest_begins_with_its_own_hash(tmp_path: Path) -> None:
     assert names == ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 
 
-def test_unsupported_tensors_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
     wrong = [
         Snapshot(1, {}, {"object": object()}, {}),
         Snapshot(1, {}, {}, {"object": {1, 2}}),
@@ -216,7 +216,7 @@ def test_swapped_files_are_detected(tmp_path: Path) -> None:
     assert verify(tmp_path / "a-copy-under-another-name") == []
 
 
-def test_additional_files_and_links_are_refused(tmp_path: Path) -> None:
+def test_additional_files_and_links_are_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     model = path / "model.safetensors"
     (path / "more.safetensors").write_bytes(b"")
@@ -257,7 +257,7 @@ def test_additional_files_and_links_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_malicious_manifest_with_a_valid_hash_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
@@ -272,7 +272,7 @@ def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: 
     [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"1" * 5000, b"NaN"],
     ids=lambda text: repr(text[:10]),
 )
-def test_no_manifest_makes_verification_raise(tmp_path: Path, text: bytes) -> None:
+def test_verification_never_raises_for_any_manifest(tmp_path: Path, text: bytes) -> None:
     path = save(tmp_path, snapshot(1))
     (path / "MANIFEST.json").write_bytes(text)
     assert verify(path)
@@ -327,7 +327,7 @@ def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_p
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
 
 
-def test_only_damaged_checkpoints_are_exit_65_until_moved_aside(tmp_path: Path) -> None:
+def test_exit_code_is_65_if_all_checkpoints_are_damaged_until_they_are_moved_aside(tmp_path: Path) -> None:
     for update in (1, 2):
         damage(save(tmp_path, snapshot(update)))
     for _ in range(3):
@@ -340,7 +340,7 @@ def test_only_damaged_checkpoints_are_exit_65_until_moved_aside(tmp_path: Path) 
     assert len(files.list_names(tmp_path)) == 2
 
 
-def test_a_fresh_start_hides_later_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_set_aside_by_a_fresh_start_are_ignored(tmp_path: Path) -> None:
     save(tmp_path, snapshot(9))
     assert checkpoint.set_aside(tmp_path) == 1
     save(tmp_path, snapshot(1))
@@ -348,7 +348,7 @@ def test_a_fresh_start_hides_later_checkpoints(tmp_path: Path) -> None:
     assert verify(tmp_path / "earlier-update-0000000009-1") == []
 
 
-def test_an_unreadable_checkpoint_is_moved_aside_if_there_is_another(
+def test_an_unreadable_checkpoint_is_moved_aside_if_another_one_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for update in (1, 2):
@@ -372,7 +372,9 @@ def test_an_unreadable_checkpoint_is_moved_aside_if_there_is_another(
     assert checkpoint.load(changed).manifest["run_id"] == "another"
 
 
-def test_an_unreadable_checkpoint_stays_if_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint_is_not_moved_if_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, snapshot(1))
 
     def denied(path: Path, **_: Any) -> bytes:
@@ -386,7 +388,9 @@ def test_an_unreadable_checkpoint_stays_if_there_is_no_other(tmp_path: Path, mon
     assert_is(recover(tmp_path).checkpoint, 1)
 
 
-def test_the_newest_is_found_while_another_saves_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_checkpoint_is_found_while_another_process_saves_and_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, snapshot(1))
     is_folder, looks = files.is_plain_directory, []
 
@@ -404,7 +408,7 @@ def test_the_newest_is_found_while_another_saves_and_removes(tmp_path: Path, mon
     assert_is(checkpoint.load_newest(tmp_path), 4)
 
 
-def test_saving_the_same_update_again_keeps_a_valid_one_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+def test_saving_an_update_again_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     inode = path.stat().st_ino
     assert save(tmp_path, snapshot(1)) == path
@@ -488,7 +492,7 @@ def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path
         assert files.list_names(directory) == ["update-0000000003", "update-0000000004"]
 
 
-def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
+def test_all_files_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     faults = Faults()
@@ -510,7 +514,7 @@ def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
     assert ("fsync", str(directory)) in after
 
 
-def test_rows_that_a_checkpoint_refers_to_are_on_disk_before_its_name(tmp_path: Path) -> None:
+def test_metric_rows_of_a_checkpoint_are_synced_before_it_gets_its_name(tmp_path: Path) -> None:
     faults = Faults()
     with faults.active(), files.AppendLog(tmp_path / "metrics") as log:
         log.write("a row")
@@ -524,7 +528,7 @@ def test_rows_that_a_checkpoint_refers_to_are_on_disk_before_its_name(tmp_path: 
     assert target.name == "update-0000000001"
 
 
-def test_a_checkpoint_whose_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_metric_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -> None:
     def fail() -> None:
         raise StorageError("cannot sync", where="metrics.jsonl")
 
@@ -597,7 +601,7 @@ def test_an_old_checkpoint_is_renamed_before_its_files_are_removed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("keep_last", [-1, 0, 1, 2, 3, 9])
-def test_never_fewer_than_two_are_kept(tmp_path: Path, keep_last: int) -> None:
+def test_at_least_two_checkpoints_are_kept(tmp_path: Path, keep_last: int) -> None:
     for update in range(1, 6):
         save(tmp_path, snapshot(update))
         retain(tmp_path, keep_last)
@@ -605,7 +609,7 @@ def test_never_fewer_than_two_are_kept(tmp_path: Path, keep_last: int) -> None:
     assert updates_in(tmp_path) == list(range(6 - expected, 6))
 
 
-def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     for update in range(1, 6):
         save(tmp_path, snapshot(update))
     damage(checkpoint_path(tmp_path, 5))
@@ -670,7 +674,7 @@ def test_a_save_is_attempted_three_times_in_new_folders(tmp_path: Path, monkeypa
     assert files.list_names(tmp_path) == ["update-0000000001"]
 
 
-def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
+def test_failed_saves_are_reported_and_the_third_consecutive_one_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
@@ -697,7 +701,7 @@ def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
     assert len(messages) == 5
 
 
-def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_the_writer_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, keep_last=2) as writer:
         for update in range(1, 7):
             writer.submit(snapshot(update), best=[checkpoint_path(tmp_path, min(update, 2))])
@@ -737,7 +741,9 @@ def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pyte
     assert 0 < saved.write_s <= saved.total_s
 
 
-def test_failed_retention_is_reported_and_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_retention_is_reported_but_does_not_count_as_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot remove")
 
@@ -758,7 +764,9 @@ def test_an_internal_error_is_raised_in_the_training_thread(tmp_path: Path) -> N
     assert writer.wait() == 2
 
 
-def test_without_a_thread_checkpoints_are_saved_synchronously(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_saved_synchronously_if_no_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -773,7 +781,7 @@ def test_without_a_thread_checkpoints_are_saved_synchronously(tmp_path: Path, mo
     assert updates_in(tmp_path) == [1, 2]
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_closing_the_writer_ends_its_thread(tmp_path: Path) -> None:
     before = threading.enumerate()
     writer = CheckpointWriter(tmp_path)
     for update in range(5):

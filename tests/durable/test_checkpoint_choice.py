@@ -39,18 +39,18 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
     return find_best_checkpoints(load(checkpoint_path(run.checkpoints, update)))
 
 
-def test_a_late_best_checkpoint_is_known_to_later_ones(run: RunDirectory) -> None:
+def test_the_list_of_best_checkpoints_includes_one_that_was_written_late(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
     assert bests(run, 5) == [(0.9, 5)], "later checkpoints are not known yet"
 
 
 @pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])
-def test_a_choice_names_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
+def test_best_last_and_an_update_select_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
     assert choose_checkpoint(run, wanted).checkpoint.update == update
 
 
-def test_the_best_and_the_last_are_marked(run: RunDirectory) -> None:
+def test_the_best_and_the_last_checkpoint_are_marked(run: RunDirectory) -> None:
     result = label_checkpoints([checkpoint_path(run.checkpoints, update) for update in (5, 15, 20)])
     first = {name: marked[0] for name, marked in result.items()}
     assert first == {"update-0000000015": "best", "update-0000000020": "last"}
@@ -64,7 +64,9 @@ def test_the_best_and_the_last_are_marked(run: RunDirectory) -> None:
         {"values": {**VALUES, "checkpoint.best_is": "max"}}, {"bests": [["x", 15]]}, {"bests": [[0.1, -3]]},
     ],
 )  # fmt: skip
-def test_bests_of_another_phase_or_metric_are_not_compared(changes: Mapping[str, Any], tmp_path: Path) -> None:
+def test_best_checkpoints_of_another_phase_or_metric_are_not_compared(
+    changes: Mapping[str, Any], tmp_path: Path
+) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
         saved(run, 5, [(0.9, 5)])
         saved(run, 15, **{"bests": [(0.3, 15)], **changes})
@@ -82,7 +84,7 @@ def test_bests_of_another_phase_or_metric_are_not_compared(changes: Mapping[str,
         ({"metrics": {"val/error": math.nan}}, [(0.4, 20)]),
     ],
 )
-def test_a_checkpoint_that_was_ranked_by_another_metric_counts_with_its_own_evaluation(
+def test_a_checkpoint_ranked_by_another_metric_is_ranked_by_its_recorded_evaluation(
     changes: Mapping[str, Any], expected: list[tuple[float, int]], tmp_path: Path
 ) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
@@ -93,7 +95,7 @@ def test_a_checkpoint_that_was_ranked_by_another_metric_counts_with_its_own_eval
 
 
 @pytest.mark.parametrize(("better", "expected"), [("min", [(0.1, 10), (0.2, 30)]), ("max", [(0.4, 20), (0.2, 30)])])
-def test_known_best_checkpoints_are_those_kept_in_order(
+def test_best_checkpoints_are_listed_best_first_up_to_the_number_kept(
     better: str, expected: list[tuple[float, int]], tmp_path: Path
 ) -> None:
     values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
@@ -104,7 +106,7 @@ def test_known_best_checkpoints_are_those_kept_in_order(
 
 
 @pytest.mark.parametrize("better", ["min", "max"])
-def test_the_first_of_equally_good_checkpoints_is_chosen(better: str, tmp_path: Path) -> None:
+def test_the_earliest_of_equally_good_checkpoints_is_selected(better: str, tmp_path: Path) -> None:
     values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
         for update in (10, 20, 30):
@@ -125,7 +127,7 @@ def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(ru
             choose_checkpoint(run, wanted)
 
 
-def test_a_missing_checkpoint_is_refused(run: RunDirectory) -> None:
+def test_selecting_a_missing_checkpoint_is_an_error(run: RunDirectory) -> None:
     with pytest.raises(InputMissing):
         choose_checkpoint(run, "7")
     with pytest.raises(InputMissing):
@@ -133,6 +135,6 @@ def test_a_missing_checkpoint_is_refused(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("wanted", [None, "best", "last", "7"])
-def test_a_run_without_a_valid_checkpoint_has_no_choice(wanted: str | None, tmp_path: Path) -> None:
+def test_selecting_from_a_run_without_a_valid_checkpoint_is_an_error(wanted: str | None, tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as directory, pytest.raises(InputMissing):
         choose_checkpoint(directory, wanted)

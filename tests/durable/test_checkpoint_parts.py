@@ -42,7 +42,7 @@ def equal(result: dict[str, Tensor], expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
+def test_sharded_checkpoints_are_read_like_complete_ones(tmp_path: Path, num_ranks: int) -> None:
     path = saved(tmp_path, 1, num_ranks)
     assert verify(path) == []
     result = load(path)
@@ -56,7 +56,7 @@ def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_rank_hashes_only_the_parts_that_it_reads(
+def test_a_rank_hashes_only_the_shards_that_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     """Rank 0 verifies all parts. If every rank did, they would read n * n parts of n ranks."""
@@ -87,7 +87,7 @@ def test_a_part_that_changed_after_its_verification_is_not_read(tmp_path: Path) 
         tensor.read()
 
 
-def test_a_part_of_another_size_is_not_loaded_without_its_hash(tmp_path: Path) -> None:
+def test_the_size_of_a_shard_is_checked_even_if_its_hash_is_not(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
     (path / "model-part00001.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="bytes, but has 0"):
@@ -124,7 +124,7 @@ def test_ranks_write_checkpoints_while_training(tmp_path: Path) -> None:
     assert verify(checkpoint_path(tmp_path, 3)) == []
 
 
-def test_a_part_that_cannot_be_written_fails_the_save_and_keeps_the_older(tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_written_fails_the_save_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     first, second, third = parts_of(snapshot(2), token="other")
     failures: list[StorageError] = []
@@ -167,7 +167,9 @@ def test_a_part_that_shrank_after_its_report_fails_the_save(tmp_path: Path) -> N
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("removes", [False, True])
-def test_each_damaged_or_missing_file_is_detected_and_the_older_one_is_used(tmp_path: Path, removes: bool) -> None:
+def test_each_damaged_or_missing_file_is_detected_and_the_older_checkpoint_is_used(
+    tmp_path: Path, removes: bool
+) -> None:
     for name in sorted(file.name for file in saved(tmp_path / "first", 1).iterdir()):
         directory = tmp_path / name
         saved(directory, 1)
@@ -194,7 +196,7 @@ def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         [{"a": _piece(1)}, {"a": _piece(1, dtype=torch.int32)}],
     ],
 )
-def test_parts_that_do_not_fit_together_are_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
+def test_shards_that_do_not_fit_together_count_as_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(len(parts))]
     for path, tensors in zip(paths, parts, strict=True):
         save_file(tensors, path)
@@ -212,7 +214,7 @@ def test_a_late_part_is_removed_at_the_next_start(tmp_path: Path) -> None:
     assert files.list_names(tmp_path) == []
 
 
-def test_a_rank_that_fails_is_named_while_a_lower_one_still_writes(tmp_path: Path) -> None:
+def test_a_failed_rank_is_reported_while_a_lower_rank_is_still_writing(tmp_path: Path) -> None:
     checkpoint_parts.report_failure(tmp_path, 2, "disk-full")
     with pytest.raises(StorageError) as caught:
         checkpoint_parts.collect_parts(tmp_path, CheckpointPart(0, 3, ""), timeout_s=0.0)

@@ -80,7 +80,7 @@ sys.stdin.read()
     RunDirectory.create_or_open(tmp_path, "gpt").release()
 
 
-def test_an_empty_lock_file_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_invalid_lock_file_does_not_prevent_locking(tmp_path: Path) -> None:
     first = RunDirectory.create_or_open(tmp_path, "gpt")
     for note in ("", "[]", "{}", "\ufffd", '{"pid": null, "host": 1, "started": 2}'):
         (first.path / ".lock").write_text(note)
@@ -98,7 +98,7 @@ def test_opening_removes_leftovers_of_a_crash_and_nothing_else(tmp_path: Path) -
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "checkpoints", "run.json"]
 
 
-def test_a_run_folder_that_cannot_be_created_is_exit_73(tmp_path: Path) -> None:
+def test_exit_code_is_73_if_the_run_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / ("n" * 300), "gpt")):
         with pytest.raises(CannotCreate) as caught:
@@ -106,7 +106,7 @@ def test_a_run_folder_that_cannot_be_created_is_exit_73(tmp_path: Path) -> None:
         assert caught.value.exit_code == Exit.CANNOT_CREATE
 
 
-def test_missing_permission_is_exit_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_is_77_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object, **__: object) -> Any:  # chmod does not restrict root
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -117,7 +117,7 @@ def test_missing_permission_is_exit_77(tmp_path: Path, monkeypatch: pytest.Monke
     assert AccelRunError("another").exit_code == Exit.SOFTWARE
 
 
-def test_last_is_the_run_written_most_recently(tmp_path: Path) -> None:
+def test_last_selects_the_run_written_most_recently(tmp_path: Path) -> None:
     make_run(tmp_path, "old", age=100)
     make_run(tmp_path, "new", age=10)
     make_run(tmp_path, "older", age=200)
@@ -169,14 +169,14 @@ def test_a_missing_run_lists_existing_runs(tmp_path: Path, run: str) -> None:
     assert ("mean gpt-1?" in str(caught.value)) == (run == "gbt-1")
 
 
-def test_the_absence_of_runs_is_reported(tmp_path: Path) -> None:
+def test_the_error_reports_that_there_are_no_runs(tmp_path: Path) -> None:
     for run in ("last", "gpt"):
         with pytest.raises(InputMissing, match="accel-run train"):
             RunDirectory.find(tmp_path / "outputs", run)
     assert not (tmp_path / "outputs").exists()
 
 
-def test_without_the_lock_only_reproducible_files_are_written(tmp_path: Path) -> None:
+def test_only_reproducible_files_can_be_written_without_the_lock(tmp_path: Path) -> None:
     make_run(tmp_path, "gpt")
     result = RunDirectory.find(tmp_path, "gpt")
     result.write("report.html", "<p>")
@@ -222,7 +222,7 @@ def test_a_run_whose_lock_file_was_replaced_by_another_process_ends(tmp_path: Pa
 
 
 @pytest.mark.parametrize("missing", ["run.json", "metrics.jsonl"])
-def test_a_run_was_modified_when_one_of_its_files_was(missing: str, tmp_path: Path) -> None:
+def test_the_modification_time_of_a_run_is_that_of_its_newest_file(missing: str, tmp_path: Path) -> None:
     for number, name in enumerate(("run.json", "metrics.jsonl"), start=1):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (number, number))
@@ -234,7 +234,7 @@ def test_a_run_was_modified_when_one_of_its_files_was(missing: str, tmp_path: Pa
     assert last_modified(tmp_path) == 0
 
 
-def test_a_new_run_does_not_start_from_itself(tmp_path: Path) -> None:
+def test_last_does_not_select_the_run_that_is_being_created(tmp_path: Path) -> None:
     make_run(tmp_path, "earlier", age=60.0)
     with RunDirectory.create_or_open(tmp_path, "later") as later:
         later.write("run.json", "{}")

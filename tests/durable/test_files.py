@@ -36,7 +36,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_file_system_that_cannot_be_synced_raises_the_error_of_the_system() -> None:
+def test_a_failed_sync_of_the_file_system_raises_the_error_of_the_operating_system() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as raised:
         System().sync_file_system(-1)
     assert raised.value.errno == errno.EBADF
@@ -64,7 +64,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     assert files.list_names(tmp_path) == ["run.json"]
 
 
-def test_content_is_synced_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_the_file_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace: list[str] = []
 
     def traced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def test_exhausted_inodes_are_not_reported_as_a_full_disk(
     assert problem.fix
 
 
-def test_size_and_hash_are_those_of_the_content(tmp_path: Path) -> None:
+def test_returned_size_and_hash_match_the_content(tmp_path: Path) -> None:
     chunks: list[bytes | bytearray | memoryview] = [b"", os.urandom(3 << 20), bytearray(b"x" * 17), memoryview(b"tail")]
     size, digest = files.write_new(tmp_path / "data", chunks)
     content = (tmp_path / "data").read_bytes()
@@ -144,7 +144,7 @@ def test_writeback_of_a_large_file_starts_before_the_sync(tmp_path: Path) -> Non
     assert [start for start, _ in watching.begun] == ends[:-1]
 
 
-def test_a_failed_write_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_thread_running(tmp_path: Path) -> None:
     class Full(System):
         def write(self, descriptor: int, data: memoryview) -> int:
             raise OSError(errno.ENOSPC, "full")
@@ -195,7 +195,7 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["val/loss", "val/größe", 'a "quoted" name', "\U0001f642"])
-def test_rows_with_a_key_are_read_without_parsing_the_others(
+def test_rows_with_a_key_are_read_without_parsing_other_rows(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed = []
@@ -280,7 +280,7 @@ def test_rows_are_written_while_the_disk_is_busy(tmp_path: Path) -> None:
         syncing.join()
 
 
-def test_after_a_failed_sync_no_later_sync_is_trusted(tmp_path: Path) -> None:
+def test_syncs_after_a_failed_sync_also_fail(tmp_path: Path) -> None:
     class Broken(System):
         def fsync(self, descriptor: int) -> None:
             raise OSError(errno.EIO, "broken")
@@ -305,7 +305,7 @@ def test_an_incomplete_last_line_is_removed(tmp_path: Path, whole: str, torn: st
     assert (tmp_path / "log").read_text() == whole + "next\n"
 
 
-def test_a_failed_flush_tears_and_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_neither_splits_nor_loses_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = files.AppendLog(tmp_path / "log")
     log.write("first")
     log.flush()
@@ -342,7 +342,7 @@ def test_truncating_never_extends_a_log(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "one\nthree\n"
 
 
-def test_lines_of_several_threads_are_not_mixed(tmp_path: Path) -> None:
+def test_lines_written_by_several_threads_are_not_mixed(tmp_path: Path) -> None:
     with files.AppendLog(tmp_path / "log") as log:
 
         def write(word: str) -> None:
@@ -445,7 +445,7 @@ class RefusesToSync(System):
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC])
-def test_a_file_system_that_was_not_synced_is_an_error_and_the_old_content_stays(tmp_path: Path, reason: int) -> None:
+def test_a_failed_file_system_sync_is_an_error_and_keeps_the_old_content(tmp_path: Path, reason: int) -> None:
     paths = [tmp_path / str(number) for number in range(20)]
     files.atomic_write_all(dict.fromkeys(paths, b"old"))
     with files.use_system(RefusesToSync(reason)), pytest.raises(StorageError):
@@ -455,7 +455,7 @@ def test_a_file_system_that_was_not_synced_is_an_error_and_the_old_content_stays
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM])
-def test_each_file_is_synced_if_file_systems_cannot_be(tmp_path: Path, reason: int) -> None:
+def test_each_file_is_synced_if_syncfs_is_not_supported(tmp_path: Path, reason: int) -> None:
     synced = []
 
     class Counting(RefusesToSync):
@@ -480,7 +480,7 @@ log.close()
 """
 
 
-def test_rows_are_written_at_the_end_also_if_the_log_has_descriptor_0(tmp_path: Path) -> None:
+def test_remaining_rows_are_written_at_exit_even_if_the_log_has_descriptor_0(tmp_path: Path) -> None:
     """If standard input is closed at the start, the first opened file gets descriptor 0."""
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", WITHOUT_INPUT, path], cwd=ROOT, check=True)

@@ -20,7 +20,7 @@ def test_blocks_contain_all_bytes_in_order(seed: int) -> None:
     assert all(0 < len(block) <= BLOCK for block in blocks)
 
 
-def test_merging_small_views_needs_one_buffer_only() -> None:
+def test_merging_small_views_needs_only_one_buffer() -> None:
     views = [memoryview(bytes(MERGED // 3))] * 40
     tracemalloc.start()
     try:

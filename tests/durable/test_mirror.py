@@ -98,7 +98,7 @@ def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path
             assert [path.name for path in there.checkpoints.iterdir()] == ["update-0000000002"]
 
 
-def test_metrics_of_a_copy_end_at_its_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
+def test_metrics_in_a_copy_end_at_its_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued since
         copied(mirror, run, 1)
@@ -175,7 +175,9 @@ def test_a_download_truncated_anywhere_leaves_no_checkpoint(mirror: Mirror, tmp_
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "MANIFEST.json", "metrics.jsonl"])
-def test_a_change_on_the_way_is_detected_and_copied_again(mirror: Mirror, tmp_path: Path, name: str) -> None:
+def test_data_corrupted_during_a_transfer_is_detected_and_copied_again(
+    mirror: Mirror, tmp_path: Path, name: str
+) -> None:
     def flipped(path: str, data: bytes) -> bytes:
         return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if path.endswith(name) else data
 
@@ -216,7 +218,7 @@ def test_a_damaged_copy_is_skipped_for_an_older_one(mirror: Mirror, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "MANIFEST.json"])
-def test_a_run_never_starts_at_0_because_all_copies_are_damaged(mirror: Mirror, tmp_path: Path, name: str) -> None:
+def test_a_run_does_not_start_from_scratch_if_all_copies_are_damaged(mirror: Mirror, tmp_path: Path, name: str) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1, 2)
         damage(1, name)
@@ -243,7 +245,7 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(mirror: Mirror, tmp_
         assert content(checkpoint_path(run.checkpoints, 2)) == intact
 
 
-def test_the_mirror_of_another_run_of_this_name_is_refused(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_mirror_of_another_run_with_the_same_name_is_rejected(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     with machine(tmp_path / "b", 1, uid=OTHER) as other, pytest.raises(IncompatibleResume):
@@ -305,7 +307,7 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
         yield gate, run, copies
 
 
-def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_slow_mirror_copies_the_newest_checkpoint_and_counts_those_it_skips(mirror: Mirror, tmp_path: Path) -> None:
     with stalled(mirror, tmp_path) as (gate, run, copies):
         for update in range(2, 7):  # does not block on the mirror
             path = add(run, update)
@@ -321,7 +323,7 @@ def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror
         assert numbers(mirror)[:2] == [6, 5]
 
 
-def test_a_mirror_that_never_answers_does_not_block_the_end(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_that_never_answers_does_not_block_the_end_of_a_run(mirror: Mirror, tmp_path: Path) -> None:
     with stalled(mirror, tmp_path) as (gate, _, copies):
         line = copies.finish(0.0)
         assert "0 of 1" in line
@@ -352,7 +354,7 @@ def test_a_checkpoint_that_is_saved_while_the_thread_lists_the_folder_is_copied(
         assert copies.state.skipped == 0
 
 
-def test_throttling_delays_copies_and_loses_none(mirror: Mirror, tmp_path: Path) -> None:
+def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path) -> None:
     left = [0]
 
     def throttled(operation: str, path: str) -> None:
@@ -373,7 +375,7 @@ def test_throttling_delays_copies_and_loses_none(mirror: Mirror, tmp_path: Path)
         assert len(warnings) <= 1 + copies.state.failed  # one warning per series of failures
 
 
-def test_the_mirror_keeps_what_the_disk_keeps_and_at_least_two(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_mirror_keeps_the_checkpoints_on_disk_and_at_least_two(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", *range(1, 8)) as run:
         copied(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")
@@ -391,7 +393,7 @@ def test_the_mirror_keeps_what_the_disk_keeps_and_at_least_two(mirror: Mirror, t
         assert numbers(mirror) == [7, 6]
 
 
-def test_wrong_credentials_are_reported_immediately_and_written_nowhere(
+def test_invalid_credentials_are_reported_immediately_and_not_written_to_files(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c4n4ry/S3cr3t+Key9")
@@ -433,7 +435,7 @@ def test_a_second_process_takes_over_and_the_first_stops(mirror: Mirror, tmp_pat
         second.finish(LONG_S)
 
 
-def test_two_states_of_one_update_are_never_mixed(mirror: Mirror, tmp_path: Path) -> None:
+def test_copies_of_different_checkpoints_of_the_same_update_are_never_mixed(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b") as other:
         given = replace(snapshot(11), update=1)
         save(other.checkpoints, replace(given, facts={**given.facts, "run_uid": UID, "metrics_bytes": 0}))
@@ -445,7 +447,7 @@ def test_two_states_of_one_update_are_never_mixed(mirror: Mirror, tmp_path: Path
             assert load(checkpoint_path(tmp_path / name, 1)).update == 1
 
 
-def test_a_mirror_that_went_ahead_while_it_was_unreachable_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_with_newer_checkpoints_after_an_outage_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 5) as ahead:
         copied(mirror, ahead, 5)
         FaultyStorage.fault = staticmethod(failing_at(0))  # only at the start
@@ -459,7 +461,7 @@ def test_a_mirror_that_went_ahead_while_it_was_unreachable_is_not_claimed(mirror
             mirror.check_owner(UID, "another")
 
 
-def test_a_protocol_without_its_package_names_the_package() -> None:
+def test_the_error_for_a_protocol_names_the_missing_package() -> None:
     with pytest.raises(MissingPackage) as raised:
         MirrorStore("nosuch://bucket", "mine")
     assert "s3fs" in str(raised.value)

@@ -136,7 +136,7 @@ def test_a_second_series_of_failures_warns_again(
         assert copies.thread.state.failed == 2
 
 
-def test_a_damaged_checkpoint_is_left_out_with_one_warning(
+def test_a_damaged_checkpoint_is_skipped_with_one_warning(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
@@ -185,7 +185,7 @@ def test_checkpoints_removed_before_they_were_copied_are_counted(
         assert "1 of 1" in summary
 
 
-def test_a_run_without_a_thread_of_the_system_trains_without_copies(
+def test_a_run_trains_without_copies_if_no_thread_can_start(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_thread(self: threading.Thread) -> None:
@@ -203,7 +203,7 @@ def test_a_run_without_a_thread_of_the_system_trains_without_copies(
         assert copies.recorded["problem"].startswith("ended: ")
 
 
-def test_an_error_of_the_thread_ends_the_copies_and_not_the_run(
+def test_an_error_in_the_mirror_thread_ends_the_copies_but_not_the_run(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -219,7 +219,7 @@ def test_an_error_of_the_thread_ends_the_copies_and_not_the_run(
         assert "0 of 1" in summary
 
 
-def test_the_end_of_a_run_waits_for_copies_and_reports_that_it_does(
+def test_the_end_of_a_run_reports_that_it_waits_for_copies(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
@@ -242,7 +242,7 @@ def test_the_end_of_a_run_waits_for_copies_and_reports_that_it_does(
 
 
 @pytest.mark.parametrize(("ahead", "is_claimed"), [(None, True), (1, True), (2, False)])
-def test_a_mirror_that_was_unreachable_at_first_is_claimed_unless_it_is_ahead(
+def test_a_mirror_unreachable_at_the_start_is_claimed_later_unless_it_has_newer_checkpoints(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int | None, is_claimed: bool
 ) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 2) as other:
@@ -283,7 +283,7 @@ def test_a_run_without_a_mirror_copies_nothing() -> None:
 # ---------------------------------------------------------------- the mirror
 
 
-def test_a_mirror_whose_owner_is_unknown_is_refused_if_it_holds_several_runs(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_without_an_owner_is_rejected_if_it_contains_several_runs(mirror: Mirror, tmp_path: Path) -> None:
     assert mirror.owner() == MirrorOwner(None)
     for uid in (UID, OTHER):
         mirror.store.write(f"{uid}/update-0000000001-0123456789abcdef/state.json", b"{}")
@@ -294,18 +294,18 @@ def test_a_mirror_whose_owner_is_unknown_is_refused_if_it_holds_several_runs(mir
 
 
 @pytest.mark.parametrize("record", [b"", b"[]", b'{"run_uid": 3}', b'{"run_uid": "abc", "writer": "x"}'], ids=str)
-def test_a_damaged_owner_of_an_empty_mirror_is_refused(mirror: Mirror, record: bytes) -> None:
+def test_a_damaged_owner_file_in_an_empty_mirror_is_rejected(mirror: Mirror, record: bytes) -> None:
     mirror.store.write("owner.json", record)
     with pytest.raises(DataError):
         mirror.owner()
 
 
-def test_a_writer_that_is_no_text_is_unknown(mirror: Mirror) -> None:
+def test_a_writer_that_is_not_a_string_is_unknown(mirror: Mirror) -> None:
     mirror.store.write("owner.json", json.dumps({"run_uid": UID, "writer": 3}).encode())
     assert mirror.owner() == MirrorOwner(UID, None)
 
 
-def test_other_names_in_a_mirror_are_no_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
+def test_folders_with_other_names_in_a_mirror_are_not_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2) as run:
         copied(mirror, run, 1, 2)
     complete = mirror.checkpoints(UID)
@@ -318,7 +318,7 @@ def test_other_names_in_a_mirror_are_no_checkpoints(mirror: Mirror, tmp_path: Pa
     assert mirror.candidates(UID) == [partial, *complete]
 
 
-def test_pruning_keeps_the_newest_the_chosen_and_what_is_newer_than_the_newest(mirror: Mirror, tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_the_selected_and_any_newer_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, *range(1, 6)) as run:
         copied(mirror, run, *range(1, 6))
     of_update = {mirrored_update(name): name for name in mirror.checkpoints(UID)}
@@ -331,7 +331,9 @@ def test_pruning_keeps_the_newest_the_chosen_and_what_is_newer_than_the_newest(m
     assert mirror.prune(UID, [], 2) == [of_update[1]]
 
 
-def test_pruning_takes_no_more_requests_if_there_are_many_copies(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_number_of_requests_for_pruning_does_not_grow_with_the_number_of_copies(
+    mirror: Mirror, tmp_path: Path
+) -> None:
     """After each copy: otherwise, a run that keeps a thousand checkpoints would need thousands of requests for one."""
 
     def requests(names: list[str]) -> int:
@@ -348,7 +350,7 @@ def test_pruning_takes_no_more_requests_if_there_are_many_copies(mirror: Mirror,
     assert counts[0] == counts[1]
 
 
-def test_the_manifest_is_removed_first(mirror: Mirror, tmp_path: Path) -> None:
+def test_pruning_removes_the_manifest_of_a_copy_first(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
         copied(mirror, run, 1, 2, 3)
     FaultyStorage.calls.clear()
@@ -358,7 +360,7 @@ def test_the_manifest_is_removed_first(mirror: Mirror, tmp_path: Path) -> None:
     assert f"{removed[1]}/MANIFEST.json" == removed[0]
 
 
-def test_the_best_checkpoints_are_downloaded_too(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_best_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2, 3) as run:
         given = snapshot(4)
         state = {**given.state, "bests": [[0.5, 2], [0.1, 9], "x", [1]], "kept": [1, "y", True, -1, 4]}
@@ -413,7 +415,7 @@ def test_a_manifest_with_a_path_is_damaged(mirror: Mirror, tmp_path: Path, name:
 # ---------------------------------------------------------------- the store
 
 
-def test_a_store_lists_reads_and_removes_names_of_its_folder() -> None:
+def test_a_store_lists_reads_and_removes_only_files_in_its_folder() -> None:
     store, other = MirrorStore(f"{ROOT}/", "mine"), MirrorStore(ROOT, "other")
     assert store.shown == f"{ROOT}/mine"
     assert (store.names(), store.names("a"), store.size("a/x"), store.read("a/x", 3)) == ([], [], None, None)
@@ -482,7 +484,7 @@ class RefreshError(Exception):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_errors_of_file_systems_become_errors_of_the_mirror(error: Exception, is_permission: bool) -> None:
+def test_file_system_errors_are_converted_to_mirror_errors(error: Exception, is_permission: bool) -> None:
     def raises(operation: str, path: str) -> None:
         raise error
 

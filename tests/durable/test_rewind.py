@@ -16,7 +16,7 @@ from tests.faults.histories import RETURN, check, snapshot
 from tests.faults.recording import Quick
 
 
-def test_checkpoints_are_not_restored_behind_one_that_was_saved_since(tmp_path: Path) -> None:
+def test_checkpoints_are_not_restored_if_a_newer_one_was_saved_meanwhile(tmp_path: Path) -> None:
     said: list[str] = []
     with files.use_system(Quick()):
         RETURN.prepare(tmp_path)

@@ -26,7 +26,7 @@ def saved(folder: Path, update: int, **facts: Any) -> LoadedCheckpoint:
     return checkpoint.load(save(folder, dataclasses.replace(snapshot(update), facts=facts)))
 
 
-def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
+def test_uids_are_unique_and_any_bit_flip_makes_them_invalid() -> None:
     uid = generate_uid()
     assert generate_uid() != uid
     assert is_valid_uid(uid)
@@ -37,7 +37,7 @@ def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, 1e99, [], [MINE], {}, "", MINE[:-1], MINE + "0", MINE.upper(), "\ud800"])
-def test_an_invalid_uid_is_none(tmp_path: Path, value: Any) -> None:
+def test_an_invalid_uid_is_ignored(tmp_path: Path, value: Any) -> None:
     assert not is_valid_uid(value)
     content = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
     record = RunRecord.decode(json.dumps(content).encode())
@@ -57,7 +57,7 @@ def test_the_owner_of_a_run_directory_is_in_its_run_json(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["mine", "renamed"])
-def test_the_uid_decides_and_not_the_name(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_with_the_uid_of_the_run_is_accepted_after_a_rename(tmp_path: Path, name: str) -> None:
     saved(tmp_path, 1, run_id=name, run_uid=MINE)
     assert recover(tmp_path, RUN).checkpoint is not None
 

@@ -34,7 +34,7 @@ def left_by(folder: Path, record: str) -> RunDirectory:
         '{"task": "gpt", "overrides": [], "folder": "/\\ud800"}',
     ],
 )
-def test_a_damaged_record_is_not_another_task(tmp_path: Path, record: str) -> None:
+def test_a_damaged_record_is_an_error_instead_of_a_different_task(tmp_path: Path, record: str) -> None:
     with pytest.raises(DataError, match="the settings of run damaged are unknown"):
         load_run_request(left_by(tmp_path / "damaged", record), tmp_path, TRUSTED)
 
@@ -65,7 +65,7 @@ def test_paths_of_a_run_refer_to_its_working_directory(tmp_path: Path) -> None:
     assert RunRequest(overrides, None, None, None).with_absolute_paths().overrides == overrides
 
 
-def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
+def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
     (tmp_path / "outputs").mkdir()

@@ -51,7 +51,7 @@ def test_a_run_is_running_while_its_process_lives_and_killed_afterwards() -> Non
     assert state_of(record).word == state_of(by_clock).word == "killed"
 
 
-def test_a_reused_pid_is_not_the_run() -> None:
+def test_a_process_with_a_reused_pid_is_not_taken_for_the_run() -> None:
     assert state_of(running(os.getpid(), birth="another")).word == "killed"
     assert state_of(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
 
@@ -63,5 +63,5 @@ def test_a_run_on_another_machine_is_not_reported_as_killed() -> None:
 
 
 @pytest.mark.parametrize("record", [{}, {"state": "running"}, {"state": "running", "pid": "x"}, {"state": 3}])
-def test_a_damaged_record_raises_nothing(record: dict[str, Any]) -> None:
+def test_reading_a_damaged_record_does_not_raise(record: dict[str, Any]) -> None:
     assert state_of(record).word in ("unknown", "killed")

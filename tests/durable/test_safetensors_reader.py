@@ -46,7 +46,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def test_tensors_and_their_rows_are_those_of_the_library(file: Path) -> None:
+def test_tensors_and_their_rows_equal_those_read_by_safetensors(file: Path) -> None:
     stored = open_tensors(file)
     assert stored.keys() == TENSORS.keys()
     for name, expected in load_file(file).items():
@@ -59,7 +59,7 @@ def test_tensors_and_their_rows_are_those_of_the_library(file: Path) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 20, 1 << 20])
-def test_a_streamed_file_is_the_file_of_the_library(file: Path, max_bytes: int) -> None:
+def test_streaming_gives_the_bytes_that_safetensors_writes(file: Path, max_bytes: int) -> None:
     chunks = [*stream_tensors(open_tensors(file), max_bytes)]
     largest_row = max(row.nbytes for _, _, rows in chunks for row in (rows if rows.dim() else [rows]))
     assert max(rows.nbytes for _, _, rows in chunks) <= max(max_bytes, largest_row)
@@ -67,7 +67,7 @@ def test_a_streamed_file_is_the_file_of_the_library(file: Path, max_bytes: int) 
     assert content == file.read_bytes()
 
 
-def test_parts_are_joined_along_the_rows(tmp_path: Path) -> None:
+def test_shards_are_joined_along_the_first_dimension(tmp_path: Path) -> None:
     whole = sample(torch.float32, 7, 2)
     for number, rows in enumerate((whole[:3], whole[3:6], whole[6:], whole[:0])):
         save_file({"w": rows.clone()} | ({"b": whole[0].clone()} if not number else {}), tmp_path / f"{number}")
@@ -110,7 +110,7 @@ INVALID: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_invalid_files_are_refused(name: str, file: Path) -> None:
+def test_invalid_files_are_rejected(name: str, file: Path) -> None:
     file.write_bytes(INVALID[name](file.read_bytes()))
     with pytest.raises(SafetensorError), safe_open(file, framework="pt") as opened:
         opened.keys()
@@ -118,7 +118,7 @@ def test_invalid_files_are_refused(name: str, file: Path) -> None:
         open_tensors(file)
 
 
-def test_a_file_that_shrinks_after_it_was_opened_is_an_error_and_not_a_crash(file: Path) -> None:
+def test_a_file_that_shrinks_after_opening_raises_an_error_instead_of_crashing(file: Path) -> None:
     stored = open_tensors(file)
     file.write_bytes(file.read_bytes()[:600])
     with pytest.raises(DataError):
@@ -128,7 +128,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error_and_not_a_crash(fil
         stored["deep"].read()
 
 
-def test_the_bytes_of_one_row_of_a_column_are_those_of_its_copy() -> None:
+def test_bytes_of_a_strided_view_with_one_element_equal_those_of_a_copy() -> None:
     """Its only dimension has the stride of the column."""
     column = torch.arange(6.0).view(3, 2)[:1, 0]
     assert bytes(view_bytes(column)) == bytes(view_bytes(column.clone()))

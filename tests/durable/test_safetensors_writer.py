@@ -36,7 +36,7 @@ def test_the_bytes_equal_those_of_the_safetensors_library(drawn: dict[str, tuple
     assert b"".join(serialize_tensors(made)) == bytes_of(made)
 
 
-def test_the_names_of_a_large_model_have_the_order_of_the_library() -> None:
+def test_names_of_a_large_model_are_ordered_as_by_safetensors() -> None:
     names = [f"blocks.{number}.{part}" for number in range(24) for part in ("weight", "bias", "running_mean")]
     random.Random(0).shuffle(names)
     made = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
@@ -67,7 +67,7 @@ def test_dense_tensors_are_written_without_a_copy() -> None:
 # The buffer for a copy of the state
 
 
-def test_a_copy_does_not_follow_training() -> None:
+def test_a_copy_is_not_changed_by_training() -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
     room = HostBuffer()
     kept, tail = room.copy(weight), room.copy(weight.detach()[1:])
@@ -79,7 +79,7 @@ def test_a_copy_does_not_follow_training() -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_copy_is_dense_and_equal(word: str) -> None:
+def test_a_copy_is_contiguous_and_equal(word: str) -> None:
     room, square = HostBuffer(), some_tensor(word, (5, 7))
     for one in (square, square.t(), square[1::2], square[0, 0], square[:0], square[0].expand(3, 7)):
         copy = room.copy(one)
@@ -124,7 +124,7 @@ def test_the_first_copy_uses_preallocated_memory() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "host-buffer"]
 
 
-def test_without_a_thread_the_first_copy_allocates_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_copy_allocates_its_memory_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -143,7 +143,7 @@ def test_small_states_are_not_preallocated() -> None:
     assert room.nbytes == 0
 
 
-def test_a_forked_child_does_not_inherit_the_copy() -> None:
+def test_the_memory_of_a_copy_is_not_inherited_by_a_forked_child() -> None:
     kept, flags = HostBuffer().copy(torch.ones(4_000_000)), [""]
     place = kept.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -156,7 +156,7 @@ def test_a_forked_child_does_not_inherit_the_copy() -> None:
 
 
 @pytest.mark.slow
-def test_a_save_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
+def test_a_save_makes_only_one_copy_of_the_state(tmp_path: Path) -> None:
     script = f"""
 import torch
 from pathlib import Path

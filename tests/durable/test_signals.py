@@ -68,7 +68,7 @@ def test_an_ignored_signal_stays_ignored_and_others_are_handled(
         signal.signal(number, before)
 
 
-def test_a_warning_signal_is_not_the_first_stop_request() -> None:
+def test_a_warning_signal_does_not_count_as_the_first_stop_request() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -77,7 +77,7 @@ def test_a_warning_signal_is_not_the_first_stop_request() -> None:
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_exits_at_once_with_130(first: signal.Signals, second: signal.Signals) -> None:
+def test_the_second_signal_exits_immediately_with_130(first: signal.Signals, second: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -94,7 +94,7 @@ def test_the_second_signal_exits_at_once_with_130(first: signal.Signals, second:
         assert "Traceback" not in err
 
 
-def test_only_the_main_thread_may_install_handlers() -> None:
+def test_handlers_can_only_be_installed_in_the_main_thread() -> None:
     caught: list[BaseException] = []
 
     def listen() -> None:

@@ -109,7 +109,7 @@ def test_a_visible_checkpoint_is_complete_after_a_crash(act: Callable[[Path], ob
     check_visible_checkpoints(recording, tmp_path / "state")
 
 
-def test_a_checkpoint_that_could_not_be_hidden_durably_is_not_removed_in_parts(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_removed_before_its_hidden_name_is_durable(tmp_path: Path) -> None:
     """The call after a failed sync finds the hidden name, which a crash may still undo."""
 
     with files.use_system(Quick()):
@@ -147,7 +147,7 @@ def test_a_replaced_checkpoint_is_removed_after_the_new_one_is_durable(tmp_path:
             check_loaded(newest)
 
 
-def test_the_name_of_a_checkpoint_is_gone_before_its_files_are(tmp_path: Path) -> None:
+def test_a_checkpoint_loses_its_name_before_its_files_are_removed(tmp_path: Path) -> None:
     """The process that hid it was killed before it could sync the name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
@@ -175,7 +175,7 @@ def test_the_folder_of_a_run_is_durable_when_it_is_open(existing: str, tmp_path:
 
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
-def test_a_parent_that_cannot_be_synced_is_an_error_unless_others_own_it(
+def test_a_parent_folder_that_cannot_be_synced_is_an_error_unless_another_user_owns_it(
     kind: str, is_refused: bool, tmp_path: Path
 ) -> None:
     faults = Faults({0: kind})
@@ -186,7 +186,7 @@ def test_a_parent_that_cannot_be_synced_is_an_error_unless_others_own_it(
 
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
-def test_a_run_may_be_created_below_folders_that_cannot_be_read(kind: str, is_refused: bool, tmp_path: Path) -> None:
+def test_a_run_can_be_created_below_folders_that_cannot_be_read(kind: str, is_refused: bool, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with Faults({0: kind}).active() as faults, pytest.raises(StorageError) if is_refused else nullcontext():
         files.make_directory(tmp_path / "home" / "outputs")
@@ -194,7 +194,7 @@ def test_a_run_may_be_created_below_folders_that_cannot_be_read(kind: str, is_re
     assert faults.trace[0] == ("open", str(tmp_path))
 
 
-def test_folders_may_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+def test_folders_can_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     with Faults().active() as counted:
         files.make_directory(tmp_path / "one" / "outputs")
     opened = [number for number, (operation, path) in enumerate(counted.trace) if operation == "open"]

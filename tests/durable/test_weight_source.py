@@ -65,7 +65,7 @@ def error_of(value: Any, root: Path) -> AccelRunError:
 # ---------------------------------------------------------------- runs and checkpoints
 
 
-def test_a_run_is_found_by_name_path_and_as_the_last_one(tmp_path: Path) -> None:
+def test_a_run_is_found_by_name_by_path_and_as_last(tmp_path: Path) -> None:
     run = make_run(tmp_path, 3, 5)
     expected = checkpoint_path(run / "checkpoints", 5)
     for value in ("mine", "last", run):
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_found_by_path(tmp_path: Path, monkeypatch: pytest.Monke
         assert earlier.name in source.shown
 
 
-def test_files_of_a_checkpoint_in_parts_are_joined(tmp_path: Path) -> None:
+def test_files_of_a_sharded_checkpoint_are_joined(tmp_path: Path) -> None:
     first, *others = parts_of(snapshot(4))
     with files.use_system(Quick()):
         for other in others:
@@ -106,7 +106,9 @@ def test_files_of_a_checkpoint_in_parts_are_joined(tmp_path: Path) -> None:
         ({"averaging.evaluate": "true"}, "optimizer_average"),
     ],
 )
-def test_averaged_weights_are_those_that_evaluation_uses(values: dict[str, Any], stem: str, tmp_path: Path) -> None:
+def test_the_weights_that_evaluation_uses_are_the_averaged_ones(
+    values: dict[str, Any], stem: str, tmp_path: Path
+) -> None:
     run = make_run(tmp_path, 3, values=values, stems={**AVERAGE, "optimizer_average": AVERAGE["averaging"]})
     checkpoint = load(checkpoint_path(run / "checkpoints", 3))
     assert averaged_stem(checkpoint) == stem
@@ -116,7 +118,7 @@ def test_averaged_weights_are_those_that_evaluation_uses(values: dict[str, Any],
 
 
 @pytest.mark.parametrize("values", [{"averaging.evaluate": True}, {}, {"averaging.evaluate": False}])
-def test_weights_that_were_not_averaged_are_not_replaced(values: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_are_not_replaced_if_they_were_not_averaged(values: dict[str, Any], tmp_path: Path) -> None:
     stems = AVERAGE if values != {"averaging.evaluate": True} else {}
     run = make_run(tmp_path, 3, values=values, stems=stems)
     assert averaged_stem(load(checkpoint_path(run / "checkpoints", 3))) is None
@@ -132,7 +134,9 @@ def test_weights_that_were_not_averaged_are_not_replaced(values: dict[str, Any],
         ({"adapter.checkpoint": "adapter"}, False),
     ],
 )
-def test_an_adapter_alone_is_no_source_of_weights(values: dict[str, Any], is_refused: bool, tmp_path: Path) -> None:
+def test_an_adapter_without_its_model_is_not_a_source_of_weights(
+    values: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
     make_run(tmp_path, 3, values=values)
     if is_refused:
         with pytest.raises(ConfigError):
@@ -142,7 +146,7 @@ def test_an_adapter_alone_is_no_source_of_weights(values: dict[str, Any], is_ref
 
 
 @pytest.mark.parametrize("value", ["last", "other", "./missing", "missing.safetensors", "no/such/folder"])
-def test_what_does_not_exist_is_an_input_that_is_missing(value: str, tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_reported_as_a_missing_input(value: str, tmp_path: Path) -> None:
     with pytest.raises(InputMissing) as caught:
         found(value, tmp_path)
     assert caught.value.problems[0].where == f"weights={value}"
@@ -158,7 +162,7 @@ def test_existing_runs_are_listed_for_a_name_that_does_not_exist(tmp_path: Path)
 # ---------------------------------------------------------------- files and folders
 
 
-def test_a_file_is_its_own_source(tmp_path: Path) -> None:
+def test_a_file_can_be_a_source_of_weights(tmp_path: Path) -> None:
     folder = fill(tmp_path / "a", "one.safetensors", "model.safetensors")
     (tmp_path / "link").symlink_to(folder / "one.safetensors")
     source = found(tmp_path / "link", tmp_path)
@@ -177,7 +181,9 @@ def test_a_file_is_its_own_source(tmp_path: Path) -> None:
         (["x-1-of-1.safetensors"], ["x-1-of-1.safetensors"]),
     ],
 )  # fmt: skip
-def test_a_folder_is_its_model_or_all_of_its_shards(names: list[str], expected: list[str], tmp_path: Path) -> None:
+def test_a_folder_stands_for_its_model_file_or_all_of_its_shards(
+    names: list[str], expected: list[str], tmp_path: Path
+) -> None:
     folder = fill(tmp_path / "a", *names)
     (folder / "README.md").write_text("")
     source = found(folder, tmp_path)
@@ -200,7 +206,7 @@ def test_a_folder_is_its_model_or_all_of_its_shards(names: list[str], expected: 
         (["config.json"], ConfigError, []),
     ],
 )
-def test_an_ambiguous_or_incomplete_folder_is_refused(
+def test_an_ambiguous_or_incomplete_folder_is_rejected(
     names: list[str], kind: type[AccelRunError], mentions: list[str], tmp_path: Path
 ) -> None:
     folder = fill(tmp_path / "a", *names)
@@ -245,12 +251,12 @@ def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Pat
     ["", "[", "[]", {}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}, "[" * 100_000],
     ids=range(8),
 )
-def test_another_file_is_not_an_index(content: Any, tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_not_an_index(content: Any, tmp_path: Path) -> None:
     folder = with_index(fill(tmp_path / "a"), content)
     assert type(error_of(folder, tmp_path)) is DataError
 
 
-def test_an_index_that_cannot_be_read_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_read_is_reported_as_unreadable(tmp_path: Path) -> None:
     folder = fill(tmp_path / "a")
     with (folder / "model.safetensors.index.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
@@ -260,7 +266,7 @@ def test_an_index_that_cannot_be_read_is_an_error_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", ".", ".."])
-def test_an_index_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+def test_an_index_cannot_refer_to_files_outside_its_folder(name: str, tmp_path: Path) -> None:
     folder = with_index(fill(tmp_path / "a", "one.safetensors"), {"weight_map": {**MAP, "z": name}})
     assert type(error_of(folder, tmp_path)) is SecurityRefusal
 
@@ -276,7 +282,7 @@ def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the start of a run
 
 
-def test_a_start_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
+def test_a_run_can_start_from_a_checkpoint_or_another_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, 3)
     path = checkpoint_path(run / "checkpoints", 3)
     assert find_start(str(path), tmp_path) == path
@@ -304,7 +310,7 @@ def test_a_start_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
         ("resume=fresh", False),
     ],
 )
-def test_the_name_of_a_run_becomes_its_path(
+def test_a_run_name_in_an_override_is_replaced_by_its_path(
     override: str, is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "outputs", 3)
@@ -314,7 +320,7 @@ def test_the_name_of_a_run_becomes_its_path(
     assert resolve_run_names(["seed=1", override], Path("outputs")) == ("seed=1", expected)
 
 
-def test_what_a_new_run_starts_from_is_checked_before_it_begins(tmp_path: Path) -> None:
+def test_the_start_of_a_new_run_is_checked_before_it_begins(tmp_path: Path) -> None:
     def settings(*overrides: str) -> Any:
         return compose(Request((f"output_root={tmp_path}", *overrides))).settings
 

@@ -167,7 +167,7 @@ def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> No
         assert all("forward" in vars(layer) for layer in layers)
 
 
-def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_exact_all_reduce_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
     wanted = trained(server, tmp_path / "ddp", f"parallelism=ddp {TWO} dataloader.num_workers=0")
     args = f"parallelism=exact {TWO} dataloader.num_workers=0"
     killed = run(server, tmp_path / "exact", args, {"at": "update", "number": 6, "by": "SIGKILL"})
@@ -175,7 +175,7 @@ def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, t
     assert are_equal(trained(server, tmp_path / "exact", args), wanted)
 
 
-def test_a_compressed_sum_is_near_the_exact_one(server: ForkServer, tmp_path: Path) -> None:
+def test_a_compressed_all_reduce_is_close_to_the_exact_one(server: ForkServer, tmp_path: Path) -> None:
     options = "dataloader.num_workers=0 optimizer=sgd optimizer.lr=0.1"
     one = trained(server, tmp_path / "compressed", f"parallelism=compressed {TWO} {options}")
     other = trained(server, tmp_path / "exact", options)
@@ -188,7 +188,9 @@ def test_a_compressed_sum_is_near_the_exact_one(server: ForkServer, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["mean", "unequal"])
-def test_a_wrong_sum_of_gradients_ends_the_first_update(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update(
+    server: ForkServer, tmp_path: Path, name: str
+) -> None:
     result = run(server, tmp_path / "run", f"parallelism={name} {TWO} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE
     assert result.err.count("PARALLELISMS") == 1

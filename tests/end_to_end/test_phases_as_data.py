@@ -249,7 +249,7 @@ def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_typos_are_found_before_training(
+def test_typos_in_phases_are_reported_before_training(
     args: list[str],
     suggested: str,
     tmp_path: Path,
@@ -267,7 +267,7 @@ def test_typos_are_found_before_training(
     ("word", "named"),
     [("task.losses=pretrian", "pretrian"), ("task.added=x", "dict"), ("task.fits=false", "statistics")],
 )
-def test_errors_of_the_task_are_found_before_training(
+def test_errors_of_the_task_are_reported_before_training(
     word: str, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = train(server, tmp_path, word)

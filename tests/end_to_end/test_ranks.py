@@ -420,7 +420,7 @@ def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, fol
 
 
 @pytest.mark.slow
-def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
+def test_the_straggler_is_reported(server: ForkServer, folder: Path) -> None:
     """One rank takes ten times as long, on an idle or busy machine."""
     args = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
     assert_success(server.run(args, folder))
@@ -510,7 +510,7 @@ save_policy.time = Clock()
 
 
 @pytest.mark.slow
-def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, folder: Path) -> None:
+def test_reaching_the_time_limit_saves_exactly_one_checkpoint(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     args = args.replace("evaluate.every=6", "evaluate.every=0")
     assert_success(server.run(args.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
@@ -597,7 +597,7 @@ def test_no_process_is_left_when_the_launcher_is_killed(server: ForkServer, fold
     ("args", "where"),
     [("parallelism.shares=[1,2,3]", "parallelism.shares"), ("global_batch_size=1", "global_batch_size")],
 )
-def test_impossible_configurations_are_reported_before_anything_starts(
+def test_impossible_configurations_are_reported_before_ranks_start(
     args: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

@@ -67,7 +67,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_37_updates_a_kill_and_63_more_equal_100(
+def test_a_run_killed_after_37_of_100_updates_resumes_with_equal_results(
     precision: str, accumulation: int, workers: int, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     computed = [f"precision={precision}", f"micro_batch_size={12 // accumulation}"]
@@ -155,7 +155,7 @@ def test_both_predicts_with_a_finished_run(server: ForkServer, tmp_path: Path) -
     assert list((tmp_path / "outputs" / "mine" / "predictions").iterdir())
 
 
-def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_path: Path) -> None:
+def test_changes_of_results_are_rejected_or_must_be_allowed_by_name(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "updates=4"], tmp_path).code == 0
     refused = server.run([*BASE, "updates=4", "seed=1", "global_batch_size=24"], tmp_path)
     assert refused.code == 88
@@ -170,7 +170,9 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
 
 
 @pytest.mark.slow
-def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
+def test_settings_that_do_not_change_results_can_change_on_resume(
+    server: ForkServer, straight: Straight, tmp_path: Path
+) -> None:
     changed = tmp_path
     args = BASE
     first = server.run([*args, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)

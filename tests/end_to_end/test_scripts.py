@@ -272,7 +272,7 @@ def test_an_unknown_mode_is_refused(checkout: Checkout, mode: str) -> None:
     assert checkout.calls() == []
 
 
-def test_settings_without_a_mode_get_the_line_with_one(checkout: Checkout) -> None:
+def test_settings_without_a_mode_produce_a_suggestion_with_a_mode(checkout: Checkout) -> None:
     done = checkout.run("run.sh", "+hardware=t4", "run=a b")
     assert done.returncode == 64
     lines = [shlex.split(line)[1:] for line in done.stderr.splitlines()]
@@ -301,7 +301,7 @@ def test_a_fresh_machine_is_set_up_and_runs_where_the_user_is(checkout: Checkout
     ]
 
 
-def test_infer_is_inference(checkout: Checkout) -> None:
+def test_the_mode_infer_runs_inference(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "infer").stdout.splitlines()[2:] == ["inference"]
 
 

@@ -88,7 +88,9 @@ class Dropping(Task):
 
 
 @pytest.mark.parametrize(("size", "is_noted"), [(4, True), (8, False)])
-def test_the_start_report_has_the_note(size: int, is_noted: bool, server: ForkServer, tmp_path: Path) -> None:
+def test_the_start_report_notes_modules_that_depend_on_the_division(
+    size: int, is_noted: bool, server: ForkServer, tmp_path: Path
+) -> None:
     (tmp_path / "dropping.py").write_text(TASK)
     result = server.run(f"train --task dropping.py device=cpu monitor=off micro_batch_size={size}", tmp_path)
     assert result.code == 0, result.err
@@ -149,7 +151,9 @@ def test_functions_that_depend_on_the_division_are_named_after_the_first_update(
         (lambda x: DROPOUTS["attention"](x, x, x), set()), (DROPOUTS["recurrent"], set()),
     ],
 )  # fmt: skip
-def test_calls_of_functions_are_found(call: Callable[[torch.Tensor], object], expected: set[str]) -> None:
+def test_calls_of_batch_dependent_functions_are_recorded(
+    call: Callable[[torch.Tensor], object], expected: set[str]
+) -> None:
     calls = BatchDependentCalls()
     with calls:
         call(torch.ones(4, 4, 4, requires_grad=True))

@@ -217,7 +217,7 @@ def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -
     assert training.saver.bests == [(1.0, 1)]
 
 
-def test_only_better_ones_replace_a_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
+def test_only_a_better_checkpoint_replaces_a_held_one(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     for value in (3.0, math.nan, 4.0, 2.0, 2.5):
         training.updated()
@@ -243,7 +243,7 @@ def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_pa
     assert training.saved.count(1) == 1
 
 
-def test_several_best_ones_are_all_kept(tmp_path: Path, clock: Clock) -> None:
+def test_all_of_several_best_checkpoints_are_kept(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(keep_best=3), copy_s=0.001, slowed_s=0.0)
     for value in (5.0, 4.0, 3.0, 6.0, 2.0):
         training.updated()

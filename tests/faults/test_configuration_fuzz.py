@@ -348,7 +348,9 @@ for words in json.load(sys.stdin):
 """
 
 
-def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[int, int], int], tally: Tally) -> None:
+def test_composing_a_configuration_never_imports_torch(
+    known: dict[str, str], amount: Callable[[int, int], int], tally: Tally
+) -> None:
     asked = [case.words for case in cases(known, amount(5, 600)) if not case.files]
     done = subprocess.run(
         [sys.executable, "-c", ASK], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False

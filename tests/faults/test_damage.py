@@ -109,7 +109,9 @@ def test_renamed_checkpoints_are_detected(pair: Pair, tally: Tally) -> None:
         tally.tried += 1
 
 
-def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
+def test_checkpoints_with_folders_or_special_files_are_moved_aside(
+    pair: Pair, amount: Amount, seed: int, tally: Tally
+) -> None:
     for number in range(amount(20, 2000)):
         generator = random.Random(f"{seed} odd {number}")
         pair.put({name_of(update): pair.originals[update] for update in (OLD, NEW)})
@@ -126,7 +128,7 @@ def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, ta
 
 @pytest.mark.skipif(not IS_LONG, reason="every bit: scripts/faults.sh --long")
 @pytest.mark.parametrize("change", [damaging.every_bit, damaging.every_length])
-def test_every_bit_and_every_length(
+def test_every_flipped_bit_and_every_truncation_is_detected(
     pair: Pair, change: Callable[[bytes], Iterator[tuple[str, bytes]]], tally: Tally
 ) -> None:
     pair.put({name_of(OLD): pair.originals[OLD], name_of(NEW): pair.originals[NEW]})

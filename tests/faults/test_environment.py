@@ -634,7 +634,7 @@ os.read(door, 1)
 """
 
 
-def test_of_two_simultaneous_starts_one_runs(
+def test_only_one_of_two_simultaneous_starts_runs(
     server: ForkServer, other: ForkServer, tmp_path: Path, amount: Amount, tally: Tally
 ) -> None:
     first_won = 0
@@ -688,7 +688,9 @@ def test_a_system_without_proc_is_reported(args: list[str], server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tmp_path: Path, tally: Tally) -> None:
+def test_a_minimal_environment_with_another_locale_is_enough(
+    reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
     """A new process: Python reads these variables at startup, too early for a fork."""
     env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
     env["OMP_NUM_THREADS"] = "1"

@@ -133,7 +133,9 @@ class Careless(Quick):
     [(os.O_EXCL | os.O_NOFOLLOW, True), (os.O_EXCL, False), (os.O_NOFOLLOW, False)],
     ids=["both", "O_EXCL: O_NOFOLLOW refuses the link", "O_NOFOLLOW: O_EXCL refuses the link"],
 )
-def test_careless_opening_is_caught(memory: Path, without: int, is_caught: bool) -> None:
+def test_opening_files_without_protection_against_links_is_detected(
+    memory: Path, without: int, is_caught: bool
+) -> None:
     history = next(one for one in SHORT if one.name == "the first save of a run")
     trace = Attempt(history, {}, memory / "whole").faults.trace
     manifest = next(

@@ -177,7 +177,9 @@ def test_an_upload_in_parts_that_is_cut_is_not_visible(server: S3Server, mirror:
     assert mirror.store.size("large") == 101 << 20
 
 
-def test_wrong_credentials_are_reported_and_written_nowhere(server: S3Server, mirror: Mirror, tmp_path: Path) -> None:
+def test_invalid_credentials_are_reported_and_not_written_to_files(
+    server: S3Server, mirror: Mirror, tmp_path: Path
+) -> None:
     server.check_signatures(after_requests="0")
     with machine(tmp_path / "a", 1) as run:
         with pytest.raises(MirrorError) as raised:
@@ -196,7 +198,7 @@ def test_wrong_credentials_are_reported_and_written_nowhere(server: S3Server, mi
     server.check_signatures(after_requests="inf")
 
 
-def test_of_two_writers_the_first_stops(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_first_of_two_writers_stops(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 3) as there:
         warnings: list[str] = []
         first = thread(mirror, run, warnings)

@@ -355,7 +355,7 @@ CODE = [
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "module", "attribute", "other", "history"), CODE, ids=[row[0] for row in CODE])
-def test_other_code_is_caught(
+def test_replacing_a_function_with_faulty_code_is_detected(
     name: str,
     module: Any,
     attribute: str,

@@ -314,7 +314,7 @@ def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
 
-def test_a_model_with_constant_buffers_continues_too() -> None:
+def test_a_model_with_constant_buffers_continues_with_smaller_micro_batches() -> None:
     """Like most models: after the first update has shown that buffers are constant, no copies are kept."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
     (result,) = trained(course, shortage)
@@ -374,12 +374,12 @@ def test_the_time_of_a_retry_does_not_count_as_waiting_for_data() -> None:
     assert " ".join(laps).count("data hooks data") == 1
 
 
-def test_host_out_of_memory_is_exit_81() -> None:
+def test_exit_code_is_81_if_the_host_is_out_of_memory() -> None:
     error = trained(Course(), Shortage("forward", 0, on_host=True))[0]["error"]
     assert error[:2] == ["HostMemoryError", 81]
 
 
-def test_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
+def test_the_setting_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     result = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
     assert result[0]["error"][:2] == ["DeviceMemoryError", 80]
     assert result[0]["struck"] == [[MICRO]]

@@ -62,7 +62,7 @@ def test_a_run_that_loses_power_ends_bit_identical(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("careless", [name for name in power_cuts.SYSTEMS if name != "real"])
-def test_a_save_that_does_not_wait_for_the_disk_is_caught(
+def test_the_test_detects_a_save_that_does_not_wait_for_the_disk(
     careless: str, server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
     if why_not:
@@ -76,7 +76,7 @@ def test_a_save_that_does_not_wait_for_the_disk_is_caught(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("write", [power_cuts.in_place, power_cuts.renamed], ids=["in place", "renamed"])
-def test_torch_save_is_caught(
+def test_the_test_detects_that_torch_save_is_not_durable(
     write: Callable[..., None], server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
     if why_not:

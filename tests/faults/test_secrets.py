@@ -308,7 +308,7 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(
     assert left == []
 
 
-def test_a_refused_secret_has_a_message_with_a_fix(
+def test_the_error_for_a_rejected_secret_has_a_fix(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     result = server.run(f"train +tracker.api_key={SECRET}", tmp_path)
@@ -355,7 +355,7 @@ def test_a_random_value_of_an_unknown_key_is_not_repeated(server: ForkServer, tm
         assert value not in result.err
 
 
-def test_an_unknown_key_of_a_task_gets_its_keys(server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(server: ForkServer, tmp_path: Path) -> None:
     for key in ("task.pwd", "task.hiden"):
         result = server.run(f"plan --task {TASK} {key}=x", tmp_path)
         assert result.code == 78
@@ -398,7 +398,7 @@ def test_any_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
         refuse_secrets([f"task.{name}=wonderful"])
 
 
-def test_pwd_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_pwd_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", "/srv/run2data3sets4")
     assert redact("/srv/run2data3sets4") == "/srv/run2data3sets4"
     assert "PWD" in drop_secrets(os.environ)
@@ -421,7 +421,7 @@ def test_no_setting_has_the_name_of_a_secret() -> None:
     assert len(keys) > 100
 
 
-def test_names_and_shapes_of_secrets() -> None:
+def test_secrets_are_recognized_by_name_and_shape() -> None:
     for name in (
         *NAMES,
         "apiKey",

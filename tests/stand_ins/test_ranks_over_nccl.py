@@ -126,8 +126,8 @@ test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_
 test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
 test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues_without_them, LONG)
 test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
-test_an_exact_sum = copied(own_tables.test_an_exact_sum_of_gradients_trains_bitwise_like_ddp, SLOW)
-test_a_wrong_sum = copied(own_tables.test_a_wrong_sum_of_gradients_ends_the_first_update, SLOW)
+test_an_exact_sum = copied(own_tables.test_a_custom_exact_all_reduce_trains_bitwise_like_ddp, SLOW)
+test_a_wrong_sum = copied(own_tables.test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update, SLOW)
 test_a_sum_that_returns_its_result = copied(own_tables.test_a_sum_that_returns_its_result_ends_the_run, SLOW)
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
@@ -176,22 +176,27 @@ GLOO_ONLY = {
     "launch/test_local.py::test_if_all_errors_are_consequences_the_silent_rank_is_also_named": (
         "a rank closes the connections of gloo; NCCL would not report it to the other rank"
     ),
-    "distributed/test_pipelined.py::test_an_error_of_one_rank_reaches_all": (
+    "distributed/test_pipelined.py::test_an_error_of_one_rank_is_raised_on_all_ranks": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_pipelined.py::test_an_error_during_a_scheduled_pass_reaches_all_ranks": (
+    "distributed/test_pipelined.py::test_an_error_during_a_scheduled_pass_is_raised_on_all_ranks": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_pipeline_copies.py::test_an_error_in_one_pipeline_reaches_all_ranks_with_its_rank_and_text": (
+    "distributed/test_pipeline_copies.py::"
+    "test_an_error_in_one_pipeline_is_raised_on_all_ranks_with_its_rank_and_text": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_matched_calls.py::test_equal_calls_and_errors_of_all_ranks_are_passed_on": "compared over gloo",
+    "distributed/test_matched_calls.py::"
+    "test_results_and_errors_that_all_ranks_share_are_passed_on": "compared over gloo",
     "distributed/test_matched_calls.py::test_ranks_with_different_numbers_of_calls_are_reported": "compared over gloo",
-    "distributed/test_matched_calls.py::test_an_error_of_one_rank_reaches_all": "compared over gloo in any case",
+    "distributed/test_matched_calls.py::"
+    "test_an_error_of_one_rank_is_raised_on_all_ranks": "compared over gloo in any case",
     "distributed/test_matched_calls.py::"
     "test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text": "compared over gloo in any case",
     "distributed/test_matched_calls.py::"
-    "test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_is_trained": "compared over gloo in any case",
+    "test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_does_not_prevent_training": (
+        "compared over gloo in any case"
+    ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
     "faults/test_signals_of_runs.py::test_a_signal_ends_a_command_that_saves_nothing_at_once": (
         "the launcher kills its ranks, which need not meet"
@@ -209,9 +214,8 @@ GLOO_ONLY = {
     "launch/test_start.py::test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory": (
         "shared over gloo in any case"
     ),
-    "distributed/test_network_interface.py::test_ranks_on_one_gpu_are_not_told_to_check_the_network": (
-        "there is no process group yet"
-    ),
+    "distributed/test_network_interface.py::"
+    "test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network": ("there is no process group yet"),
     "launch/test_start.py::test_an_error_on_another_machine_is_reported_there": "there is no process group yet",
     "faults/test_environment.py::test_a_system_without_proc_is_reported": "there is no process group yet",
     "faults/test_limits.py::test_a_run_under_a_limit_works_or_ends_with_a_message": (
@@ -225,7 +229,7 @@ GLOO_ONLY = {
 NO_FAILURE = {
     "faults/test_errors.py::test_every_exit_code_is_reached_by_a_fault",
     "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
-    "faults/test_out_of_memory.py::test_on_oom_stop_ends_the_run",
+    "faults/test_out_of_memory.py::test_the_setting_on_oom_stop_ends_the_run",
     "faults/test_secrets.py::test_an_option_or_a_choice_that_is_also_a_password_can_be_used",
     "faults/test_secrets.py::test_files_of_a_run_are_unreadable_for_others_with_any_umask",
     "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
@@ -233,16 +237,16 @@ NO_FAILURE = {
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
     "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_it",
     "faults/test_signals_of_runs.py::test_the_suite_detects_a_worker_that_exits",
-    "distributed/test_pipelined.py::test_a_task_without_layers_gets_a_message",
+    "distributed/test_pipelined.py::test_the_error_for_a_task_without_layers_says_what_to_define",
     "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_are_the_same_in_a_pipeline",
-    "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_takes_part_without_side_effects",
-    "distributed/test_sharded_evaluation.py::test_calls_that_fail_leave_no_gathered_weights_and_no_rank_waiting",
+    "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects",
+    "distributed/test_sharded_evaluation.py::test_failed_calls_leave_no_weights_gathered_and_no_rank_waiting",
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks",
-    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_may_follow_equal_numbers_of_calls",
+    "distributed/test_sharded_evaluation.py::test_a_task_can_run_a_collective_after_equal_numbers_of_calls",
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks",
-    "distributed/test_sharded_evaluation.py::test_a_collective_of_a_group_without_this_rank_is_none_of_all_ranks",
-    "distributed/test_sharded_evaluation.py::test_parts_of_the_model_cannot_be_called",
-    "distributed/test_world.py::test_the_time_to_meet_grows_with_the_number_of_ranks",
+    "distributed/test_sharded_evaluation.py::test_a_collective_of_a_group_without_this_rank_does_not_count_as_one_of_all_ranks",
+    "distributed/test_sharded_evaluation.py::test_calling_a_submodule_directly_is_an_error",
+    "distributed/test_world.py::test_the_rendezvous_timeout_grows_with_the_number_of_ranks",
     "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
     "end_to_end/test_coupled_runs.py::test_unsupported_strategies_are_refused_by_name",
     "end_to_end/test_objective_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
@@ -259,13 +263,13 @@ NO_FAILURE = {
         whole_runs.test_two_copies_of_a_divided_model_have_the_same_curve,
         whole_runs.test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline,
         whole_runs.test_a_model_trained_on_ranks_is_used_by_one_process,
-        whole_runs.test_the_straggler_is_named,
+        whole_runs.test_the_straggler_is_reported,
         whole_runs.test_bad_samples_of_any_rank_are_listed,
-        whole_runs.test_the_time_limit_saves_one_checkpoint_and_not_two,
+        whole_runs.test_reaching_the_time_limit_saves_exactly_one_checkpoint,
         whole_runs.test_buffers_of_any_type_and_layout_start_equal,
         whole_runs.test_a_fit_may_call_the_model,
         whole_runs.test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy,
-        whole_runs.test_impossible_configurations_are_reported_before_anything_starts,
+        whole_runs.test_impossible_configurations_are_reported_before_ranks_start,
     )
 }
 

@@ -37,7 +37,7 @@ def test_a_state_written_by_this_program_is_accepted(start: LoadedCheckpoint) ->
     assert check_state(start) is start
 
 
-def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedCheckpoint) -> None:
+def test_a_field_that_is_missing_or_has_the_wrong_type_is_rejected(start: LoadedCheckpoint) -> None:
     needed = ["phase", "phase_update", "records", "updates_before", "early_stopping", "precision", "meter", "random"]
     for name in needed:
         with pytest.raises(DataError, match=name):
@@ -47,7 +47,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedChec
 
 
 @pytest.mark.parametrize("name", ["level", "metric"])
-def test_only_the_metric_of_a_schedule_is_text(name: str, start: LoadedCheckpoint) -> None:
+def test_only_the_metric_of_a_schedule_may_be_a_string(name: str, start: LoadedCheckpoint) -> None:
     valid = {"level": 0.5, "best": None, "metric": "val/loss", "mode": "min"}
     check_state(changed(start, lambda state, _: state.update(schedule=valid)))
     other = {**valid, name: 1.0 if name == "metric" else "val/loss"}
@@ -65,7 +65,7 @@ def test_only_the_metric_of_a_schedule_is_text(name: str, start: LoadedCheckpoin
         (lambda _, manifest: manifest.pop("metrics_bytes"), "metrics_bytes"),
     ],
 )
-def test_fields_that_do_not_agree_are_refused(start: LoadedCheckpoint, change: Callable[..., Any], args: str) -> None:
+def test_inconsistent_fields_are_rejected(start: LoadedCheckpoint, change: Callable[..., Any], args: str) -> None:
     with pytest.raises(DataError, match=args):
         check_state(changed(start, change))
 
@@ -93,9 +93,7 @@ def test_states_of_generators_that_would_read_beyond_their_words_are_refused(
 
 
 @pytest.mark.parametrize("error", [DataError("another"), torch.OutOfMemoryError("CUDA out of memory.")])
-def test_errors_that_are_no_fault_of_the_state_are_raised_as_they_are(
-    error: Exception, start: LoadedCheckpoint
-) -> None:
+def test_errors_not_caused_by_the_state_are_raised_unchanged(error: Exception, start: LoadedCheckpoint) -> None:
     with pytest.raises(type(error)) as caught, convert_state_errors(start):
         raise error
     assert caught.value is error

@@ -58,7 +58,7 @@ def test_repeated_updates_are_those_of_the_resumed_phase(tmp_path: Path) -> None
     assert [max(0, count) for count in counts] == [3, 0, 0, 4, 0]
 
 
-def test_another_task_is_the_only_problem() -> None:
+def test_a_different_task_is_reported_as_the_only_problem() -> None:
     with pytest.raises(IncompatibleResume) as refused:
         compare(BEFORE, {"seed": 2, "task": "mine", "task.hidden": 8}, ["seed"])
     assert [problem.where for problem in refused.value.problems] == ["task"]
@@ -92,7 +92,7 @@ def test_a_mismatched_model_is_refused_and_not_changed(
 
 
 @pytest.mark.parametrize("key", ["optimizer.kernel", "dataloader.num_workers"])
-def test_mechanics_may_differ(key: str) -> None:
+def test_settings_that_do_not_change_results_can_differ_on_resume(key: str) -> None:
     (difference,) = compare(BEFORE, BEFORE | {key: "other"}, ())
     assert (difference.key, difference.before, difference.now) == (key, BEFORE[key], "other")
     assert compare(BEFORE, BEFORE, ()) == []
@@ -100,7 +100,7 @@ def test_mechanics_may_differ(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["optimizer.lr", "phase.body.updates", "precision"])
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_changes_of_the_mathematics_must_be_allowed_by_name(key: str, is_gone: bool) -> None:
+def test_changes_of_settings_that_change_results_must_be_allowed_by_name(key: str, is_gone: bool) -> None:
     now = {other: value for other, value in BEFORE.items() if other != key} | ({} if is_gone else {key: 9})
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["epochs", f"{key}s"])
@@ -130,7 +130,7 @@ def test_the_keys_of_a_sum_of_gradients_must_be_allowed_by_name() -> None:
 
 
 @pytest.mark.parametrize("key", ["seed", "task", "task.size", "optimizer", "phase.body.trains"])
-def test_changes_that_make_another_run_are_always_refused(key: str) -> None:
+def test_changes_that_define_a_different_run_are_always_rejected(key: str) -> None:
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, BEFORE | {key: "other"}, [key, key.partition(".")[0]])
     assert [problem.where for problem in caught.value.problems] == [key]

@@ -64,7 +64,7 @@ def test_every_interval_that_the_schema_accepts_is_parsed(text: str) -> None:
         (off(), 5, []),
     ],
 )
-def test_which_updates_are_saved(policy: SavePolicy, updates_per_epoch: int, due: list[int]) -> None:
+def test_saves_follow_the_checkpoint_interval(policy: SavePolicy, updates_per_epoch: int, due: list[int]) -> None:
     assert [update for update in range(1, 13) if policy.is_due(update, updates_per_epoch)] == due
 
 
@@ -121,7 +121,7 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         ("min", math.nan, 2.0, False), ("max", math.nan, 2.0, False),
     ],
 )  # fmt: skip
-def test_better_is_strictly_better(better: Any, value: float, best: float | None, is_better: bool) -> None:
+def test_an_equal_metric_is_not_an_improvement(better: Any, value: float, best: float | None, is_better: bool) -> None:
     assert default(best_is=better).is_better(value, best) == is_better
     assert off(best_is=better).is_better(value, best) == is_better
 
@@ -235,7 +235,7 @@ def test_no_suggestion_repeats_a_current_setting() -> None:
         assert "checkpoint.every=auto" not in policy.advice
 
 
-def test_the_interval_is_described() -> None:
+def test_the_description_states_the_checkpoint_interval() -> None:
     assert re.findall(r"\d+%|\d+ min", str(default())) == ["1%", "10 min"]
     assert str(default(every="2.5min")) == "every 2.5 min"
     assert str(default(every=1, best=None)) == "every 1 update"

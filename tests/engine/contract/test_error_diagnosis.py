@@ -34,7 +34,7 @@ def test_a_worker_that_dies_while_sending_a_batch_is_a_lost_worker() -> None:
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), DataWorkerLost)
 
 
-def test_a_foreign_connection_error_is_not_a_lost_worker() -> None:
+def test_an_unrelated_connection_error_is_not_reported_as_a_lost_worker() -> None:
     with pytest.raises(ConnectionResetError) as caught:
         raise ConnectionResetError
     assert explain(caught.value, Path("mine.py"), "update 3", 4) is None
@@ -120,7 +120,7 @@ def test_a_failed_assertion_of_a_kernel_is_not_a_broken_device(text: str, is_ass
 
 
 @pytest.mark.parametrize(("size", "suggested"), [(4, "micro_batch_size=2"), (2, "micro_batch_size=1"), (1, "model")])
-def test_out_of_memory_is_answered_with_half_of_the_samples(size: int, suggested: str) -> None:
+def test_the_fix_for_out_of_memory_suggests_half_of_the_samples(size: int, suggested: str) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         result = explain(error, Path("mine.py"), "update 3", size)
         assert result is not None
@@ -190,7 +190,7 @@ def _gradient_that_is_not_defined() -> None:
 
 
 @pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place, _gradient_that_is_not_defined])
-def test_an_error_of_autograd_is_one_of_the_task(mistake: Callable[[], None]) -> None:
+def test_an_autograd_error_is_attributed_to_the_task(mistake: Callable[[], None]) -> None:
     with pytest.raises(RuntimeError) as caught:
         mistake()
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)

@@ -100,7 +100,7 @@ def test_a_checkpoint_may_contain_the_complete_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
-def test_neither_accumulation_nor_ranks_change_it(args: str, world_size: int, tmp_path: Path) -> None:
+def test_neither_accumulation_nor_ranks_change_the_adapter(args: str, world_size: int, tmp_path: Path) -> None:
     if world_size == 1:
         trained(tmp_path, args)
     else:
@@ -112,7 +112,7 @@ def test_neither_accumulation_nor_ranks_change_it(args: str, world_size: int, tm
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
+def test_a_resumed_adapter_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
@@ -319,7 +319,7 @@ def test_all_linear_layers_are_adapted_by_default(tmp_path: Path) -> None:
         ]
 
 
-def test_a_pipeline_is_refused() -> None:
+def test_lora_with_a_pipeline_is_rejected() -> None:
     with pytest.raises(AccelRunError) as caught:
         plan_this_process(compose(Request(("adapter=lora", "parallelism=pipeline", "device=cpu"))))
     assert [problem.where for problem in caught.value.problems] == ["adapter=lora"]

@@ -134,7 +134,7 @@ def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list
 # ---------------------------------------------------------------- non-finite values
 
 
-def test_an_overflow_is_left_out_of_the_row() -> None:
+def test_an_update_that_overflowed_is_excluded_from_the_row() -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
     meter(step(1, 6.0, 3))
@@ -159,7 +159,7 @@ def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], it
     meter(step(number, 1.0, items))
 
 
-def test_time_excludes_hooks(time: Time) -> None:
+def test_the_time_of_a_row_excludes_hooks(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
     for number in range(1, 5):

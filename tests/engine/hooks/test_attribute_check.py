@@ -267,7 +267,7 @@ def test_a_resumed_run_and_a_model_with_collectives_are_not_checked(
     ("is_here", "is_there", "has_samples", "is_found"),
     [(True, False, True, True), (False, True, True, True), (True, False, False, False), (False, True, False, True)],
 )
-def test_what_one_rank_finds_ends_all(
+def test_a_finding_of_one_rank_ends_all_ranks(
     is_here: bool,
     is_there: bool,
     has_samples: bool,
@@ -333,7 +333,7 @@ def test_a_parameter_outside_of_the_model_must_keep_its_values(name: str, checke
         assert f"self.model.{owner} = {owner}" in found
 
 
-def test_parameters_of_nan_have_not_moved(checked: Checked) -> None:
+def test_parameters_that_are_nan_count_as_unchanged(checked: Checked) -> None:
     nn.init.constant_(checked.task.outside.weight, math.nan)
     assert checked.found(at_another_address(1.0), lambda task: 0.0) is None
 

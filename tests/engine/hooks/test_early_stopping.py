@@ -50,7 +50,9 @@ def stops_at(values: list[float], **settings: Any) -> int | None:
         ([5, 5, 5], {"patience": 1, "metric": "val/other"}, None),
     ],
 )
-def test_when_a_phase_stops(values: list[float], settings: dict[str, Any], expected: int | None) -> None:
+def test_a_phase_stops_after_the_given_number_of_evaluations_without_improvement(
+    values: list[float], settings: dict[str, Any], expected: int | None
+) -> None:
     assert stops_at(values, **settings) == expected
 
 

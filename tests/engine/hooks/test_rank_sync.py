@@ -99,6 +99,6 @@ def test_the_status_of_an_update_is_known_after_the_next(rank: int, carries: boo
     assert exchange(Wants(), num_bad=0, seconds=None, samples=0) is None, "a closed exchange starts again"
 
 
-def test_a_missing_part_took_no_time() -> None:
+def test_a_part_without_a_measurement_took_no_time() -> None:
     vector = sent(0, 1, Wants(), 0, {PARTS[0]: 0.25}, 1)
     assert vector[3:].tolist() == [1, 1, 0.25, *[0.0] * (len(PARTS) - 1)]

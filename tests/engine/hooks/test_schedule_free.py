@@ -105,7 +105,7 @@ def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:

@@ -179,7 +179,7 @@ def test_a_failure_after_updates_without_a_checkpoint_says_so(run: RunDirectory)
     assert (error_of(run).last_checkpoint, error_of(run).updates_repeated, len(notes(error))) == (None, 4, 1)
 
 
-def test_an_error_with_a_note_gets_no_second_one(run: RunDirectory) -> None:
+def test_an_error_that_has_a_note_gets_no_second_note(run: RunDirectory) -> None:
     attempt, error = started(run), Hang("hangs")
     attempt.reached = 4
     error.add_note("from the watchdog")
@@ -253,7 +253,7 @@ def test_an_interrupted_process_can_be_recorded_by_its_launcher(run: RunDirector
     assert not (tmp_path / "other").exists()
 
 
-def test_a_failure_without_stacks_writes_none(run: RunDirectory) -> None:
+def test_a_failure_without_stacks_writes_no_stacks_file(run: RunDirectory) -> None:
     job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
     started(run)

@@ -273,7 +273,7 @@ def test_a_thread_that_cannot_be_started_is_a_limit_of_the_system(clock: Clock, 
         pass
 
 
-def test_a_new_mark_has_no_progress(tmp_path: Path) -> None:
+def test_a_new_progress_mark_starts_without_progress(tmp_path: Path) -> None:
     mark = ProgressMark()
     assert (mark.now, mark.phase, mark.completed_kinds, mark.write_progress()) == ((START, 0), "", set(), None)
     assert (mark.num_updates.value, mark.is_ending.value) == (0, False)
@@ -418,7 +418,7 @@ def test_a_message_has_the_stacks_of_a_few_processes() -> None:
     assert len(format_hang({}, file=None).splitlines()) == 2
 
 
-def test_settings_of_limits() -> None:
+def test_limits_follow_the_settings() -> None:
     default, off = WATCHDOGS["default"], WATCHDOGS["off"]
     assert default() == WatchdogLimits(None, 1800.0, None, 600.0)
     assert default(update_s=1.0, first_update_s=2.0, data_s=3.0, checkpoint_s=4.0) == WatchdogLimits(1.0, 2.0, 3.0, 4.0)

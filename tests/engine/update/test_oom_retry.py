@@ -188,7 +188,7 @@ def odd() -> Model:
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("update", [0, 2])
-def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
+def test_buffers_of_any_kind_are_restored(odd: Model, update: int) -> None:
     result = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
     assert result.restore() == ""
 
@@ -245,7 +245,7 @@ def retry_of(model: nn.Module, precision: Precision, policy: Policy, optimizer: 
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(OUT_OF_MEMORY), Discarded()], ids=["this rank", "another"])
-def test_each_attempt_starts_like_the_first(error: Exception) -> None:
+def test_each_attempt_starts_from_the_same_state(error: Exception) -> None:
     """Whichever rank ran out of memory: no gradients are left, generators draw again, and the policy is asked once."""
     model, policy, drawn = Model(), Policy(), []
     retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -402,7 +402,7 @@ def of_numpy(nbytes: int) -> BaseException:
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
-def test_errors_that_mean_out_of_memory(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
+def test_out_of_memory_errors_are_recognized(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
     result = find_oom_cause(error)
     assert (result and (result.side, result.requested_bytes)) == wanted
 
