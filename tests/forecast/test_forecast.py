@@ -411,7 +411,7 @@ def test_batches_of_different_length_are_marked_as_inexact(script, tmp_path):
     file.write_text(UNEVEN)
     (traced,) = forecast(composed(file=file, micro=4), script.HERE, [4])
     assert not traced.is_exact
-    assert traced.why_not.startswith("batches of 4 have ")
+    assert traced.why_not.startswith("batches of 4 take ")
 
 
 @pytest.mark.parametrize(("name", "lengths", "repeat"), [("same", "[8] * 16", True), ("other", "range(8, 24)", False)])
