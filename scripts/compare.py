@@ -96,12 +96,12 @@ class Comparison:
 def main(arguments: Sequence[str]) -> int:
     """Compare the runs or commits of the command line; return the exit code."""
     given = list(arguments)
-    words = given[given.index("--") + 1 :] if "--" in given else []
+    settings = given[given.index("--") + 1 :] if "--" in given else []
     try:
         parsed = _parser().parse_args(given[: given.index("--")] if "--" in given else given)
-        if words and not parsed.commits:
+        if settings and not parsed.commits:
             raise UsageError(
-                "settings apply to --commits only, because runs are already trained", fix="use --commits A B"
+                "settings apply only to --commits, because runs are already trained", fix="use --commits A B"
             )
         one, other = parsed.one, parsed.other
         if not parsed.commits:
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
         for commit in (one, other):  # check both before the first one trains
             _check_commit(commit)
         with private_folder() as folder:
-            runs = [_train_at(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]
+            runs = [_train_at(commit, folder / side, settings) for side, commit in (("a", one), ("b", other))]
             return _print_comparison(
                 *(read(run, f"commit {commit}") for run, commit in zip(runs, (one, other), strict=True))
             )
@@ -228,9 +228,9 @@ def _format_difference(difference: Difference) -> str:
 # ---------------------------------------------------------------- commits
 
 
-def _train_at(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
+def _train_at(commit: str, folder: Path, settings: Sequence[str]) -> RunDirectory:
     """Train at that commit; return the run. Raises AccelRunError with the exit code of a training that fails."""
-    keys = {word.partition("=")[0].lstrip("+") for word in words}
+    keys = {word.partition("=")[0].lstrip("+") for word in settings}
     taken = sorted(keys & set(RESERVED))
     if taken:
         raise UsageError(f"{', '.join(taken)} cannot be set, because this script sets it", fix="leave it out")
@@ -241,7 +241,7 @@ def _train_at(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
         environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
         _check_import(folder, environment)
         print(f"training at {commit}", file=sys.stderr, flush=True)
-        line = [sys.executable, "-m", "runner", "train", *words, *usual, "run=compared", f"output_root={outputs}"]
+        line = [sys.executable, "-m", "runner", "train", *settings, *usual, "run=compared", f"output_root={outputs}"]
         done = subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise _training_error(commit, done.returncode)
@@ -268,8 +268,8 @@ def _check_out(commit: str, folder: Path) -> Iterator[None]:
 
 def _check_import(folder: Path, environment: Mapping[str, str]) -> None:
     """Raise AccelRunError if Python would import the runner from outside of the folder."""
-    asked = [sys.executable, "-c", "import runner; print(runner.__file__)"]
-    found = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False).stdout.strip()
+    command = [sys.executable, "-c", "import runner; print(runner.__file__)"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
     if not Path(found).is_relative_to(folder):
         what = f"the code of the commit must be imported, but Python imports {found or 'none'}"
         raise AccelRunError(what, where=str(folder), fix="run this with the Python of scripts/setup.sh")
@@ -282,8 +282,8 @@ def _training_error(commit: str, code: int) -> AccelRunError:
     return error
 
 
-def _git(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -737,8 +737,8 @@ def end_children() -> None:
 class Ordered:
     """Runs the tests in the given order, regardless of the conftest's order, and records the first failure."""
 
-    def __init__(self, wanted: Sequence[str], told: Path) -> None:
-        self.place, self.told = {name: number for number, name in enumerate(wanted)}, told
+    def __init__(self, wanted: Sequence[str], failure_file: Path) -> None:
+        self.place, self.failure_file = {name: number for number, name in enumerate(wanted)}, failure_file
 
     def hooks(self) -> Any:
         import pytest
@@ -751,8 +751,8 @@ class Ordered:
                 items.sort(key=lambda item: ordered.place.get(item.nodeid, len(ordered.place)))
 
             def pytest_runtest_logreport(self, report: Any) -> None:
-                if report.failed and not ordered.told.exists():
-                    ordered.told.write_text(report.nodeid)
+                if report.failed and not ordered.failure_file.exists():
+                    ordered.failure_file.write_text(report.nodeid)
 
         return Hooks()
 
@@ -876,27 +876,27 @@ class Judge:
 
     def _failed(self, tests: Sequence[str]) -> tuple[str, bool] | None:
         """Return the first test that fails, and whether that is certain without a second run; None if all pass."""
-        told, log = self.cache / "failed", self.cache / "run.log"
-        told.unlink(missing_ok=True)
+        failure_file, log = self.cache / "failed", self.cache / "run.log"
+        failure_file.unlink(missing_ok=True)
         expected_s = sum(map(self.seconds_of, tests))
         unsound = [f"--deselect={test}" for test, is_sound in self.sound.items() if not is_sound]
         arguments = [*unsound, *tests]  # `tests` may be files, which contain unsound tests
 
         def run() -> int:
-            return run_pytest(self.tree, ["-x", *arguments], [Ordered(tests, told).hooks()])
+            return run_pytest(self.tree, ["-x", *arguments], [Ordered(tests, failure_file).hooks()])
 
         code, _ = in_fork(run, log, PROCESS_LIMIT_S + 4 * expected_s)
         if code in (0, NONE_LEFT):
             return None
-        if told.exists():
-            return told.read_text(), False
+        if failure_file.exists():
+            return failure_file.read_text(), False
         if code is None:
             return (f"{tests[0]} (time limit)", True)
-        said = log.read_text(errors="replace")
-        if code == 4 and "ERROR collecting" not in said:  # the test file has changed since the map was made
-            there = [test for test in tests if f"not found: {self.tree}/{test}" not in said]
+        output = log.read_text(errors="replace")
+        if code == 4 and "ERROR collecting" not in output:  # the test file has changed since the map was made
+            there = [test for test in tests if f"not found: {self.tree}/{test}" not in output]
             return self._failed(there) if there and len(there) < len(tests) else None
-        how = "cannot be imported" if "ERROR collecting" in said else f"ended with {code}"
+        how = "cannot be imported" if "ERROR collecting" in output else f"ended with {code}"
         return (f"{tests[0].partition('::')[0]} ({how})", True)
 
 

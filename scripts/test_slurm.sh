@@ -150,7 +150,7 @@ printf 'SLURM %s, two virtual nodes\n' "$(sinfo --version | cut -d' ' -f2)"
 # ---------------------------------------------------------------- checks
 
 cd -- "$folder"
-export MASTER_ADDR=127.0.0.1 # the names of virtual nodes lead nowhere
+export MASTER_ADDR=127.0.0.1 # the names of virtual nodes cannot be resolved
 export OMP_NUM_THREADS=1
 python=$venv/bin/python
 # A task whose samples take a fixed time on any machine: 50 ms per update on one rank.
@@ -206,7 +206,7 @@ submit() {
     [[ -n $job ]]
 }
 
-ranks_are_told_apart() {
+ranks_are_detected() {
     local code="
 import os
 from runner.base.rank_env import detect_rank
@@ -217,7 +217,7 @@ print(member.rank, member.local_rank, member.world_size, member.num_local_ranks,
     [[ $(cut -d' ' -f1-4 ranks) == $'0 0 3 2\n1 1 3 2\n2 0 3 1' ]] && [[ $(cut -d' ' -f5- ranks | sort -u | wc -l) == 1 ]]
 }
 
-no_rank_is_found_in() {
+no_rank_is_detected_in() {
     local code="
 import os
 from runner.base.rank_env import detect_rank
@@ -246,7 +246,7 @@ assert found == list(range(1, updates + 1)), (len(found), found[:3], found[-3:])
 END
 }
 
-a_warning_stops_saves_and_queues_again() {
+a_signal_saves_and_requeues() {
     submit run=warned updates=300 || return 1
     wait_for 60 has_saved warned || return 1
     scancel --signal=USR1 "$job"
@@ -258,7 +258,7 @@ a_warning_stops_saves_and_queues_again() {
 
 a_task_runs_in() { squeue --noheader --steps --job="$1" | grep -q "$1\.0 "; }
 
-a_rank_told_before_it_listens_is_queued_again() {
+a_signal_before_the_handler_requeues() {
     submit run=early updates=20 || return 1
     wait_for 30 a_task_runs_in "$job" || return 1
     scancel --signal=USR1 "$job"
@@ -268,7 +268,7 @@ a_rank_told_before_it_listens_is_queued_again() {
     [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished early 20
 }
 
-the_time_limit_stops_saves_and_queues_again() {
+the_time_limit_saves_and_requeues() {
     submit run=limited updates="$1" launcher.time_min=2 launcher.signal_s=90 || return 1
     wait_for 400 has_ended "$job" || return 1
     scontrol show job "$job"
@@ -276,7 +276,7 @@ the_time_limit_stops_saves_and_queues_again() {
     [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") -ge 1 ]] && finished limited "$1"
 }
 
-it_is_queued_again_only_so_often() {
+the_number_of_requeues_is_limited() {
     submit run=often updates=1000000 launcher.requeue_times=0 || return 1
     wait_for 60 has_saved often || return 1
     scancel --signal=USR1 "$job"
@@ -295,7 +295,7 @@ a_canceled_job_has_saved() {
     [[ $(state_of "$job") == CANCELLED ]] && grep -q '"state": "preempted"' outputs/canceled/run.json
 }
 
-a_partition_that_is_not_there_is_refused() {
+an_unknown_partition_is_rejected() {
     local code=0
     "${run[@]}" launcher=slurm launcher.partition=nowhere >refused 2>&1 || code=$?
     cat refused
@@ -320,7 +320,7 @@ assert worst < 1e-5
 END
 }
 
-a_warning_reaches_all_ranks() {
+a_signal_reaches_all_ranks() {
     submit run=pair updates=600 parallelism=ddp launcher.nodes=2 dataloader.num_workers=1 || return 1
     wait_for 60 has_saved pair || return 1
     scancel --signal=USR1 "$job"
@@ -343,7 +343,7 @@ a_killed_rank_ends_the_others() {
     ((code != 0 && SECONDS - started < 30))
 }
 
-a_port_in_use_ends_with_71_without_a_hang() {
+a_port_in_use_exits_with_71_without_a_hang() {
     local code=0 started=$SECONDS port=29876 listener
     "$python" -c "
 import socket, time
@@ -359,7 +359,7 @@ time.sleep(300)" &
 }
 
 # The script from docs/scale.md, for this cluster and this task.
-the_script_of_the_page_saves_and_is_queued_again() {
+the_documented_script_saves_and_is_requeued() {
     local words
     words=$(printf '%q ' "${rank[@]}" run=page updates=600)
     sed -n '/^#!.bin.bash/,/^exit .code/p' "$root/docs/scale.md" | sed -e 's/ --gpus-per-node=4//' \
@@ -392,7 +392,7 @@ import re, sys
 text = sys.stdin.read()
 times = [(time, step) for name, step in (('StartTime', 1), ('EndTime', -1)) for time in re.findall(name + r'=(\S+)', text)]
 count = most = 0
-for time, step in sorted(times):  # an end comes before a start in the same second
+for time, step in sorted(times):  # within the same second, ends are counted before starts
     count += step
     most = max(most, count)
 print(most)"
@@ -433,7 +433,7 @@ an_interrupted_sweep_follows_its_jobs_again() {
     wait $! || code=$?
     printf 'exit code %s\n' "$code"
     [[ $code == 75 ]] || return 1
-    scancel --signal=USR1 "${array}_1" # it saves, is requeued and resumes in the meantime
+    scancel --signal=USR1 "${array}_1" # meanwhile, it saves, is requeued and resumes
     "${command[@]}" || return 1
     scontrol show job "$array"
     [[ -z $(submission_of follow 2) && $(scontrol show job "${array}_1" | sed -n 's/.*Restarts=\([0-9]*\).*/\1/p') == 1 ]] &&
@@ -453,23 +453,23 @@ srun_kills_rank() {
     return 1
 }
 
-check "srun: three ranks on two nodes know their places" ranks_are_told_apart
-check "the shell of a batch script is no rank" no_rank_is_found_in in_a_batch_script
-check "a task of one is no rank" no_rank_is_found_in srun --ntasks=1
-check "srun: two ranks on two nodes have the losses of one process" two_nodes_train_as_one_process_does
+check "srun: three ranks on two nodes detect their rank and node" ranks_are_detected
+check "the shell of a batch script is not a rank" no_rank_is_detected_in in_a_batch_script
+check "a single srun task is not a rank" no_rank_is_detected_in srun --ntasks=1
+check "srun: two ranks on two nodes have the same losses as one process" two_nodes_train_as_one_process_does
 check "srun: a killed rank ends the others" a_killed_rank_ends_the_others
-check "srun: a port in use ends with 71, and no rank hangs" a_port_in_use_ends_with_71_without_a_hang
+check "srun: if a port is in use, the run exits with 71 and no rank hangs" a_port_in_use_exits_with_71_without_a_hang
 check "sbatch: the script of docs/scale.md gets SIGUSR1, saves, is requeued and finishes" \
-    the_script_of_the_page_saves_and_is_queued_again
-check "launcher=slurm: an unknown partition is refused with SLURM's words" a_partition_that_is_not_there_is_refused
-check "launcher=slurm: told by SIGUSR1 it saves, is queued again and finishes" a_warning_stops_saves_and_queues_again
-check "launcher=slurm: told before it listens it is queued again" a_rank_told_before_it_listens_is_queued_again
-check "launcher=slurm: two ranks on two nodes get the signal, too" a_warning_reaches_all_ranks
-check "launcher=slurm: the end of its time does the same" the_time_limit_stops_saves_and_queues_again 1000
-check "launcher=slurm: queued again only so often" it_is_queued_again_only_so_often
-check "launcher=slurm: scancel lets it save" a_canceled_job_has_saved
-check "trials: a sweep of 4, at most 2 at once; a canceled one resumes" a_sweep_keeps_its_limit_and_resumes_a_canceled_trial
-check "trials: an interrupted sweep follows the same jobs again" an_interrupted_sweep_follows_its_jobs_again
+    the_documented_script_saves_and_is_requeued
+check "launcher=slurm: an unknown partition is rejected with SLURM's message" an_unknown_partition_is_rejected
+check "launcher=slurm: on SIGUSR1, the run saves, is requeued and finishes" a_signal_saves_and_requeues
+check "launcher=slurm: on SIGUSR1 before the handler is installed, the run is requeued" a_signal_before_the_handler_requeues
+check "launcher=slurm: the signal reaches two ranks on two nodes" a_signal_reaches_all_ranks
+check "launcher=slurm: at the time limit, the run saves, is requeued and finishes" the_time_limit_saves_and_requeues 1000
+check "launcher=slurm: the number of requeues is limited" the_number_of_requeues_is_limited
+check "launcher=slurm: on scancel, the run saves" a_canceled_job_has_saved
+check "trials: a sweep of 4, at most 2 at once; a canceled trial resumes" a_sweep_keeps_its_limit_and_resumes_a_canceled_trial
+check "trials: an interrupted sweep, when repeated, follows the same jobs" an_interrupted_sweep_follows_its_jobs_again
 check "trials: a search of 4, at most 2 at once" a_search_runs_two_jobs_at_once
 
 printf '%s ok, %s failed\n' "$num_ok" "$num_failed"

@@ -369,8 +369,8 @@ def _random_pose(rng: np.random.Generator, shape: Array, image_size: int) -> Arr
     flip_y = np.diag([1.0, -1.0])  # rows of pixels go downwards
     matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ flip_y
     extent = np.abs(shape @ matrix.T).max(axis=0)
-    room = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
-    pixels: Array = shape @ matrix.T + image_size / 2 + rng.uniform(-room, room)
+    margin = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
+    pixels: Array = shape @ matrix.T + image_size / 2 + rng.uniform(-margin, margin)
     return pixels
 
 

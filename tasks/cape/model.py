@@ -150,13 +150,13 @@ class PoseTransformer(nn.Module):
 
         Token t is the query for keypoint t; tokens after the last keypoint are queries for the end.
         """
-        asked = torch.where(present[..., None], tokens, self.end)
-        asked = torch.cat([asked, self.end.expand(len(asked), 1, -1)], dim=1)
-        asked = asked + order_embedding(asked.shape[1], asked)
+        vectors = torch.where(present[..., None], tokens, self.end)
+        vectors = torch.cat([vectors, self.end.expand(len(vectors), 1, -1)], dim=1)
+        vectors = vectors + order_embedding(vectors.shape[1], vectors)
         of_support, of_query = self.likeness
-        likeness = of_support(asked) @ of_query(query.tokens).transpose(1, 2) / asked.shape[-1] ** 0.5
+        likeness = of_support(vectors) @ of_query(query.tokens).transpose(1, 2) / vectors.shape[-1] ** 0.5
         proposals = likeness.float().softmax(dim=-1) @ query.positions.float()
-        return asked, proposals
+        return vectors, proposals
 
     def previous(self, batch: Mapping[str, Tensor], cache: Decoding | None = None) -> Tensor:
         """Return the input of each token (N, T, C): a start vector, then the previous keypoint.

@@ -126,8 +126,8 @@ class PackedData(PairData):
 
     def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
         super().__init__(sources, targets, source_length, target_length)
-        self.source_room = max(source_length, _multiple_of_8(5 * self.sources.lengths.mean()))
-        self.target_room = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
+        self.source_width = max(source_length, _multiple_of_8(5 * self.sources.lengths.mean()))
+        self.target_width = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the collated batch, packed into few rows."""
@@ -141,8 +141,8 @@ class PackedData(PairData):
     def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
         """Return a batch of loaded pairs, packed into few rows."""
         sources, labels = map(Sequences.of_padded, load(indices))
-        places = packed(sources.lengths, labels.lengths, self.source_room, self.target_room, MAX_SEGMENTS)
-        return _lay_out(sources, labels, np.arange(len(indices)), places, self.source_room, self.target_room)
+        places = packed(sources.lengths, labels.lengths, self.source_width, self.target_width, MAX_SEGMENTS)
+        return _lay_out(sources, labels, np.arange(len(indices)), places, self.source_width, self.target_width)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class RowPacking:
     num_rows: int
 
 
-def packed(sources: Array, targets: Array, source_room: int, target_room: int, most: int) -> RowPacking:
+def packed(sources: Array, targets: Array, source_width: int, target_width: int, most: int) -> RowPacking:
     """Pack pairs of these lengths: the longest first, each into the first row with enough space."""
     filled = [(0, 0, 0)]  # per row: source tokens, target tokens, pairs; the last row is empty
     places = np.empty((4, len(sources)), dtype=np.int64)
@@ -165,7 +165,7 @@ def packed(sources: Array, targets: Array, source_room: int, target_room: int, m
         row, (s, t, n) = next(
             (row, (s, t, n))
             for row, (s, t, n) in enumerate(filled)
-            if row == len(filled) - 1 or (s + source <= source_room and t + target <= target_room and n < most)
+            if row == len(filled) - 1 or (s + source <= source_width and t + target <= target_width and n < most)
         )
         places[:, pair] = row, s, t, n + 1
         if n == 0:
@@ -308,9 +308,9 @@ def user_files(path: Path) -> list[Path]:
         return [path]
     files = []
     for split in SPLITS:
-        whole, sides = path / f"{split}.tsv", [path / f"{split}.src", path / f"{split}.tgt"]
-        found = [whole] if whole.is_file() else [side for side in sides if side.is_file()]
-        if len(found) == 1 and found != [whole]:
+        table, sides = path / f"{split}.tsv", [path / f"{split}.src", path / f"{split}.tgt"]
+        found = [table] if table.is_file() else [side for side in sides if side.is_file()]
+        if len(found) == 1 and found != [table]:
             missing = next(side for side in sides if side not in found)
             raise InputMissing(f"{found[0]} exists, but {missing} does not", where="data.path", fix=FORMATS)
         if not found and split != "test":
@@ -351,7 +351,7 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
     tokens = val.labels.tokens
     known = Counter(train.labels[index].tobytes() for index in range(len(train)))
     likeliest = known.most_common(1)[0][0]
-    whole = likeliest.endswith(np.int64(END).tobytes())
+    is_complete = likeliest.endswith(np.int64(END).tobytes())
     same = sum(val.labels[index].tobytes() == likeliest for index in range(len(val)))
     names = [NAME.match(corpus.vocabulary.decode(val.sources[index].tolist())) for index in range(len(val))]
     named = sum(
@@ -362,7 +362,7 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
     return {
         "loss": float(-np.log(counts / counts.sum())[tokens].mean()),
         "token_accuracy": float((tokens == counts.argmax()).mean()),
-        "exact_match": same / len(val) if whole else 0.0,
+        "exact_match": same / len(val) if is_complete else 0.0,
         **({"exact_match_copied_name": named / len(val)} if any(names) else {}),
     }
 
@@ -401,29 +401,29 @@ def _shorten(line: str) -> str:
 
 
 def _lay_out(
-    sources: Sequences, targets: Sequences, pairs: Array, places: RowPacking, source_room: int, target_room: int
+    sources: Sequences, targets: Sequences, pairs: Array, places: RowPacking, source_width: int, target_width: int
 ) -> Batch:
     """Return the batch with the pairs at these places."""
-    source, _ = _rows(sources, pairs, places, places.source_starts, source_room, shifted=False)
-    target, labels = _rows(targets, pairs, places, places.target_starts, target_room, shifted=True)
+    source, _ = _rows(sources, pairs, places, places.source_starts, source_width, shifted=False)
+    target, labels = _rows(targets, pairs, places, places.target_starts, target_width, shifted=True)
     relative = places.rows - np.arange(len(places.rows))
     return Batch(source, target, labels, torch.from_numpy(np.stack([relative, places.segments], axis=1)))
 
 
 def _rows(
-    sequences: Sequences, pairs: Array, places: RowPacking, starts: Array, room: int, *, shifted: bool
+    sequences: Sequences, pairs: Array, places: RowPacking, starts: Array, width: int, *, shifted: bool
 ) -> tuple[Rows, Tensor]:
     """Return rows of sequences, and their tokens; `shifted`: the rows are shifted right, after a begin token."""
     lengths = sequences.lengths[pairs]
-    where = _runs(places.rows * room + starts, lengths)
+    where = _runs(places.rows * width + starts, lengths)
     within = _runs(np.zeros_like(lengths), lengths)
     tokens = sequences.tokens[_runs(sequences.starts[pairs], lengths)]
     before = np.where(within == 0, BEGIN, np.roll(tokens, 1)) if shifted else tokens
-    fields = np.zeros((4, places.num_rows * room), dtype=np.int64)
+    fields = np.zeros((4, places.num_rows * width), dtype=np.int64)
     for field, values in zip(fields, (before, np.repeat(places.segments, lengths), within, tokens), strict=True):
         field[where] = values
-    laid = [torch.from_numpy(field.reshape(places.num_rows, room)) for field in fields]
-    return Rows(*laid[:3]), laid[3]
+    rows = [torch.from_numpy(field.reshape(places.num_rows, width)) for field in fields]
+    return Rows(*rows[:3]), rows[3]
 
 
 def _runs(starts: Array, lengths: Array) -> Array:

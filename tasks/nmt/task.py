@@ -130,11 +130,11 @@ class Translation(Task):
         real = batch.labels != PAD
         right = (logits.argmax(dim=-1) == batch.labels) & real
         exact = (translate(model, self.shape, batch.source) == batch.labels).all(dim=-1)
-        whole = (batch.labels == END).any(dim=-1)
+        is_complete = (batch.labels == END).any(dim=-1)
         return {
             "loss": (_cross_entropy(logits, batch.labels), real.sum()),
             "token_accuracy": (right.sum(), real.sum()),
-            "exact_match": ((exact & whole).sum(), len(exact)),
+            "exact_match": ((exact & is_complete).sum(), len(exact)),
         }
 
     def baselines(self) -> Mapping[str, float]:

@@ -87,9 +87,9 @@ class SegmentDataset:
         trains = split == "train"
         lengths = self.tracts.ends.diff(prepend=self.tracts.ends.new_zeros(1))
         firsts = self.tracts.ends - lengths
-        wanted = self.tracts.split == SPLITS.index(split)
+        in_split = self.tracts.split == SPLITS.index(split)
         skipped, needed = (0, 1) if trains else (1, NUM_POINTS)  # points before the start and after it
-        counts = (lengths - needed - skipped).clamp(min=0) * wanted
+        counts = (lengths - needed - skipped).clamp(min=0) * in_split
         line = torch.arange(len(lengths)).repeat_interleave(counts)
         number = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line] + skipped
         self._line = line.repeat(2)
@@ -162,9 +162,9 @@ class SegmentDataset:
         middle = (to_mm[:, :3, :3] @ ((self.tracts.fields.shapes - 1) / 2)[:, :, None])[:, :, 0] + to_mm[:, :3, 3]
         place, last = points[start] - middle[self.tracts.subject[self._line[places]]], F.normalize(steps, dim=1)
         known = torch.cat([place, reach * last], dim=1)
-        asked = torch.cat([batch["start"] - middle[batch["subject"]], reach * batch["condition"][:, -3:]], dim=1)
+        queries = torch.cat([batch["start"] - middle[batch["subject"]], reach * batch["condition"][:, -3:]], dim=1)
         tree = require("scipy.spatial", "tractodiff").cKDTree(known.numpy())
-        found = torch.from_numpy(tree.query(asked.numpy())[1])
+        found = torch.from_numpy(tree.query(queries.numpy())[1])
         after = start[found, None] + torch.arange(1, NUM_POINTS + 1) * sense[found, None]
         return points[after] - points[start[found], None]
 

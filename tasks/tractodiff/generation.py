@@ -94,8 +94,8 @@ def _one_way(
         kept = inside(points.reshape(-1, 3)).view(points.shape[:2]).int().cumprod(dim=1).sum(dim=1)
         for number, line, count in zip(active.tolist(), points, kept.tolist(), strict=True):
             lines[number].append(line[:count])
-        whole = kept == points.shape[1]
-        active, tails = active[whole], torch.cat([tails, points], dim=1)[whole, -NUM_DIRECTIONS - 1 :]
+        is_complete = kept == points.shape[1]
+        active, tails = active[is_complete], torch.cat([tails, points], dim=1)[is_complete, -NUM_DIRECTIONS - 1 :]
         if not len(active):
             break
     return [torch.cat(parts) for parts in lines]

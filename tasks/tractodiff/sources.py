@@ -82,8 +82,8 @@ def volume() -> list[Subject]:
     voxels = np.round((np.asarray(seeds) - affine[:3, 3]) @ np.linalg.inv(affine[:3, :3]).T).astype(int)
     part = np.random.default_rng(0).choice(["train", "val", "test"], size=mask.shape, p=[0.8, 0.1, 0.1])
     split = part[tuple(voxels.T)].tolist()
-    whole = ["small_64D"] * len(streamlines)
-    return [Subject("small_64D", _field(data, mask, affine, gradients), affine, streamlines, split, whole)]
+    bundle = ["small_64D"] * len(streamlines)
+    return [Subject("small_64D", _field(data, mask, affine, gradients), affine, streamlines, split, bundle)]
 
 
 def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:

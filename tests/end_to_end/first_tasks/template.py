@@ -6,7 +6,7 @@ from torch import nn
 
 from runner import Task
 
-SETTINGS = {"updates": 200, "global_batch_size": 64, "optimizer.lr": 0.01}  # overridden by the command line
+SETTINGS = {"updates": 200, "global_batch_size": 64, "optimizer.lr": 0.01}  # defaults; arguments override them
 
 
 def build(*, hidden: int = 64, depth: int = 2) -> Task:  # each is a setting: task.hidden=128
