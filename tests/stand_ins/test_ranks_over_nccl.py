@@ -202,9 +202,6 @@ GLOO_ONLY = {
         "the launcher kills its ranks, which need not meet"
     ),
     "launch/test_two_nodes.py::test_a_machine_without_peers_times_out": "there is no process group yet",
-    "launch/test_two_nodes.py::test_ranks_join_although_their_agents_count_different_numbers_of_restarts": (
-        "its ranks join and do not fail: the counts are those of torchrun's agents"
-    ),
     "launch/test_two_nodes.py::test_a_rank_reports_a_port_used_by_another_program": "there is no process group yet",
     "launch/test_start.py::test_machines_whose_task_files_differ_end_with_78": "compared over gloo in any case",
     "launch/test_start.py::test_an_error_on_every_rank_is_reported_once": "there is no process group yet",
