@@ -113,6 +113,7 @@ def run_ranks(
     output.stop_threads()  # a thread writes the output while the terminal is stalled
     _check_can_fork(num_ranks)
     _check_descriptors(num_ranks)
+    _check_threads(num_ranks)
     with private_folder() as folder, _SignalRequests(saves) as requests, _cleanup() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
@@ -156,6 +157,29 @@ def _check_descriptors(num_ranks: int) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def _check_threads(num_ranks: int) -> None:
+    """Raise SystemLimit if the ranks could not start the threads with which Gloo connects them.
+
+    Otherwise, a rank would block forever: if the constructor of a Gloo process group cannot start its second thread, it
+    destroys the condition variable that its first thread waits for (torch 2.13).
+    """
+    pid = -1
+    with suppress(OSError):
+        pid = os.fork()  # not in this process: a thread may still be counted after it was joined
+    if pid == 0:
+        with suppress(RuntimeError):
+            threading.stack_size(1 << 16)
+            for _ in range(num_ranks * (1 + _JOIN_THREADS) - 1):
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            os._exit(0)
+        os._exit(1)
+    if pid == -1 or os.waitpid(pid, 0)[1]:
+        raise SystemLimit(
+            f"{num_ranks} ranks need more processes and threads than the limits of this process allow",
+            fix="raise the limit with ulimit -u (in a container: pids), or use fewer ranks",
+        )
 
 
 def _warn(text: str, _: Failure | None) -> None:
@@ -502,6 +526,7 @@ def _cleanup() -> Iterator[list[_Rank]]:
 
 REMINDER_S = 0.5  # interval between stop requests, since a rank may not have had its handler yet
 _JOIN_DESCRIPTORS = 10  # besides a socket per peer: crash file, folders, pipe, store, Gloo's listener and poll
+_JOIN_THREADS = 3  # of Gloo: one per device, and two for collectives
 OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, all have ended after 10 s
 
 _RERUN_HINT = "run the same command again"
