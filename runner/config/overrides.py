@@ -13,9 +13,9 @@ from runner.config.aliases import suggestion_for_argument
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
 from runner.config.request import Request, format_value
-from runner.config.schema import MAX_SHOWN, did_you_mean
+from runner.config.schema import MAX_SHOWN
 from runner.config.settings import MAIN_KEYS
-from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_override
+from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_option, suggest_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -88,7 +88,9 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
         argument = pending.pop(0)
         if argument.startswith("-"):
             key, has_value, value = argument.lstrip("-").partition("=")
-            if not has_value and pending and "=" not in pending[0] and not pending[0].startswith("-"):
+            if not has_value and ":" in key:
+                key, _, value = key.partition(":")
+            elif not has_value and pending and "=" not in pending[0] and not pending[0].startswith("-"):
                 value = pending.pop(0)
                 argument = f"{argument} {value}"
             what, fix = "unknown option; settings have the form key=value", suggest(key, value)
@@ -112,6 +114,9 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
             fix = _suggest_for_lone(argument)
+            key, separator, value = re.sub("[:/]", "=", argument, count=1).partition("=")
+            if not fix and separator and (":" in argument or value in list_all_options().get(key, ())):
+                fix = suggest(key, value.strip())  # optimizer:adamw, optimizer/adamw
             if not fix and pending and _may_be_value(pending[0]):  # optimizer.lr 0.1
                 fix = suggest(argument, pending[0])
                 if fix != LIST_KEYS_HINT and _suggest_for_lone(pending[0]).replace("+", "") in ("", fix):
@@ -165,7 +170,7 @@ def split_overrides(
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", argument, "remove one of them"))
             elif option not in available:
-                suggestion = did_you_mean(option, available)
+                suggestion = suggest_option(key, option, available)
                 if key == "task" and (file := _task_file(option)):
                     suggestion = f"use --task {shlex.quote(to_one_line(file, MAX_SHOWN))}"
                 listed = "one of " + ", ".join(available)

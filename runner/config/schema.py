@@ -182,6 +182,8 @@ def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str |
         if close := _find_close(name, siblings, cutoff):
             return lowered[siblings[close]]
         lowered = {key: candidate for key, candidate in lowered.items() if key not in siblings.values()}
+        if siblings:  # a similar name in another group has another meaning: evaluate.interval, monitor.interval_s
+            candidates = [key for key in candidates if key.rsplit(".", 1)[-1].lower() == name]
     if close := _find_close(word.lower(), lowered, cutoff):
         return lowered[close]
     last_parts = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}

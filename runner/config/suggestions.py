@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 
 from runner.base.errors import to_one_line
-from runner.config.aliases import suggestion_for_key
+from runner.config.aliases import suggestion_for_key, suggestion_for_option
 from runner.config.options import GROUPS, all_keys, canonical_option, list_options
-from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
+from runner.config.schema import MAX_SHOWN, describe_mismatch, did_you_mean, find_nearest
 from runner.config.settings import MAIN_KEYS
 
 LIST_KEYS_HINT = "run accel-run plan to see every key"
@@ -42,7 +43,15 @@ def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     for own in (name.lower(), f"inference.{name.lower()}"):
         if own in command_keys:
             return f"use {own}={value or '...'}" if own != name else ""
-    return _omit_refused_values(suggestion_for_key(name, value), command_keys)
+    suggestion = _omit_refused_values(suggestion_for_key(name, value), command_keys)
+    return "leave it out" if "=..." in suggestion and value.lower() in ("false", "no", "off") else suggestion
+
+
+def suggest_option(group: str, option: str, available: Collection[str]) -> str:
+    """Return what to type instead of an unknown option of a group; empty if unknown."""
+    if setting := suggestion_for_option(group, option):
+        return f"use {setting}"
+    return did_you_mean(option, available)
 
 
 def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
@@ -51,7 +60,12 @@ def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
     def checked(match: re.Match[str]) -> str:
         key, value = match["key"], match["value"]
         is_own = key in command_keys or not (key in GROUPS or key in all_keys())
-        values = [value] if value.startswith("[") else re.sub(r"^\w+\(|\)$", "", value).split(",")  # choice(1,2)
+        if key in GROUPS and not is_own:
+            known = list_options(key)
+            setting = f"{key}={value.lower()}" if value.lower() in known else suggestion_for_option(key, value)
+            if setting and value not in known:
+                return setting
+        values = [value] if "(" not in value else re.sub(r"^\w+\(|\)$", "", value).split(",")  # choice(1,2)
         return match[0] if is_own or all(_is_accepted(key, each) for each in values) else f"{key}=..."
 
     return _SETTING.sub(checked, suggestion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,11 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
         return f"use phases=[{find_nearest(literal, known) or known[0]}]"
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
+    if name == "device" and (literal == "gpu" or str(value).isdecimal()):
+        return "use device=cuda" if literal else f"use device=cuda:{value}"
+    if abbreviated := re.fullmatch(r"(\d+(?:\.\d+)?)([km])", literal.lower()):  # updates=10k
+        number = round(float(abbreviated[1]) * {"k": 1_000, "m": 1_000_000}[abbreviated[2]])
+        return "" if describe_mismatch(key.type, number) else f"use {name}={number}"
     if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # these values turn it off in other trainers
         return f"use {name}=null to disable it"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)

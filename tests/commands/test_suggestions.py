@@ -30,7 +30,7 @@ from tests.commands.test_typos import SLIPS
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA}
 PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by the user
-GUESS = re.compile(r"did you mean|(?<!off unless )\buse ")
+GUESS = re.compile(r"did you mean|(?<!off unless )\buse (?!task\.NAME)")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -61,7 +61,7 @@ accel-run: --jsn model.pt: unknown option; settings have the form key=value
 """,
     "search --json optimizer.lr=log(1e-4,1e-2)": """\
 accel-run: --json: unknown option here
-           accel-run runs --json and accel-run evaluate --json print JSON
+           remove it; accel-run runs --json and accel-run evaluate --json print JSON
 """,
     "report --wach": """\
 accel-run: --wach: unknown option
@@ -86,7 +86,7 @@ accel-run: 3 problems
 """,
     "train resume ../other": """\
 accel-run: resume ../other: is not a setting; settings have the form key=value
-           use accel-run resume ../other; a new run that starts from another one: resume=../other
+           use accel-run resume ../other; to start a new run from another one, use resume=../other
 """,
     "train task mytask.py": """\
 accel-run: task mytask.py: is not a setting; settings have the form key=value
@@ -252,11 +252,11 @@ accel-run: micro=x: must be integers of at least 1, separated by commas
            use micro=1,2
 """,
     "benchmark suite=loader cache=disk": """\
-accel-run: cache=disk: may contain only none, memory, device, but contains disk
+accel-run: cache=disk: must be values from none, memory, device, but disk is not one of them
            use cache=none,memory,device
 """,
     "benchmark suite=parallelism forms=ddp": """\
-accel-run: forms=ddp: may contain only single, equal, shares, pipeline, but contains ddp
+accel-run: forms=ddp: must be values from single, equal, shares, pipeline, but ddp is not one of them
            use forms=single,equal,shares,pipeline
 """,
     "tune budgets=3": """\
