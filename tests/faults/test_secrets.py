@@ -104,7 +104,8 @@ def canaries(variables: dict[str, str], texts: dict[str, list[str]]) -> dict[str
     result = {name: next(iter(CORE.findall(value))) for name, value in variables.items()}
     result |= {part: part for parts in texts.values() for part in parts}
     result |= {name: f"canary{secrets.token_hex(17)}" for name in ("netrc", "remote")}
-    assert len(result) > 200
+    assert len({*NAMES, *SHAPES}) >= 200
+    assert len(result) > len({*NAMES, *SHAPES})
     return result
 
 
@@ -729,6 +730,9 @@ def test_random_looking_harmless_values_are_kept(monkeypatch: pytest.MonkeyPatch
         json.dumps({"git": {"branch": "refs/heads/main", "commit": commit}}),
         json.dumps({"model.safetensors": {"sha256": digest, "bytes": 12345678}}),
         f"run gpt-20260131-142530-ab12cd {uuid} update-0000000012",
+        f"GPU-{uuid} MIG-{uuid} {uuid.upper()} commit {commit[:12]}",
+        "path-1/pa-2/as-is/ak-47 /data/fc-x/token 3 of 5, sl.mean() re_2024_final patterns.0a secret_santa_dataset",
+        f"/mnt/pat/{digest}/v1.0-rc1 nk-{commit[:10]} python --user install, rate 12.5 Token 7",
         "tokens/s=12345678 max_tokens=100000000 pad_token=50256 per_token: 0.12345678",
         "https://docs.pytorch.org/tutorials/recipes/regional_compilation.html ssh://git@host/x",
         "outputs/postgres-1/plots", str(Path(__file__)), "a key: left_camera_image_0", "sort_key=left_camera_image_0",
