@@ -1,4 +1,4 @@
-"""A task that notes which processes read its samples, and counts the readers that outlive an evaluation."""
+"""A task that records which processes read its samples, and counts the readers that outlive an evaluation."""
 
 import os
 from pathlib import Path

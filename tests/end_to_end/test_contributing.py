@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 # Runs the commands one after another in a fork of the fork server, which has imported torch, but with the modules of
 # the copy, and then the tests that check names, keys and floors against each other. A technique is not measured: only
-# two of its updates run. Variants of a suite run two blocks of about one update; the budget is out of reach on any
-# machine.
+# two of its updates run. Variants of a suite run two blocks of about one update; the budget is too large to be used up
+# on any machine.
 DRIVER = """
 import json, os, sys
 for name in list(sys.modules):

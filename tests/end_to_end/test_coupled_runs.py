@@ -58,7 +58,7 @@ WAYS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
+def test_training_matches_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
     plain = by_hand()
     weights, metrics = trained(server, tmp_path, WAYS[way])
     for name, tensor in plain.items():
@@ -66,8 +66,10 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
     assert 0 < metrics["val/loss"] < 4.158  # ln 64, the loss of an untrained model
 
 
-def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
-    """The loss is computed over global batches, which are not divisible by the number of samples."""
+def test_the_evaluate_command_is_bitwise_equal_to_the_evaluation_during_training(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """The loss is computed over global batches, and their size does not divide the number of samples."""
     settings = f"{SETTINGS} updates=4 evaluate.every=4 evaluate.samples=200 micro_batch_size=16"
     _, directory = train(server, tmp_path, "own_clip", settings, (None,))
     inside = json.loads((directory / "run.json").read_text())["metrics"]["val/loss"]
@@ -77,7 +79,7 @@ def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(server: Fork
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(server: ForkServer, tmp_path: Path) -> None:
     results, args = [], f"{TWO} micro_batch_size=8 averaging=ema"
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
@@ -91,7 +93,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Pat
 @pytest.mark.parametrize(
     "args", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
 )
-def test_unsupported_strategies_are_refused_by_name(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_an_unsupported_strategy_names_the_setting(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "own_clip.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
     result = server.run(f"train --task own_clip.py {ON_CPU} {args}", tmp_path)
     assert result.code == 78, result.err

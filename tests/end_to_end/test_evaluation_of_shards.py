@@ -1,4 +1,4 @@
-"""parallelism.evaluation=sharded in complete runs: metrics are those of evaluation=whole, bit for bit."""
+"""Complete runs with parallelism.evaluation=sharded: metrics are bitwise equal to those of evaluation=whole."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TRAIN = (
 )
 
 
-def validated(server: ForkServer, folder: Path, evaluation: str, settings: str) -> list[float]:
+def validation_losses(server: ForkServer, folder: Path, evaluation: str, settings: str) -> list[float]:
     (folder / "task.py").write_text(TASK)
     result = server.run(f"{TRAIN} parallelism.evaluation={evaluation} {settings} run={evaluation}", folder)
     assert result.code == 0, result.err
@@ -77,9 +77,9 @@ def validated(server: ForkServer, folder: Path, evaluation: str, settings: str) 
     "settings",
     ["parallelism.batch_norm=sync averaging=ema averaging.decay=0.8", "parallelism.batch_norm=sync", "averaging=swa"],
 )
-def test_averages_and_synchronized_batch_norms_are_evaluated_as_with_the_whole_model(
+def test_sharded_evaluation_of_averages_and_synchronized_batch_norms_equals_that_of_the_whole_model(
     settings: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    whole = validated(server, tmp_path, "whole", settings)
+    whole = validation_losses(server, tmp_path, "whole", settings)
     assert len(whole) == 2
-    assert validated(server, tmp_path, "sharded", settings) == whole
+    assert validation_losses(server, tmp_path, "sharded", settings) == whole

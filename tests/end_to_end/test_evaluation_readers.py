@@ -1,4 +1,4 @@
-"""Evaluations read their samples with the data loader of the training."""
+"""Evaluations read their samples with the data loader of training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS = {  # arguments -> workers that read an evaluation of four batches, in 
 
 
 def readers(folder: Path) -> tuple[set[int], int]:
-    """Return the processes that have read validation samples, and the main process; forget them."""
+    """Return the PIDs of the processes that read validation samples, and of the main process; clear the records."""
     found = [path for path in folder.glob("val-*") if path.unlink() is None]
     (main,) = {int(path.name.split("-")[2]) for path in found}
     return {int(path.name.split("-")[1]) for path in found}, main
@@ -47,16 +47,16 @@ def inline(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("args", WORKERS)
-def test_workers_of_the_settings_read_evaluations_and_change_no_bit(
+def test_evaluations_use_the_configured_workers_with_bitwise_equal_metrics(
     args: str, inline: list[dict[str, Any]], server: ForkServer, tmp_path: Path
 ) -> None:
     training, alone = WORKERS[args]
     metrics = trained(server, tmp_path, *args.split())
     assert metrics == inline
-    assert [row["val/left"] for row in metrics] == [0.0, 0.0], "workers end with their evaluation"
+    assert [row["val/left"] for row in metrics] == [0.0, 0.0], "workers exit after their evaluation"
     pids, main = readers(tmp_path)
     assert (main in pids) == (training == 0)
-    # Two evaluations start separate workers; another process may have read the probes at the start.
+    # Each of the two evaluations starts its own workers; another process may have read the probes at the start.
     assert len(pids - {main}) - 2 * training in (0, 1)
     record = server.run("evaluate mine checkpoint=last --json", tmp_path)
     assert record.code == 0, record.err

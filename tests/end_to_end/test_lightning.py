@@ -64,11 +64,11 @@ TWO = "parallelism=ddp parallelism.world_size=2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
-def test_a_module_trains_as_in_a_plain_loop(args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_training_matches_a_plain_loop(args: str, server: ForkServer, tmp_path: Path) -> None:
     assert_equal(trained(server, tmp_path, args), by_hand())
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(server: ForkServer, tmp_path: Path) -> None:
     faults = ({"at": "update", "number": 40, "by": "raise"}, None)
     (tmp_path / "cut").mkdir()
     whole = trained(server, tmp_path)
@@ -92,7 +92,7 @@ def build(*, hidden: int = 32) -> Task:
 """
 
 
-def test_a_module_of_lightning_itself_trains_identically(server: ForkServer, tmp_path: Path) -> None:
+def test_a_real_lightning_module_trains_identically(server: ForkServer, tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="the package lightning is not installed")
     text = EXAMPLE.read_text(encoding="utf-8").replace("(nn.Module)", "(L.LightningModule)")
     text = text.replace("import torch\n", "import lightning as L\nimport torch\n", 1)
@@ -218,8 +218,8 @@ def build():
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [f"{TWO} parallelism.shares=[5,3]", "", "micro_batch_size=4"])
 @pytest.mark.parametrize("call", ["self.others", "self.others.update"])
-def test_logged_metrics_are_those_of_all_samples(call: str, args: str, server: ForkServer, tmp_path: Path) -> None:
-    """On ranks with unequal shares and in batches; the mean over batches of a metric differs."""
+def test_logged_metrics_are_computed_over_all_samples(call: str, args: str, server: ForkServer, tmp_path: Path) -> None:
+    """This includes ranks with unequal shares and micro-batches. The mean of a metric over batches differs."""
     classification = pytest.importorskip("torchmetrics.classification", reason="torchmetrics is not installed")
     trained(server, tmp_path, f"global_batch_size=8 updates=2 {args}", METRICS.replace("CALL", call))
     generator = torch.Generator().manual_seed(3)

@@ -22,8 +22,8 @@ WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", 
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for several machines; the working directory is that of machine a."""
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with one folder per machine; the working directory is that of machine a."""
     FaultyStorage.reset()
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -56,36 +56,36 @@ def copies(folder: Path) -> list[Path]:
     return sorted(folder.glob("mirror/mine/*/update-*"))
 
 
-def test_an_empty_machine_resumes_bit_identically(
-    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_empty_machine_resumes_from_the_mirror_with_bitwise_equal_results(
+    machines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = [*WORDS, f"checkpoint.mirror=file://{there}/mirror"]
+    args = [*WORDS, f"checkpoint.mirror=file://{machines}/mirror"]
     assert main(args) == 0
-    local = {path.name for path in newest_first(there / "a" / "outputs" / "mine" / "checkpoints")}
-    assert {path.name.rpartition("-")[0] for path in copies(there)} == local
+    local = {path.name for path in newest_first(machines / "a" / "outputs" / "mine" / "checkpoints")}
+    assert {path.name.rpartition("-")[0] for path in copies(machines)} == local
     capsys.readouterr()
     assert main(["status", "mine"]) == 0
-    assert f"file://{there}/mirror/mine" in capsys.readouterr().out
-    for path in copies(there):
+    assert f"file://{machines}/mirror/mine" in capsys.readouterr().out
+    for path in copies(machines):
         if "update-0000000006" in path.name:  # as if the run had been killed before the last update
             shutil.rmtree(path)
-    newest = max(path.name for path in copies(there))
-    (there / "b").mkdir()
-    monkeypatch.chdir(there / "b")
+    newest = max(path.name for path in copies(machines))
+    (machines / "b").mkdir()
+    monkeypatch.chdir(machines / "b")
     assert main(args) == 0
     assert newest.rpartition("-")[0] in capsys.readouterr().out
-    mine, theirs = tensors(there / "b", 6), tensors(there / "a", 6)
+    mine, theirs = tensors(machines / "b", 6), tensors(machines / "a", 6)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    assert rows(there / "b") == rows(there / "a")
-    assert uid(there / "a") == uid(there / "b")
-    monkeypatch.chdir(there)
+    assert rows(machines / "b") == rows(machines / "a")
+    assert uid(machines / "a") == uid(machines / "b")
+    monkeypatch.chdir(machines)
     assert main([*args, "resume=fresh", "updates=2"]) == 0  # a new run beside the old one
-    assert len(list(there.glob("mirror/mine/*/"))) == 2
+    assert len(list(machines.glob("mirror/mine/*/"))) == 2
 
 
 @pytest.mark.slow
-def test_training_continues_without_its_mirror(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_while_the_mirror_fails(machines: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*WORDS, "checkpoint.mirror=faulty://bucket", "checkpoint.mirror_wait_s=0"]
 
     def cut(operation: str, path: str) -> None:
@@ -94,20 +94,20 @@ def test_training_continues_without_its_mirror(there: Path, capsys: pytest.Captu
 
     FaultyStorage.fault = staticmethod(cut)
     assert main(args) == 0
-    assert tensors(there / "a", 6)
+    assert tensors(machines / "a", 6)
     FaultyStorage.fault = staticmethod(lambda *_: None)
     assert main([*args, "checkpoint.mirror_wait_s=60"]) == 0  # training is finished; only the copy is missing
     assert any("update-0000000006" in path and path.endswith("MANIFEST.json") for path in FaultyStorage.store)
     assert "mirror" in capsys.readouterr().out
 
 
-def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> None:
+def test_a_new_run_does_not_start_if_its_mirror_cannot_be_used(machines: Path) -> None:
     def denied(operation: str, path: str) -> None:
         raise PermissionError("Access Denied")
 
     FaultyStorage.fault = staticmethod(denied)
     assert main([*WORDS, "checkpoint.mirror=faulty://bucket"]) == 77
-    assert not list(there.rglob("*.safetensors"))
+    assert not list(machines.rglob("*.safetensors"))
 
 
 # ---------------------------------------------------------------- servers of object storage
@@ -120,7 +120,7 @@ def storage_threads() -> None:
 
 def _param(scheme: str) -> Any:
     reason = cloud_servers.reason_to_skip(scheme)
-    # A mark, so that a skipped test does not start the threads, beside which ranks cannot be forked.
+    # A mark skips the test before its fixtures start threads. Ranks cannot be forked once these threads run.
     return pytest.param(scheme, marks=pytest.mark.skipif(bool(reason), reason=reason or "-"))
 
 
@@ -133,48 +133,50 @@ def cloud(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_empty_machine_resumes_from_object_storage_and_no_credential_is_written(
-    cloud: CloudServer, there: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_empty_machine_resumes_from_object_storage_without_writing_credentials(
+    cloud: CloudServer, machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = [*WORDS, f"checkpoint.mirror={cloud.url()}"]
     assert main(args) == 0
-    (there / "b").mkdir()
-    monkeypatch.chdir(there / "b")
+    (machines / "b").mkdir()
+    monkeypatch.chdir(machines / "b")
     assert main(args) == 0
-    assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
-    assert rows(there / "b") == rows(there / "a")
-    assert uid(there / "b") == uid(there / "a"), "the run was downloaded, not trained again"
-    assert not [*files_with(there, *cloud.secrets)]
+    assert all(
+        torch.equal(tensor, tensors(machines / "a", 6)[name]) for name, tensor in tensors(machines / "b", 6).items()
+    )
+    assert rows(machines / "b") == rows(machines / "a")
+    assert uid(machines / "b") == uid(machines / "a"), "the run was downloaded, not trained again"
+    assert not [*files_with(machines, *cloud.secrets)]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_missing_bucket_ends_a_new_run_at_its_start(
-    cloud: CloudServer, there: Path, capfd: pytest.CaptureFixture[str]
+def test_a_missing_bucket_is_reported_before_a_new_run_trains(
+    cloud: CloudServer, machines: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, f"checkpoint.mirror={cloud.url('nosuchbucket')}"]) in (74, 77)
-    assert not list(there.rglob("*.safetensors"))
+    assert not list(machines.rglob("*.safetensors"))
     assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(bool(cloud_servers.reason_to_skip("abfs")), reason=cloud_servers.reason_to_skip("abfs") or "-")
-def test_a_wrong_key_of_azure_ends_a_new_run_at_its_start(
-    storage_threads: None, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_wrong_azure_key_is_reported_before_a_new_run_trains(
+    storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = cloud_servers.ACCOUNT_KEY[::-1].lstrip("=") + "=="
     with cloud_servers.started("abfs", monkeypatch) as server:
         cloud_servers.replace_azure_key(monkeypatch, wrong)
         assert main([*WORDS, f"checkpoint.mirror={server.url()}"]) == 77
-    assert not list(there.rglob("*.safetensors"))
+    assert not list(machines.rglob("*.safetensors"))
     assert wrong not in capfd.readouterr().err
-    assert not [*files_with(there, wrong)]
+    assert not [*files_with(machines, wrong)]
 
 
 @pytest.mark.skipif(bool(cloud_servers.reason_to_skip("s3")), reason=cloud_servers.reason_to_skip("s3") or "-")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_through_throttling_is_mirrored_completely(
-    storage_threads: None, there: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_mirrored_completely_despite_throttled_requests(
+    storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every fourth request is throttled."""
     count = [0]
@@ -188,11 +190,11 @@ def test_a_run_through_throttling_is_mirrored_completely(
         args = [*WORDS, "checkpoint.mirror=s3://bucket/runs"]
         assert main(args) == 0
         assert server.num_throttled > 0
-        (there / "b").mkdir()
-        monkeypatch.chdir(there / "b")
+        (machines / "b").mkdir()
+        monkeypatch.chdir(machines / "b")
         assert main(args) == 0
         assert all(
-            torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items()
+            torch.equal(tensor, tensors(machines / "a", 6)[name]) for name, tensor in tensors(machines / "b", 6).items()
         )
-        assert rows(there / "b") == rows(there / "a")
-        assert uid(there / "b") == uid(there / "a"), "the run was downloaded, not trained again"
+        assert rows(machines / "b") == rows(machines / "a")
+        assert uid(machines / "b") == uid(machines / "a"), "the run was downloaded, not trained again"

@@ -78,8 +78,8 @@ def train(
 
 
 @pytest.mark.slow
-def test_ranks_and_a_kill_do_not_change_the_training(server: ForkServer, tmp_path: Path) -> None:
-    """The length of the dataset is that of the samples of a rank, so half of them would be missing."""
+def test_ranks_and_a_resume_after_a_kill_do_not_change_training(server: ForkServer, tmp_path: Path) -> None:
+    """len() of the dataset counts the samples of one rank; a run that relies on it would omit half of the samples."""
     whole, loss = train(server, tmp_path / "one", "dataloader.num_workers=0")
     ranks, loss_of_ranks = train(server, tmp_path / "two", f"{TWO} dataloader.num_workers=1")
     one, other = ({name: tensors[name].tolist() for name in whole} for tensors in (whole, ranks))

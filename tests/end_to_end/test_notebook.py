@@ -28,13 +28,13 @@ class Shown:
         self.page = Path(path).read_text(encoding="utf-8")
 
 
-def made_small(block: str) -> str:
+def with_small_model(block: str) -> str:
     """Return the block with a smaller model and fewer samples; the rest of the page works with any size."""
     return block.replace('"task=gpt", ', '"task=gpt", "task.size=tiny", "micro_batch_size=4", "evaluate.samples=4", ')
 
 
 @pytest.mark.slow
-def test_the_blocks_of_the_page_run_one_after_another(
+def test_the_code_blocks_of_the_page_run_in_order(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,14 +50,14 @@ def test_the_blocks_of_the_page_run_one_after_another(
             result = server.run(shlex.split(line), tmp_path)
             assert result.code == 0, (line, result.err)
         with forked_commands(server):
-            exec(made_small(re.sub(r"^!.*$", "", block, flags=re.MULTILINE)), names)  # noqa: S102 - our own page
+            exec(with_small_model(re.sub(r"^!.*$", "", block, flags=re.MULTILINE)), names)  # noqa: S102 - our own page
     assert len(BLOCKS) == 7
     assert all(loss > 0 for loss in names["losses"])
     assert names["summary"]
     assert "first" in Path("outputs/first/report.html").read_text(encoding="utf-8")
 
 
-def test_the_editors_file_starts_and_resumes_a_run(server: ForkServer, tmp_path: Path) -> None:
+def test_the_launch_file_for_editors_starts_and_resumes_a_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(["new", "my_task.py"], tmp_path).code == 0
     file = json.loads((DOCS / "examples" / "launch.json").read_text(encoding="utf-8"))
     for configuration in file["configurations"]:

@@ -64,7 +64,7 @@ WAYS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
+def test_training_matches_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
     plain, losses = by_hand()
     weights, rows = trained(server, tmp_path, f"scheduler=constant {WAYS[way]}")
     for name, tensor in plain.items():
@@ -83,8 +83,8 @@ SHARES = "parallelism.shares=[38,26]"
     [("", 8), (SHARES, 8), (f"{SHARES} objective.generator.every=2", 11)],
     ids=["equal", "unequal", "unequal, every second update"],
 )
-def test_a_resumed_run_is_the_same_bit_for_bit(way: str, cut_at: int, server: ForkServer, tmp_path: Path) -> None:
-    """This includes optimizer, schedule and loss scale of each objective, all of which change before it is cut.
+def test_a_resumed_run_is_bitwise_equal(way: str, cut_at: int, server: ForkServer, tmp_path: Path) -> None:
+    """This includes the optimizer, schedule and loss scale of each objective, which all change before the interruption.
 
     With `every=2` the last checkpoint is between two steps of the generator.
     """
@@ -117,7 +117,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(way: str, cut_at: int, server: Fo
         ("", '"optimizer.lr": 5e-4', '"optimizer.rate": 5e-4'),
     ],
 )
-def test_untrainable_configurations_are_refused(
+def test_configurations_that_cannot_be_trained_are_rejected(
     args: str, old: str, new: str, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
@@ -125,8 +125,8 @@ def test_untrainable_configurations_are_refused(
     assert result.code == 78, result.err
 
 
-def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """Parameters of other objectives have no gradient meanwhile."""
+def test_an_objective_whose_loss_ignores_its_parameters_is_rejected(server: ForkServer, tmp_path: Path) -> None:
+    """The parameters of other objectives have no gradients in a step of this objective."""
     ignored = EXAMPLE.read_text(encoding="utf-8").replace("-model.discriminator(fake)", "-model.discriminator(real)", 1)
     (tmp_path / "own_gan.py").write_text(ignored)
     result = server.run(f"train --task own_gan.py {ON_CPU}", tmp_path)
@@ -135,7 +135,7 @@ def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkS
     assert "objective generator" in result.err
 
 
-def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
+def test_an_objective_can_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
     own = """
 def slow(parameters, *, lr: float = 0.1):
     \"\"\"SGD, a tenth as fast.
@@ -158,17 +158,19 @@ OPTIMIZERS = {"slow": slow}
 
 
 @pytest.mark.parametrize(
-    ("table", "made"),
+    ("table", "class_name"),
     [("OBJECTIVES = gan_of_base.ALL", "gan_of_base.Ring"), ("OBJECTIVES = gan_of_base.ALL", "Mine"), ("", "Mine")],
     ids=["table in the task file", "table beside a subclass", "table beside the base class"],
 )
-def test_objectives_are_found_if_the_class_is_in_another_file(
-    table: str, made: str, server: ForkServer, tmp_path: Path
+def test_objectives_are_found_if_the_task_class_is_in_another_file(
+    table: str, class_name: str, server: ForkServer, tmp_path: Path
 ) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     (tmp_path / "gan_of_base.py").write_text(text.replace("OBJECTIVES =", "ALL =") if table else text)
     task = f"import gan_of_base\n\n{table}\n\nclass Mine(gan_of_base.Ring):\n    pass\n\n"
-    (tmp_path / "task_of_base.py").write_text(f"{task}def build(context):\n    return {made}(16, 8, context.seed)\n")
+    (tmp_path / "task_of_base.py").write_text(
+        f"{task}def build(context):\n    return {class_name}(16, 8, context.seed)\n"
+    )
     result = server.run(f"train --task task_of_base.py updates=2 log_every=1 {ON_CPU}", tmp_path)
     assert result.code == 0, result.err
     (metrics,) = tmp_path.rglob("metrics.jsonl")
@@ -185,7 +187,7 @@ def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServe
     assert {f"val/{name}/loss" for name in RATES} <= metrics.keys()
 
 
-def test_parameters_of_no_objective_are_listed(server: ForkServer, tmp_path: Path) -> None:
+def test_parameters_that_no_objective_trains_are_listed(server: ForkServer, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     generator = text[text.index('    "generator": {') :].partition("\n")[0]
     (tmp_path / "own_gan.py").write_text(text.replace(f"{generator}\n", ""))

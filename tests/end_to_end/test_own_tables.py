@@ -45,8 +45,8 @@ def trained(server: ForkServer, folder: Path, args: str) -> dict[str, Tensor]:
     return weights(folder)
 
 
-def refused(server: ForkServer, folder: Path, args: str) -> str:
-    """Return the message of a run that ends with one, for an error of the task."""
+def error_message(server: ForkServer, folder: Path, args: str) -> str:
+    """Return the single error message of a run that ends with an error of the task."""
     result = run(server, folder, args)
     assert result.code == Exit.SOFTWARE
     assert result.err.count("accel-run:") == 1
@@ -63,7 +63,7 @@ def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_a_custom_loader_trains_bitwise_like_the_shipped_one(
     server: ForkServer, tmp_path: Path, loader: str, ranks: str
 ) -> None:
-    """Also with dropout, an incomplete update per epoch, evaluations, and after a kill."""
+    """Training includes dropout, an incomplete update per epoch, evaluations, and a resume after a kill."""
     draws = f"task.dropout=0.5 task.draws={'false' if loader == 'threads' else 'true'}"
     wanted = trained(server, tmp_path / "shipped", f"{ranks} {draws} dataloader.num_workers=0")
     folder = tmp_path / "custom"
@@ -72,7 +72,7 @@ def test_a_custom_loader_trains_bitwise_like_the_shipped_one(
     assert are_equal(trained(server, folder, args), wanted)
 
 
-def test_drop_last_is_a_key_of_every_loader(server: ForkServer, tmp_path: Path) -> None:
+def test_drop_last_works_with_every_loader(server: ForkServer, tmp_path: Path) -> None:
     shipped = trained(server, tmp_path / "shipped", "dataloader.drop_last=true dataloader.num_workers=0")
     custom = trained(server, tmp_path / "custom", "dataloader=plain dataloader.drop_last=true")
     assert are_equal(custom, shipped)
@@ -83,14 +83,14 @@ def test_drop_last_is_a_key_of_every_loader(server: ForkServer, tmp_path: Path) 
 def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
     server: ForkServer, tmp_path: Path, loader: str
 ) -> None:
-    message = refused(server, tmp_path / "run", f"dataloader={loader}")
+    message = error_message(server, tmp_path / "run", f"dataloader={loader}")
     assert loader in message or "thread" in message
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16"), ("returned", "fp32")])
-def test_a_precision_that_changes_nothing_trains_bitwise_like_the_extended_one(
+def test_a_custom_precision_that_changes_nothing_trains_bitwise_like_the_one_it_extends(
     server: ForkServer, tmp_path: Path, custom: str, base: str
 ) -> None:
     key = "precision.init_scale=1024" if base == "fp16" else ""
@@ -100,7 +100,7 @@ def test_a_precision_that_changes_nothing_trains_bitwise_like_the_extended_one(
     assert are_equal(one, other)
 
 
-def test_a_precision_changes_the_model_and_resumes_exactly(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_precision_changes_the_model_and_resumes_exactly(server: ForkServer, tmp_path: Path) -> None:
     args = "precision=rounded precision.bits=4 dataloader.num_workers=0"
     whole = trained(server, tmp_path / "whole", args)
     assert [name for name in whole if "parametrizations" in name]
@@ -110,7 +110,7 @@ def test_a_precision_changes_the_model_and_resumes_exactly(server: ForkServer, t
     assert result.code == Exit.INCOMPATIBLE_RESUME
 
 
-def test_the_context_of_a_precision_surrounds_each_forward_pass(server: ForkServer, tmp_path: Path) -> None:
+def test_each_forward_pass_runs_in_the_context_of_a_custom_precision(server: ForkServer, tmp_path: Path) -> None:
     one, other = (
         trained(server, tmp_path / name, f"precision={name} dataloader.num_workers=0") for name in ("noted", "same32")
     )
@@ -122,13 +122,13 @@ def test_the_context_of_a_precision_surrounds_each_forward_pass(server: ForkServ
     assert losses[0] != losses[1]
 
 
-def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_of_another_precision_can_be_loaded_with_renamed_parameters(server: ForkServer, tmp_path: Path) -> None:
     """The function of a precision changes the names before weights are loaded."""
     plain = trained(server, tmp_path / "run", "precision=fp32 updates=1 dataloader.num_workers=0")
     args = "run=other weights=mine precision=rounded precision.bits=20 updates=1 optimizer.lr=1e-30"
-    refused = run(server, tmp_path / "run", args)
-    assert refused.code == Exit.INCOMPATIBLE_RESUME
-    assert "precision" in refused.err.partition("task options")[2]
+    error_message = run(server, tmp_path / "run", args)
+    assert error_message.code == Exit.INCOMPATIBLE_RESUME
+    assert "precision" in error_message.err.partition("task options")[2]
     weighted = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
     names = {f"{layer}.weight": f"{layer}.parametrizations.weight.original" for layer in weighted}
     renamed = ",".join(f"{old}:{new}" for old, new in names.items())
@@ -142,16 +142,18 @@ def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer
 
 @pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", ["wrong", "no_context", "unstored", "another", "takes_batch"])
-def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
+def test_an_invalid_custom_precision_ends_the_run_before_training(
     server: ForkServer, tmp_path: Path, name: str
 ) -> None:
-    message = refused(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
+    message = error_message(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
     assert TASK.name in message
     assert "Traceback" not in message
 
 
-def test_a_precision_with_a_context_is_not_combined_with_recomputation(server: ForkServer, tmp_path: Path) -> None:
-    """Recomputations in the backward pass would not enter it, and the gradients would be wrong."""
+def test_a_custom_precision_with_a_context_cannot_be_combined_with_recomputation(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Recomputation in the backward pass would not enter the context, and the gradients would be wrong."""
     result = run(server, tmp_path / "run", "precision=noted memory=checkpoint")
     assert result.code == Exit.CONFIG
     assert "memory=none" in result.err
@@ -235,7 +237,7 @@ class Line(Task):
 """
 
 
-def test_ranks_with_an_own_sum_of_gradients_split_the_predictions(server: ForkServer, tmp_path: Path) -> None:
+def test_ranks_with_a_custom_all_reduce_divide_predictions(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "line.py").write_text(TASK_WITH_SHARDS)
     train = "train --task line.py device=cpu monitor=off run=mine parallelism=mine parallelism.world_size=2"
     for args in (train, "inference mine"):
@@ -245,14 +247,14 @@ def test_ranks_with_an_own_sum_of_gradients_split_the_predictions(server: ForkSe
     assert files == ["0-of-2.txt", "1-of-2.txt"]
 
 
-def test_a_sum_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_custom_all_reduce_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path / "run", f"parallelism=returns {TWO} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE
     assert result.err.count("parallelism=returns") == result.err.count("wait()") == 1
     assert TASK.name in result.err
 
 
-def test_plan_explain_and_completion_know_the_options(
+def test_plan_explain_completion_and_help_know_custom_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -275,8 +277,8 @@ def test_plan_explain_and_completion_know_the_options(
     assert "parallelism=compressed" in candidates([*before, "parallelism=c"])
     assert "precision.bits=" in candidates([*before, "precision=rounded", "precision.b"])
     assert "small" in candidates(["benchmark", "--task", str(TASK), "s"])
-    _, shown, _ = ran(f"train --help --task {TASK}")
-    assert [line for line in shown.splitlines() if "benchmark small" in line and "micro_batch_size=4" in line]
+    _, help_text, _ = ran(f"train --help --task {TASK}")
+    assert [line for line in help_text.splitlines() if "benchmark small" in line and "micro_batch_size=4" in line]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_every_example_task_is_tested_and_listed() -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_an_example_runs_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
     needs = [
         package for package in {EXAMPLES[name], "torchvision" if "timm" in name else "torch"} if not find_spec(package)
     ]
@@ -64,7 +64,7 @@ def changed(folder: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Path) -> None:
+def test_a_mean_loss_accumulates_exactly_over_micro_batches(server: ForkServer, tmp_path: Path) -> None:
     losses = []
     for number, micro in enumerate(("32", "8")):
         folder = tmp_path / str(number)
@@ -89,7 +89,7 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
         ("lr=0.01", "lr=0.01 * self.trainer.unknown", "unknown"),
     ],
 )  # fmt: skip
-def test_a_module_that_needs_a_trainer_is_refused(
+def test_a_module_that_needs_features_of_a_trainer_is_rejected(
     old: str, new: str, messages: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = server.run(["train", "--task", str(changed(tmp_path, old, new)), *ON_CPU], tmp_path)
@@ -97,7 +97,7 @@ def test_a_module_that_needs_a_trainer_is_refused(
     assert messages in result.err
 
 
-def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: ForkServer, tmp_path: Path) -> None:
+def test_five_commands_create_plan_train_resume_on_two_ranks_and_predict(server: ForkServer, tmp_path: Path) -> None:
     own = ["--task", "./my_task.py", *ON_CPU]
     commands = [
         ["new", "my_task.py"],
@@ -118,7 +118,7 @@ def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: 
     )
 
 
-def test_a_task_file_is_compiled_at_each_start(tmp_path: Path) -> None:
+def test_a_task_file_is_compiled_each_time_it_is_loaded(tmp_path: Path) -> None:
     """Bytecode is cached by modification time in seconds and file size, so an edit that changes neither is missed."""
     file = tmp_path / "compiled_twice.py"
     for value in (1, 2):
@@ -151,7 +151,9 @@ def build():
 """
 
 
-def test_a_dataset_that_reads_variables_of_torchrun_is_not_divided_on_ranks(server: ForkServer, tmp_path: Path) -> None:
+def test_a_dataset_that_divides_itself_by_torchrun_variables_stays_complete_on_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
     task = tmp_path / "divided.py"
     task.write_text(DIVIDED)
     ranks = ["parallelism=ddp", "parallelism.world_size=2", "global_batch_size=8", "updates=2"]

@@ -89,7 +89,7 @@ def resumed_at(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer", [0, 6], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("shards", [5, 2])
-def test_ranks_and_a_kill_do_not_change_the_training(
+def test_ranks_and_a_resume_after_a_kill_do_not_change_training(
     buffer: int, shards: int, server: ForkServer, tmp_path: Path
 ) -> None:
     """A shuffled stream is read again, because its state lacks the buffer. Two shards have two and three files."""

@@ -50,7 +50,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
+def test_the_wheel_contains_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
     expected = {
         *(f"runner/{path}" for path in files("conf", "*.yaml")),
         *(f"runner/{path}" for path in files("tasks", "*.py")),
@@ -66,7 +66,7 @@ def test_the_wheel_has_every_config_task_and_module_of_the_checkout(wheel: Path)
 
 
 @pytest.mark.slow
-def test_the_wheel_has_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_no_other_files(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"runner", "accel_run"}
     assert not [name for name in names if "test_" in name or "__pycache__" in name]
@@ -74,7 +74,7 @@ def test_the_wheel_has_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_metadata_match_the_project(wheel: Path) -> None:
+def test_the_wheel_metadata_match_the_project(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -89,7 +89,7 @@ def test_the_metadata_match_the_project(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_has_everything_that_the_checks_need(built: Path) -> None:
+def test_the_sdist_contains_everything_that_the_checks_need(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
@@ -107,7 +107,7 @@ def test_the_sdist_has_everything_that_the_checks_need(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
+def test_the_package_is_imported_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     code = "import runner, sys; print(runner.__file__, *runner.__path__, *sys.path, sep='\\n')"
     where, package, *search_path = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(installed)
@@ -136,7 +136,7 @@ def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_first_run_repeats_no_warning_or_advert_of_a_library(installed: Path, tmp_path: Path) -> None:
+def test_a_first_run_shows_no_warning_or_advertisement_of_a_library(installed: Path, tmp_path: Path) -> None:
     args = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
     log = tmp_path / "log"
     run("sh", "-c", f"{installed / 'bin' / 'accel-run'} {args} 2> {log}", cwd=tmp_path)

@@ -31,7 +31,9 @@ def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [10, 7, 20])
-def test_a_save_at_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
+def test_no_row_is_lost_whether_or_not_a_save_is_due_at_the_last_update(
+    every: int, server: ForkServer, tmp_path: Path
+) -> None:
     args = [*BASE, f"checkpoint.every={every}"]
     assert server.run(args, tmp_path).code == 0
     before = rows(tmp_path)
@@ -55,10 +57,10 @@ def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: Fo
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
     assert server.run([*args, "run=stopped"], tmp_path, env).code == 75
     assert server.run([*args, "run=stopped"], tmp_path).code == 0
-    assert rows(tmp_path, "stopped") == before, "also if the second phase is resumed"
+    assert rows(tmp_path, "stopped") == before, "a resumed second phase has the same rows"
 
 
-def test_another_precision_on_resume_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
+def test_changing_the_precision_on_resume_does_not_advance_the_schedule(server: ForkServer, tmp_path: Path) -> None:
     half = ["precision=fp16", "precision.init_scale=1e8"]
     args = [*BASE, "log_every=1", "scheduler=linear", "updates=12"]
     fault = {"at": "update", "number": 5, "phase": "two", "by": "SIGTERM"}
@@ -91,7 +93,7 @@ def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer
     ],
     ids=lambda wrong: wrong[0],
 )
-def test_invalid_options_of_a_later_phase_are_reported_before_the_first_one(
+def test_invalid_options_of_a_later_phase_are_reported_before_the_first_phase(
     wrong: list[str], server: ForkServer, tmp_path: Path
 ) -> None:
     first, *others = wrong
@@ -132,7 +134,7 @@ OBJECTIVES = 'OBJECTIVES = {"all": {"trains": ["0"], "optimizer": "adam", "optim
 
 
 @pytest.mark.parametrize(("more", "scales"), [("", ["phase.two.optimizer.lr_scales={3: 2}"]), (OBJECTIVES, [])])
-def test_options_of_a_later_phase_may_name_what_begin_phase_adds_or_unfreezes(
+def test_options_of_a_later_phase_can_refer_to_parameters_that_begin_phase_adds_or_unfreezes(
     more: str, scales: list[str], server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.read_text() + CHANGED + more)
@@ -157,14 +159,14 @@ def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> Non
     assert "two" in wrong.err
 
 
-def test_a_phase_can_be_opened_to_measure_its_updates(tmp_path: Path) -> None:
+def test_open_phase_runs_the_updates_of_a_phase(tmp_path: Path) -> None:
     args = ("run=opened", f"output_root={tmp_path}", "device=cpu", "monitor=off", "updates=3")
     with open_phase(Request(args, TASK)) as phase:
         assert list(phase.updates()) == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_a_refused_attempt_does_not_change_the_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rejected_attempt_only_adds_an_error_record_to_the_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
@@ -177,7 +179,7 @@ def test_a_refused_attempt_does_not_change_the_run(server: ForkServer, tmp_path:
 STALE = '{"update": 999, "phase": "one"}\n'  # a row that no checkpoint counts
 
 
-def test_refused_phases_change_neither_rows_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
+def test_rejected_phases_change_neither_rows_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK.read_text().replace('"two": {}', '"two": {"needs": ["one"]}'))
     base = [arg if arg != str(TASK) else "task.py" for arg in BASE]
     assert server.run(base, tmp_path).code == 0
@@ -196,7 +198,7 @@ def test_refused_phases_change_neither_rows_nor_checkpoints(server: ForkServer, 
     shutil.rmtree(checkpoints)
     refused("phases=[two]")
     assert server.run(base, tmp_path).code == 0
-    assert rows(tmp_path) == expected, "rows of an attempt without a checkpoint are removed"
+    assert rows(tmp_path) == expected, "stale rows, which no checkpoint counts, are removed"
 
 
 @pytest.mark.slow
@@ -209,7 +211,7 @@ def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path)
     assert "metrics.jsonl" in again.out + again.err
 
 
-def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_can_start_from_another_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "phases=[one]", "checkpoint.every=10"], tmp_path).code == 0
     other = [word if word != "run=mine" else "run=other" for word in BASE]
     assert server.run([*other, "resume=mine", "optimizer.lr=0.5"], tmp_path).code == 88
@@ -218,7 +220,7 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
     metrics.write_text(STALE)
     unfinished = "resume=outputs/mine/checkpoints/update-0000000010"
     assert server.run([*other, unfinished, "phases=[two]"], tmp_path).code == 88
-    assert metrics.read_text() == STALE, "a refused attempt removes no rows"
+    assert metrics.read_text() == STALE, "a rejected attempt removes no rows"
     done = server.run([*other, "resume=mine"], tmp_path)
     assert done.code == 0, done.err
     checkpoint = newest_valid(tmp_path / "outputs" / "other" / "checkpoints")
@@ -230,7 +232,7 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
 
 
-def test_phases_that_run_again_after_those_of_another_run_are_resumed(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_repeats_the_phases_of_another_run_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
     """Both phases are finished in the run that they start from."""
     base = [*BASE, "updates=5"]
     assert server.run(base, tmp_path).code == 0
@@ -244,7 +246,7 @@ def test_phases_that_run_again_after_those_of_another_run_are_resumed(server: Fo
     assert rows(tmp_path, "stopped") == rows(tmp_path, "straight")
 
 
-def test_a_checkpoint_of_a_phase_that_the_task_no_longer_has_is_not_evaluated(
+def test_evaluating_a_checkpoint_of_a_phase_that_no_longer_exists_is_an_error(
     server: ForkServer, tmp_path: Path
 ) -> None:
     task = tmp_path / "task.py"
@@ -255,20 +257,20 @@ def test_a_checkpoint_of_a_phase_that_the_task_no_longer_has_is_not_evaluated(
     assert server.run(["evaluate", *base], tmp_path).code == 88
 
 
-def test_a_metric_other_than_the_loss_does_not_end_a_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_a_loss_metric_trains_and_its_metric_is_suggested(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.metric=accuracy"], tmp_path)
     assert done.code == 0, done.err
-    assert "checkpoint.best=val/accuracy" in done.out + done.err, "the metric that it could name instead"
+    assert "checkpoint.best=val/accuracy" in done.out + done.err, "the metric that is suggested instead"
     assert evaluations(tmp_path, "two") == [7, 14, 20]
 
 
-def test_a_task_without_validation_data_trains(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_validation_data_trains_without_evaluations(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.val=false"], tmp_path)
     assert done.code == 0, done.err
     assert evaluations(tmp_path, "two") == []
 
 
-def test_a_batch_larger_than_the_data_is_reported(server: ForkServer, tmp_path: Path) -> None:
+def test_a_global_batch_larger_than_the_dataset_is_reported(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "global_batch_size=1000"], tmp_path)
     assert done.code == 0, done.err
     assert "1000" in done.out + done.err
@@ -276,7 +278,7 @@ def test_a_batch_larger_than_the_data_is_reported(server: ForkServer, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_best_checkpoints_are_kept_regardless_of_age(server: ForkServer, tmp_path: Path) -> None:
+def test_best_checkpoints_are_kept_regardless_of_age(server: ForkServer, tmp_path: Path) -> None:
     args = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
     done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *args], tmp_path)
     assert done.code == 0, done.err

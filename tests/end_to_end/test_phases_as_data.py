@@ -54,7 +54,7 @@ def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, result
 
 
-def test_statistics_are_of_every_sample_once(whole: tuple[Path, CompletedCommand]) -> None:
+def test_statistics_count_every_sample_exactly_once(whole: tuple[Path, CompletedCommand]) -> None:
     from tests.end_to_end.task_of_phases import Samples
 
     samples = Samples(33)
@@ -65,7 +65,7 @@ def test_statistics_are_of_every_sample_once(whole: tuple[Path, CompletedCommand
     assert not any("train/loss" in row or "lr" in row for row in rows(whole[0]) if row["phase"] == "statistics")
 
 
-def test_only_what_a_phase_trains_changes(whole: tuple[Path, CompletedCommand]) -> None:
+def test_a_phase_changes_only_the_parameters_that_it_trains(whole: tuple[Path, CompletedCommand]) -> None:
     folder, result = whole
     after = {number: weights(folder, number) for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)}
     changed = {
@@ -81,7 +81,7 @@ def test_only_what_a_phase_trains_changes(whole: tuple[Path, CompletedCommand]) 
     assert names == head | adapter
 
 
-def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, CompletedCommand]) -> None:
+def test_each_phase_uses_its_own_optimizer_and_schedule(whole: tuple[Path, CompletedCommand]) -> None:
     rates = {phase: [row["lr"] for row in rows(whole[0]) if row["phase"] == phase and "lr" in row] for phase in
              ("pretrain", "adapter", "patient")}  # fmt: skip
     assert len(rates["pretrain"]) == 12
@@ -94,7 +94,7 @@ def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Comple
     assert checkpoint(whole[0], ADAPTER).state["optimizer"]["optimizer"] == "torch.Adam"
 
 
-def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, CompletedCommand]) -> None:
+def test_early_stopping_is_recorded_and_saved(whole: tuple[Path, CompletedCommand]) -> None:
     folder, _ = whole
     assert run_json(folder)["phases"]["patient"]["updates"] == 8
     assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == checkpoint_path(
@@ -121,7 +121,7 @@ def test_time_and_memory_are_reported_by_phase(
     assert "4 of 4" in status
 
 
-def test_evaluation_draws_the_same_numbers_each_time(whole: tuple[Path, CompletedCommand]) -> None:
+def test_every_evaluation_draws_the_same_random_numbers(whole: tuple[Path, CompletedCommand]) -> None:
     noise = {row["val/noise"] for row in rows(whole[0]) if "val/noise" in row}
     assert len(noise) == 1
 
@@ -132,7 +132,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, CompletedC
 
 
 @pytest.mark.sampled(1)
-# The batch at which it is killed, and the checkpoint that exists by then.
+# The batch at which the process is killed, and the checkpoint that must exist before that.
 @pytest.mark.parametrize(
     ("stop_at", "wait_for"),
     [
@@ -144,7 +144,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, CompletedC
         ("patient:9", 28),
     ],
 )
-def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
+def test_a_run_killed_in_any_phase_resumes_with_bitwise_equal_results(
     stop_at: str, wait_for: int, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
@@ -161,7 +161,7 @@ def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_phases_run_one_by_one_give_the_same(
+def test_phases_run_one_by_one_equal_all_phases_in_one_run(
     whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     for phase in ("statistics", "pretrain", "adapter", "patient"):
@@ -174,7 +174,7 @@ def test_phases_run_one_by_one_give_the_same(
 
 
 @pytest.mark.slow
-def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: Path) -> None:
+def test_settings_of_a_finished_phase_can_change(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3", "optimizer.lr=0.3").code == 0
     result = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
     assert result.code == 0, result.err
@@ -190,7 +190,7 @@ def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_a_phase_runs_only_after_its_prerequisite_in_this_or_another_run(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "phases=[adapter]")
     assert result.code == 66
     assert "phases=[pretrain,adapter]" in result.err
@@ -207,7 +207,7 @@ def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tm
 
 
 @pytest.mark.slow
-def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) -> None:
+def test_epochs_0_runs_only_the_statistics(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "epochs=0")
     assert result.code == 0, result.err
     assert list(run_json(tmp_path)["phases"]) == ["statistics"]
@@ -217,7 +217,7 @@ def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> None:
+def test_the_phase_infer_runs_inference(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "updates=2", "phases=[statistics,pretrain,infer]")
     assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
@@ -294,7 +294,7 @@ def test_statistics_do_not_depend_on_the_micro_batch(
 
 
 @pytest.mark.slow
-def test_precision_is_the_same_in_each_phase(server: ForkServer, tmp_path: Path) -> None:
+def test_the_precision_applies_to_every_training_phase(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "precision=fp16", "precision.init_scale=8", "updates=2")
     assert result.code == 0, result.err
     scaled = {row["phase"] for row in rows(tmp_path) if row.get("precision/loss_scale") == 8 and "lr" in row}
@@ -313,7 +313,7 @@ STOPS = ["pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
-def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
+def test_a_run_stopped_in_any_phase_resumes_with_bitwise_equal_results(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     stop_and_resume(stop_at, whole[0], server, tmp_path)
@@ -321,10 +321,10 @@ def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("stop_at", ["statistics:3", "statistics:eval"])
-def test_statistics_are_resumed_and_not_stored_twice(
+def test_statistics_of_a_stopped_run_are_stored_once(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
-    """The run is stopped while they are gathered, or after they have been stored in the model."""
+    """The run is stopped while statistics are computed, or after they have been stored in the model."""
     stop_and_resume(stop_at, whole[0], server, tmp_path)
 
 
@@ -353,7 +353,7 @@ def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tm
     assert finished(tmp_path) == {"pretrain": True}
 
 
-def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rejected_attempt_changes_neither_records_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain,adapter]", "updates=3").code == 0
     run = tmp_path / "outputs" / "mine"
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
@@ -370,7 +370,7 @@ def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tmp_path: Path) -> None:
+def test_a_phase_that_stops_early_is_finished(server: ForkServer, tmp_path: Path) -> None:
     args = [
         "phases=[pretrain,adapter]", "phase.pretrain.updates=2", "evaluate.every=2", "phase.adapter.updates=30",
         "phase.adapter.early_stopping.patience=2", "phase.adapter.early_stopping.min_delta=10",
@@ -386,7 +386,9 @@ def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tm
 
 
 @pytest.mark.slow
-def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkServer, tmp_path: Path) -> None:
+def test_unfinished_phases_can_run_in_any_order_that_their_prerequisites_allow(
+    server: ForkServer, tmp_path: Path
+) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
     result = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
     assert result.code == 0, result.err
@@ -394,7 +396,7 @@ def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkS
 
 
 @pytest.mark.slow
-def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
+def test_another_run_can_start_from_the_best_checkpoint_or_the_end_of_a_finished_phase(
     server: ForkServer, tmp_path: Path
 ) -> None:
     args = ["phases=[pretrain]", "optimizer.lr=10", "evaluate.every=1"]
@@ -414,7 +416,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
 
 
 @pytest.mark.slow
-def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
+def test_a_config_folder_can_set_options_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
     from runner.base.paths import shipped_path
 
     folder = tmp_path / "conf"
@@ -440,7 +442,7 @@ def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_p
         ("phase.adapter.evaluate.every", "evaluate.every=3", "3"),
     ],
 )
-def test_explain_names_the_override_that_reaches_a_phase(
+def test_explain_names_the_override_that_applies_to_a_phase(
     key: str, word: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -450,14 +452,16 @@ def test_explain_names_the_override_that_reaches_a_phase(
     assert f"({word})" in second
 
 
-def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_is_reported(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
     assert result.code == 0, result.err
     assert "head.extra" in result.out + result.err
 
 
 @pytest.mark.slow
-def test_overrides_of_one_phase_beat_those_of_all_which_beat_the_task(server: ForkServer, tmp_path: Path) -> None:
+def test_overrides_of_a_phase_take_precedence_over_general_ones_and_both_over_the_task(
+    server: ForkServer, tmp_path: Path
+) -> None:
     args = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
     result = train(server, tmp_path, *args)
     assert result.code == 0, result.err

@@ -80,7 +80,7 @@ class Small(Task):
                 if self.fault == "stop": until_asked_to_stop()
                 if self.fault == "deaf":
                     until_asked_to_stop()
-                    open("asked", "w").close()
+                    open("signaled", "w").close()
                     while True: signal.pause()
                 if self.fault == "infinite": return F.cross_entropy(model(x), y, reduction="sum") * float("nan"), len(y)
         if model.training and self.fault == "nothing" and self.update == self.at: return model(x).sum() * 0.0, 0
@@ -123,10 +123,10 @@ def assert_success(result: CompletedCommand) -> CompletedCommand:
 @pytest.fixture(scope="module")
 def one_process(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run of one process."""
-    made = tmp_path_factory.mktemp("one")
-    (made / "task.py").write_text(TASK)
-    assert_success(server.run(BASE, made))
-    return made
+    samples_of_update = tmp_path_factory.mktemp("one")
+    (samples_of_update / "task.py").write_text(TASK)
+    assert_success(server.run(BASE, samples_of_update))
+    return samples_of_update
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
         f"{PIPED} parallelism.schedule=gpipe micro_batch_size=5", f"{PIPED} parallelism.split=[1,3]",
     ],
 )  # fmt: skip
-def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
+def test_two_ranks_with_any_strategy_have_the_loss_curve_of_one_process(
     args: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
     assert len(expected) == 12
@@ -161,7 +161,7 @@ def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
 @pytest.mark.parametrize(
     "args", ["parallelism=fsdp parallelism.shard_size=2", "parallelism=pipeline parallelism.stages=2"]
 )
-def test_two_copies_of_a_divided_model_have_the_same_curve(
+def test_two_copies_of_a_divided_model_have_the_loss_curve_of_one_process(
     args: str, server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     assert_success(server.run(f"{BASE} {args} parallelism.world_size=4", folder))
@@ -184,7 +184,7 @@ def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
 
 
 @pytest.mark.slow
-def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
+def test_sharded_checkpoints_resume_on_any_number_of_ranks_with_any_strategy(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"
@@ -205,12 +205,12 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
         json.loads((folder / each / "r" / "run.json").read_text())["uid"] for each in ("lost", "outputs")
     )
     assert before == after, "the run was downloaded, not trained again"
-    assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
+    assert [*losses(folder)] == [*range(1, 13)], "rows from before the download exist as well"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.load in one process
-def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
+def test_a_sharded_checkpoint_is_exported_tensor_by_tensor_and_used_as_weights(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
@@ -244,7 +244,9 @@ def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
 
 
 @pytest.mark.slow
-def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: ForkServer, folder: Path) -> None:
+def test_a_task_that_reads_its_weights_in_the_constructor_is_built_without_meta_tensors(
+    server: ForkServer, folder: Path
+) -> None:
     text = (folder / "task.py").read_text()
     (folder / "task.py").write_text(
         text.replace("self.fault, self.at", "self.bias = torch.zeros(9000).numpy()\n        self.fault, self.at")
@@ -265,7 +267,7 @@ def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: Fo
         "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=gpipe",
     ],
 )  # fmt: skip
-def test_gpt_has_the_same_curve_on_any_number_of_ranks(
+def test_gpt_on_ranks_has_the_loss_curve_of_one_process(
     args: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
     assert_success(server.run(f"{GPT} {args}", tmp_path))
@@ -274,7 +276,9 @@ def test_gpt_has_the_same_curve_on_any_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_both_phases_of_hyperspectral_are_the_same_in_a_pipeline(head: str, server: ForkServer, tmp_path: Path) -> None:
+def test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process(
+    head: str, server: ForkServer, tmp_path: Path
+) -> None:
     sizes = "task.num_cubes=16 task.height=12 task.width=12 task.channels=6"
     args = f"train task=hyperspectral task.head={head} task.data=synthetic {sizes} epochs=2 log_every=1 monitor=off"
     for run, more in (("one", ""), ("two", "parallelism=pipeline parallelism.world_size=2")):
@@ -307,8 +311,8 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
     return result
 
 
-def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, folder: Path) -> None:
-    """With dropout: every rank continues with its own random numbers."""
+def test_a_resumed_run_of_two_ranks_is_bitwise_equal(server: ForkServer, folder: Path) -> None:
+    """Dropout is on, so every rank must continue with its own random numbers."""
     args = f"{BASE} {TWO} task.dropout=0.3"
     assert_success(server.run(args, folder))
     expected = losses(folder)
@@ -319,14 +323,14 @@ def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, 
     wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGKILL)
     server.wait()
-    wait_until(lambda: not living(folder))
+    wait_until(lambda: not live_processes(folder))
     assert_success(server.run(again, folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == expected
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["", "parallelism.shares=[20,12]"])
-def test_a_killed_rank_is_named_and_the_others_resume(
+def test_a_killed_rank_is_reported_and_the_others_resume(
     server: ForkServer, folder: Path, args: str, expected: dict[int, float]
 ) -> None:
     again = f"{BASE} {TWO} {args} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
@@ -339,16 +343,16 @@ def test_a_killed_rank_is_named_and_the_others_resume(
 
 
 def samples_of_first_epoch(seen: Path) -> list[int]:
-    """Return the samples of updates 0 to 2; of a repeated update, those of its last repetition."""
-    made: dict[int, list[int]] = {}
+    """Return the samples of updates 0 to 2; if an update was repeated, those of its last repetition."""
+    samples_of_update: dict[int, list[int]] = {}
     previous = -1
     for line in seen.read_text().splitlines():
         update, *samples = map(int, line.split())
         if update < previous - 1:  # the run resumed from an earlier update
-            made = {key: value for key, value in made.items() if key < update}
-        made.setdefault(update, []).extend(samples)
+            samples_of_update = {key: value for key, value in samples_of_update.items() if key < update}
+        samples_of_update.setdefault(update, []).extend(samples)
         previous = update
-    return [index for update in range(3) for index in made[update]]
+    return [index for update in range(3) for index in samples_of_update[update]]
 
 
 @pytest.mark.slow
@@ -361,17 +365,17 @@ def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer
     assert json.loads((folder / "outputs/r/run.json").read_text())["state"] == "failed"
 
 
-def test_a_loss_that_is_not_finite_ends_all_ranks_with_82(server: ForkServer, folder: Path) -> None:
+def test_a_non_finite_loss_ends_all_ranks_with_exit_code_82(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=infinite", folder)
     assert result.code == 82, result.err
     assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
 @pytest.mark.slow
-def test_a_rank_that_exits_during_training_is_lost(server: ForkServer, folder: Path) -> None:
+def test_a_rank_that_exits_during_training_is_reported_as_lost(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=exit", folder)
     assert result.code == 84, result.err
-    assert not living(folder)
+    assert not live_processes(folder)
 
 
 @pytest.mark.slow
@@ -386,7 +390,7 @@ def test_a_stopped_run_saves_and_resumes(
     os.kill(pid, number)
     result = server.wait()
     assert result.code == 75, result.err
-    assert not living(folder)
+    assert not live_processes(folder)
     assert max(losses(folder, "again")) < 12
     assert_success(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
@@ -398,7 +402,7 @@ def test_ranks_started_by_torchrun_train_the_same_run(
     args = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
     assert server.call(torchrun, args, folder) == {0: 0, 1: 0}
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
-    assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank prints"
+    assert (folder / "out").read_text().count("12 of 12 updates") == 1, "only one rank prints"
 
 
 def torchrun(args: list[str], folder: Path) -> dict[int, int]:
@@ -413,7 +417,7 @@ def torchrun(args: list[str], folder: Path) -> dict[int, int]:
     return {rank: int(code) for rank, code in elastic_launch(config, main)(args).items()}
 
 
-def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
+def test_one_process_can_use_a_model_trained_on_ranks(server: ForkServer, folder: Path) -> None:
     task = Path(__file__).with_name("task_with_everything.py")
     assert_success(server.run(f"both --task {task} run=r updates=2 inference.samples=1 monitor=off {TWO}", folder))
     assert (folder / "outputs/r/predictions/summary.json").is_file()
@@ -441,13 +445,13 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
     assert sorted(index for _, index in listed) == [3, 40, 77]
     assert_success(server.run(args.replace(TWO, "").replace("run=r", "run=one"), folder))
     alone = [(event["update"], event["index"]) for event in events(folder, "bad sample", "one")]
-    assert listed == alone, "with their update"
+    assert listed == alone, "the same updates as in one process"
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
+def test_statistics_of_a_fit_phase_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
     """With the task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with different trained parameters."""
     task = Path(__file__).parent / "task_of_phases.py"
     result = []
@@ -465,12 +469,12 @@ def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: 
     pid = server.start(f"{BASE} {TWO} task.fault=deaf".split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGINT)
-    wait_until((folder / "asked").exists, "the first signal reaches the rank")
+    wait_until((folder / "signaled").exists, "the first signal reaches the rank")
     os.kill(pid, signal.SIGINT)
     result = server.wait()
     assert result.code == 130, result.err
     assert "Traceback" not in result.err
-    assert not living(folder)
+    assert not live_processes(folder)
 
 
 @pytest.mark.slow
@@ -480,7 +484,7 @@ def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: For
     args = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
     result = assert_success(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
-    assert len(aside) == 1, "only those of the previous run"
+    assert len(aside) == 1, "only the checkpoints of the previous run are set aside"
     assert result.code == 0
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
@@ -520,7 +524,7 @@ def test_reaching_the_time_limit_saves_exactly_one_checkpoint(server: ForkServer
 
 
 @pytest.mark.slow
-def test_a_rank_with_only_bad_samples_continues_without_them(server: ForkServer, folder: Path) -> None:
+def test_training_continues_if_a_rank_has_only_bad_samples(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
     assert_success(server.run(args.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
@@ -535,7 +539,7 @@ def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkSer
 
 
 @pytest.mark.slow
-def test_buffers_of_any_type_and_layout_start_equal(
+def test_buffers_of_any_type_and_layout_start_equal_on_all_ranks(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     assert_success(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
@@ -546,7 +550,7 @@ def test_buffers_of_any_type_and_layout_start_equal(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
+def test_a_fit_can_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
     """In the last update one rank has no data; the others must not hang."""
     (folder / "fit.py").write_text(FIT)
     result = []
@@ -583,14 +587,14 @@ def build(*, samples: int = 33) -> Task: return Small(samples)
 """
 
 
-def test_no_process_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
+def test_no_process_remains_after_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} dataloader.num_workers=1 task.fault=hang"
     pid = server.start(args.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
-    assert len(living(folder)) >= 5, "the launcher, two ranks and their data workers"
+    assert len(live_processes(folder)) >= 5, "the launcher, two ranks and their data workers"
     os.kill(pid, signal.SIGKILL)
     server.wait()
-    wait_until(lambda: not living(folder))
+    wait_until(lambda: not live_processes(folder))
 
 
 @pytest.mark.parametrize(
@@ -615,8 +619,8 @@ def events(folder: Path, kind: str, run: str = "r") -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def living(folder: Path) -> list[int]:
-    """Return the PIDs of live processes whose working directory is the folder, as for all processes of a run."""
+def live_processes(folder: Path) -> list[int]:
+    """Return the PIDs of live processes whose working directory is the folder, which all processes of a run share."""
     result = []
     for process in psutil.process_iter(["cwd", "status"]):
         if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:

@@ -50,7 +50,7 @@ Straight = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """Return a function from arguments to the folder of an uninterrupted run, cached for all tests."""
+    """Return a function that maps arguments to the folder of an uninterrupted run, cached for all tests."""
     known: dict[tuple[str, ...], Path] = {}
 
     def of(*args: str) -> Path:
@@ -92,7 +92,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     args = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
     pid = server.start(args, stopped)
     wait_until((stopped / "held").exists)
-    os.killpg(pid, number)  # to the data workers too, like a terminal or a scheduler
+    os.killpg(pid, number)  # a terminal or a scheduler also signals the data workers
     result = server.wait()
     assert result.code == 75, result.err
     assert "run=mine" in result.out
@@ -143,7 +143,7 @@ def test_a_finished_run_of_two_ranks_is_not_changed(server: ForkServer, tmp_path
     assert folder_state(tmp_path / "outputs" / "mine") == before
 
 
-def test_both_predicts_with_a_finished_run(server: ForkServer, tmp_path: Path) -> None:
+def test_the_command_both_predicts_with_a_finished_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(["new", "my_task.py"], tmp_path).code == 0
     args = ["both", "run=mine", "device=cpu", "monitor=off", "updates=2", "--task", "my_task.py"]
     assert server.run(args, tmp_path).code == 0

@@ -67,7 +67,7 @@ def predictions(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS)
-def test_readers_resumes_and_ranks_do_not_change_a_run_whose_samples_draw(
+def test_data_workers_resumes_and_ranks_do_not_change_random_samples(
     cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
@@ -78,7 +78,7 @@ def test_readers_resumes_and_ranks_do_not_change_a_run_whose_samples_draw(
     assert result.predictions == wanted.predictions
 
 
-def test_evaluations_between_updates_change_no_draws_of_training(
+def test_evaluations_between_updates_do_not_change_random_numbers_of_training(
     base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base

@@ -39,7 +39,9 @@ def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda words: words.split()[0])
-def test_a_kill_workers_and_ranks_do_not_change_the_run(sampler: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_resume_data_workers_and_ranks_do_not_change_results(
+    sampler: str, server: ForkServer, tmp_path: Path
+) -> None:
     args = f"sampler={sampler}"
     weights, losses = trained(server, tmp_path / "alone", f"{args} dataloader.num_workers=0")
     resumed, again = trained(server, tmp_path / "killed", f"{args} dataloader.num_workers=2", KILL)

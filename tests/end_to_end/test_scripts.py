@@ -96,15 +96,18 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    made = Checkout(tmp_path / "a check out", tmp_path / "stub", tmp_path / "a folder")
-    for folder in (made.root, made.stub, made.elsewhere):
+    checkout_copy = Checkout(tmp_path / "a check out", tmp_path / "stub", tmp_path / "a folder")
+    for folder in (checkout_copy.root, checkout_copy.stub, checkout_copy.elsewhere):
         folder.mkdir()
-    shutil.copytree(ROOT / "scripts", made.root / "scripts")
-    shutil.copy(ROOT / "pyproject.toml", made.root)
-    for name, text in {"python": FAKE_PYTHON.replace("@HERE@", str(made.stub)), "accel-run": FAKE_ACCEL_RUN}.items():
-        (made.stub / name).write_text(text)
-        (made.stub / name).chmod(0o755)
-    return made
+    shutil.copytree(ROOT / "scripts", checkout_copy.root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", checkout_copy.root)
+    for name, text in {
+        "python": FAKE_PYTHON.replace("@HERE@", str(checkout_copy.stub)),
+        "accel-run": FAKE_ACCEL_RUN,
+    }.items():
+        (checkout_copy.stub / name).write_text(text)
+        (checkout_copy.stub / name).chmod(0o755)
+    return checkout_copy
 
 
 # Creating the environment
@@ -135,7 +138,7 @@ def test_a_second_call_only_compares_the_stamp(checkout: Checkout, tmp_path: Pat
     assert checkout.calls() == []
 
 
-def test_extras_are_added_to_installed_ones(checkout: Checkout) -> None:
+def test_new_extras_are_added_to_installed_extras(checkout: Checkout) -> None:
     checkout.run("setup.sh", "dev")
     checkout.calls()
     checkout.run("setup.sh", "plots")
@@ -161,7 +164,7 @@ def test_torch_of_the_right_version_is_not_installed_again(checkout: Checkout) -
     assert checkout.calls() == [f"pip {checkout.root}[dev,plots]"]
 
 
-def test_run_installs_the_packages_of_the_tasks_data(checkout: Checkout) -> None:
+def test_run_installs_the_packages_that_the_data_of_a_task_needs(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "train", "task=cape", "updates=1").returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[cape]"]
     for word in ("task=gpt", "task=c.pe", "updates=2"):
@@ -175,13 +178,13 @@ def test_run_installs_the_packages_that_a_command_needs(checkout: Checkout, mode
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[{extra}]"]
 
 
-def test_the_help_of_setup_names_every_extra() -> None:
+def test_the_help_of_setup_lists_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     head = (ROOT / "scripts" / "setup.sh").read_text().partition("\nset -")[0]
     assert set(extras) <= set(re.findall(r"[a-z0-9]+", head))
 
 
-def test_an_unknown_extra_is_refused_before_anything_is_installed(checkout: Checkout) -> None:
+def test_an_unknown_extra_is_rejected_before_anything_is_installed(checkout: Checkout) -> None:
     done = checkout.run("setup.sh", "plot")
     assert done.returncode == 64
     assert "plots" in done.stderr
@@ -244,7 +247,7 @@ def test_two_concurrent_calls_install_once(checkout: Checkout) -> None:
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}"]
 
 
-def test_a_python_that_is_too_old_is_reported(checkout: Checkout) -> None:
+def test_an_outdated_python_is_reported(checkout: Checkout) -> None:
     (checkout.stub / "old").touch()
     done = checkout.run("setup.sh")
     assert done.returncode == 71
@@ -254,7 +257,7 @@ def test_a_python_that_is_too_old_is_reported(checkout: Checkout) -> None:
 # run.sh
 
 
-def test_without_a_mode_and_a_terminal_usage_goes_to_stderr(checkout: Checkout) -> None:
+def test_a_call_without_a_mode_outside_a_terminal_prints_usage_to_stderr(checkout: Checkout) -> None:
     done = checkout.run("run.sh")
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr.startswith("usage: ")
@@ -262,7 +265,7 @@ def test_without_a_mode_and_a_terminal_usage_goes_to_stderr(checkout: Checkout) 
 
 
 @pytest.mark.parametrize("mode", ["trian", "@", "*", "task=gpt", "--version", "train inference"])
-def test_an_unknown_mode_is_refused(checkout: Checkout, mode: str) -> None:
+def test_an_unknown_mode_is_rejected(checkout: Checkout, mode: str) -> None:
     done = checkout.run("run.sh", mode)
     assert (done.returncode, done.stdout) == (64, "")
     first, *others = done.stderr.splitlines()
@@ -291,7 +294,7 @@ def test_every_command_of_accel_run_is_a_mode(checkout: Checkout) -> None:
         assert f"\n  {command} " in shown
 
 
-def test_a_fresh_machine_is_set_up_and_runs_where_the_user_is(checkout: Checkout) -> None:
+def test_the_first_call_runs_setup_and_keeps_working_directory_and_arguments(checkout: Checkout) -> None:
     done = checkout.run("run.sh", "train", "task.name=a b", "+hardware=t4", "x=*")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -357,10 +360,12 @@ def proved(checkout: Checkout) -> Checkout:
     return checkout
 
 
-def test_tests_are_repeated_idle_busy_and_on_one_core(proved: Checkout) -> None:
+def test_prove_tests_repeats_tests_idle_under_load_and_on_one_core(proved: Checkout) -> None:
     done = proved.run("prove_tests.sh", "5", "tests/plan", "-x")
     seen = [tuple(map(int, line.split())) for line in (proved.root / "seen").read_text().splitlines()]
-    assert [children for _, children in seen] == [1, 1, 1, 4, 1], "the tests, and the loads"
+    assert [children for _, children in seen] == [1, 1, 1, 4, 1], (
+        "the test process, and the processes that generate load"
+    )
     assert seen[-1][0] == 1
     assert (proved.root / "given").read_text() == "tests/plan -x\n" * 5
     assert done.returncode == 1
@@ -371,7 +376,7 @@ def test_tests_are_repeated_idle_busy_and_on_one_core(proved: Checkout) -> None:
     shutil.rmtree(log.parent)
 
 
-def test_repeated_tests_that_pass_leave_no_log(
+def test_prove_tests_leaves_no_log_if_all_tests_pass(
     proved: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -382,7 +387,7 @@ def test_repeated_tests_that_pass_leave_no_log(
 
 
 @pytest.mark.parametrize("number", ["0", "ten", "-1"])
-def test_a_number_of_repetitions_is_checked_first(number: str, proved: Checkout) -> None:
+def test_an_invalid_number_of_repetitions_is_rejected_before_any_test_runs(number: str, proved: Checkout) -> None:
     assert proved.run("prove_tests.sh", number).returncode == 64
     assert not (proved.root / "seen").exists()
 
@@ -392,14 +397,14 @@ def test_a_number_of_repetitions_is_checked_first(number: str, proved: Checkout)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-def test_the_scripts_are_clean() -> None:
+def test_shellcheck_reports_nothing() -> None:
     command = ["shellcheck", "--external-sources", *SCRIPTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_scripts_can_be_called(script: Path) -> None:
+def test_the_scripts_are_executable(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 

@@ -57,7 +57,7 @@ def assert_close(one: Result, other: Result) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "length" in kind or kind == "plain"])
 @pytest.mark.parametrize("shards", ["data.shards=1", "data.shards=4 data.shards_per_update=2"])
 @pytest.mark.parametrize("way", ON_RANKS)
-def test_a_kill_workers_and_ranks_do_not_change_the_run(
+def test_a_resume_data_workers_and_ranks_do_not_change_results(
     kind: str, shards: str, way: str, server: ForkServer, tmp_path: Path
 ) -> None:
     length = "epochs=2" if "length" in kind else "updates=18"
@@ -86,7 +86,7 @@ WRONG = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
-def test_settings_that_a_stream_excludes_are_refused(
+def test_settings_that_do_not_work_with_a_stream_are_rejected(
     args: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = server.run(f"{TRAIN} {args}", tmp_path)
@@ -95,7 +95,7 @@ def test_settings_that_a_stream_excludes_are_refused(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resume_with_a_different_number_of_shards_is_rejected(server: ForkServer, tmp_path: Path) -> None:
     more = "updates=5 resume_allow=[updates]"
     result = [server.run(f"{TRAIN} {args}", tmp_path) for args in ("updates=3", f"{more} data.shards=2", more)]
     assert [each.code for each in result] == [0, 88, 0]
@@ -121,7 +121,7 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
                 expected_s = sum((mark.item - mark.passed) * mark.sample_s for mark in shards)
     assert [key for key, rows in replays.items() if rows] == [("stopped", 6)]
     (replay,) = replays["stopped", 6]
-    assert replay["samples"] == 24, "of three updates, read again"
+    assert replay["samples"] == 24, "the samples of three updates are read again"
     assert replay["expected_s"] == expected_s > 0
     whole, resumed = (newest_valid(tmp_path / folder / "outputs/mine/checkpoints") for folder in ("whole", "stopped"))
     assert whole is not None
@@ -131,6 +131,6 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_a_trained_run_is_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trained_run_can_be_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
     lines = (f"{TRAIN} updates=3", "evaluate run=mine split=train evaluate.samples=20")
     assert [server.run(line, tmp_path).code for line in lines] == [0, 0]

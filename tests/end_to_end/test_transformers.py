@@ -102,7 +102,7 @@ TWO = "parallelism=ddp parallelism.world_size=2"
     ("kind", "args"),
     [("gpt2", ""), ("gpt2", "micro_batch_size=8"), ("gpt2", f"{TWO} parallelism.shares=[19,13]"), ("bert", TWO)],
 )
-def test_a_model_trains_as_in_a_plain_loop(kind: str, args: str, server: ForkServer, tmp_path: Path) -> None:
+def test_training_matches_a_plain_loop(kind: str, args: str, server: ForkServer, tmp_path: Path) -> None:
     expected, loss = by_hand(kind)
     weights, metrics = trained(server, tmp_path, kind, args)
     result, wanted = ({name: each.tolist() for name, each in one.items()} for one in (weights, expected))
@@ -111,7 +111,7 @@ def test_a_model_trains_as_in_a_plain_loop(kind: str, args: str, server: ForkSer
     assert ("val/metrics.accuracy" in metrics) == (kind == "bert")
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(server: ForkServer, tmp_path: Path) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole, _ = trained(server, tmp_path / "whole", "gpt2")
@@ -172,8 +172,8 @@ def test_each_head_uses_the_loss_of_its_model(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
-def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
-    """By default, decoders have a cache, to which a recomputed block would append its keys a second time."""
+def test_activation_checkpointing_does_not_change_gradients(kind: str) -> None:
+    """By default, decoders have a cache, and a recomputed block would append its keys a second time."""
     gradients = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
-def test_untrainable_configurations_are_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_loss_and_a_missing_dataset_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TaskFault):
         select_loss(torch.nn.Linear(1, 1))
     with pytest.raises(InputMissing):

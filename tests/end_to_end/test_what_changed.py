@@ -85,7 +85,7 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function from how the dataset draws random numbers to the folder of a finished run."""
+    """Return a function that maps how the dataset draws random numbers to the folder of a finished run."""
 
     @cache
     def of_draws(name: str) -> Path:
@@ -126,12 +126,12 @@ def test_equal_code_and_data_are_not_reported(
     assert result.code == 0, result.err
     assert "changed" not in result.err
     assert changes(folder) == []
-    assert ("sample_rng" in result.err) == (draws == "own"), "only the own generator is warned of"
+    assert ("sample_rng" in result.err) == (draws == "own"), "there is a warning only for a generator of the task"
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("lines", [90, 102])
-def test_a_data_set_of_another_length_is_refused_without_changing_the_run(
+def test_a_dataset_of_different_length_is_rejected_without_changing_the_run(
     server: ForkServer, copied: Path, lines: int
 ) -> None:
     write(copied, {"data.txt": "\n".join(str(0.01 * number) for number in range(lines))})
@@ -160,7 +160,7 @@ def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, co
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("draws", ["never", "global"])
-def test_changed_samples_are_named_and_recorded(
+def test_changed_samples_are_reported_and_recorded(
     server: ForkServer, trained: Callable[[str], Path], tmp_path: Path, draws: str
 ) -> None:
     folder = of(trained(draws), tmp_path)
@@ -175,17 +175,17 @@ def test_changed_samples_are_named_and_recorded(
     assert again.code == 0, again.err
     assert changes(folder) == [(30, [], ["train sample 50"])], "the history is kept, and the run now has the new data"
     state = json.loads((folder / "outputs/mine/checkpoints/update-0000000050/state.json").read_text())
-    assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "in checkpoints, too"
+    assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "checkpoints record it as well"
 
 
-def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer, copied: Path) -> None:
+def test_changes_of_the_task_file_and_its_imports_are_reported_and_recorded(server: ForkServer, copied: Path) -> None:
     write(copied, {"helpers/unit.py": "UNIT = 2.0\n", "mine.py": TASK + "\n# edited\n"})
     result = resumed(server, copied)
     assert result.code == 0, result.err
     assert "helpers/unit.py" in result.err
     assert [files for _, files, _ in changes(copied)] == [["helpers/unit.py", "mine.py"]]
     state = json.loads((copied / "outputs/mine/checkpoints/update-0000000040/state.json").read_text())
-    below = [name for name in sorted(state["code"]) if not name.startswith("..")]  # modules of the tests are elsewhere
+    below = [name for name in sorted(state["code"]) if not name.startswith("..")]  # without modules of the tests
     assert below == [
         "draws.py",
         "helpers/__init__.py",
@@ -193,11 +193,11 @@ def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer,
         "helpers/unit.py",
         "mine.py",
     ]
-    assert len(state["changes"]) == 1, "the checkpoint records it, too"
+    assert len(state["changes"]) == 1, "the checkpoint records it as well"
 
 
 @pytest.mark.slow
-def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_path: Path) -> None:
+def test_code_is_recorded_as_it_was_at_the_start_of_the_run(server: ForkServer, tmp_path: Path) -> None:
     """A file edited during training is not the code that the run uses."""
     edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
     edits += "    return 0.0\n"
@@ -222,7 +222,7 @@ def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tm
     assert [(each["phase"], each["files"]) for each in record(tmp_path)["changes"]] == [("two", ["mine.py"])]
 
 
-def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copied: Path) -> None:
+def test_checkpoints_without_records_of_code_and_data_can_be_resumed(server: ForkServer, copied: Path) -> None:
     """Earlier versions did not write these records."""
     from runner.durable import checkpoint as checkpoints
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path
 
 
 @pytest.mark.slow
-def test_only_checkpoints_of_another_run_are_refused(server: ForkServer, copied: Path) -> None:
+def test_a_folder_with_only_checkpoints_of_another_run_is_rejected(server: ForkServer, copied: Path) -> None:
     mine = copied / "outputs" / "mine" / "checkpoints"
     other = server.run(WORDS.replace("run=mine", "run=other"), copied)
     assert other.code == 0, other.err
@@ -278,7 +278,7 @@ def test_only_checkpoints_of_another_run_are_refused(server: ForkServer, copied:
         assert resumed(server, copied).code == 65
 
 
-def test_a_run_that_was_renamed_is_resumed_twice(server: ForkServer, copied: Path) -> None:
+def test_a_renamed_run_can_be_resumed_repeatedly(server: ForkServer, copied: Path) -> None:
     (copied / "outputs" / "mine").rename(copied / "outputs" / "renamed")
     for updates in (40, 50):
         result = resumed(server, copied, f"resume renamed updates={updates} resume_allow=[updates]")
@@ -295,7 +295,7 @@ def elsewhere(server: ForkServer, copied: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_the_run(
+def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected_without_changing_the_run(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
     there = copied / "outputs" / "mine" / "checkpoints" / elsewhere.name
@@ -317,7 +317,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_th
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
+def test_a_checkpoint_of_another_run_with_the_same_name_is_accepted_if_allowed(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
     shutil.copytree(elsewhere, copied / "outputs" / "mine" / "checkpoints" / elsewhere.name)
@@ -331,7 +331,9 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     (adopted,) = actual["adopted"]
     assert (adopted["uid"], adopted["checkpoint"]) == (uid_of(elsewhere), elsewhere.name)
     assert uid_of(copied / "outputs/mine/checkpoints/update-0000000070") == own
-    result = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is its own now
+    result = server.run(
+        WORDS + " updates=80 resume_allow=[updates]", copied
+    )  # the adopted checkpoint now belongs to this run
     assert result.code == 0, result.err
     assert record(copied)["adopted"] == [adopted]
     assert uid_of(elsewhere) not in server.run("status mine", copied).out
@@ -344,7 +346,7 @@ def uid_of(checkpoint: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, copied: Path) -> None:
+def test_a_moved_or_copied_run_folder_can_be_resumed(server: ForkServer, copied: Path) -> None:
     shutil.copytree(copied / "outputs", copied / "copy")
     (copied / "outputs").rename(copied / "moved")
     for root in ("copy", "moved"):
@@ -353,7 +355,7 @@ def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, co
         assert "resumes after update 30" in result.out
 
 
-def test_checkpoints_that_were_moved_without_their_run_are_resumed(server: ForkServer, copied: Path) -> None:
+def test_checkpoints_moved_without_their_run_can_be_resumed(server: ForkServer, copied: Path) -> None:
     uid = record(copied)["uid"]
     (copied / "new" / "mine").mkdir(parents=True)
     shutil.move(copied / "outputs/mine/checkpoints", copied / "new" / "mine")
@@ -372,7 +374,7 @@ def _flipped(uid: str) -> str:
 @pytest.mark.parametrize(
     "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
 )
-def test_a_run_with_a_damaged_uid_adopts_that_of_its_checkpoints(
+def test_a_run_with_a_damaged_uid_takes_the_uid_of_its_checkpoints(
     server: ForkServer, copied: Path, damage: Callable[[str], Any]
 ) -> None:
     actual = record(copied)
@@ -385,7 +387,7 @@ def test_a_run_with_a_damaged_uid_adopts_that_of_its_checkpoints(
 
 
 @pytest.mark.slow
-def test_a_run_started_from_another_or_fresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
+def test_a_run_started_from_another_run_or_with_resume_fresh_is_a_new_run(server: ForkServer, copied: Path) -> None:
     uids = [record(copied)["uid"]]
     result = server.run(
         WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied

@@ -114,21 +114,23 @@ ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
 HOURS = pytest.mark.timeout(7200)  # the long form repeats a test, with other moments of the fault
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
 test_ranks = copied(faults.test_ranks, ONE, SLOW, HOURS)
-test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_others_resume, ONE, SLOW)
+test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
 test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
-test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_lost, LONG)
-test_a_loss_that_is_not_finite = copied(whole_runs.test_a_loss_that_is_not_finite_ends_all_ranks_with_82, LONG)
+test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_reported_as_lost, LONG)
+test_a_loss_that_is_not_finite = copied(whole_runs.test_a_non_finite_loss_ends_all_ranks_with_exit_code_82, LONG)
 test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE, SLOW)
 test_a_second_signal = copied(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
-test_a_killed_launcher = copied(whole_runs.test_no_process_is_left_when_the_launcher_is_killed, LONG)
+test_a_killed_launcher = copied(whole_runs.test_no_process_remains_after_the_launcher_is_killed, LONG)
 test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
 test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
 test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
-test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues_without_them, LONG)
-test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
+test_bad_samples = copied(whole_runs.test_training_continues_if_a_rank_has_only_bad_samples, LONG)
+test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_bitwise_equal, LONG)
 test_an_exact_sum = copied(own_tables.test_a_custom_exact_all_reduce_trains_bitwise_like_ddp, SLOW)
 test_a_wrong_sum = copied(own_tables.test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update, SLOW)
-test_a_sum_that_returns_its_result = copied(own_tables.test_a_sum_that_returns_its_result_ends_the_run, SLOW)
+test_a_sum_that_returns_its_result = copied(
+    own_tables.test_a_custom_all_reduce_that_returns_its_result_ends_the_run, SLOW
+)
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
@@ -235,7 +237,7 @@ NO_FAILURE = {
     "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_it",
     "faults/test_signals_of_runs.py::test_the_suite_detects_a_worker_that_exits",
     "distributed/test_pipelined.py::test_the_error_for_a_task_without_layers_says_what_to_define",
-    "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_are_the_same_in_a_pipeline",
+    "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process",
     "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects",
     "distributed/test_sharded_evaluation.py::test_failed_calls_leave_no_weights_gathered_and_no_rank_waiting",
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks",
@@ -244,28 +246,28 @@ NO_FAILURE = {
     "distributed/test_sharded_evaluation.py::test_a_collective_of_a_group_without_this_rank_does_not_count_as_one_of_all_ranks",
     "distributed/test_sharded_evaluation.py::test_calling_a_submodule_directly_is_an_error",
     "distributed/test_world.py::test_the_rendezvous_timeout_grows_with_the_number_of_ranks",
-    "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
-    "end_to_end/test_coupled_runs.py::test_unsupported_strategies_are_refused_by_name",
-    "end_to_end/test_objective_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
-    "end_to_end/test_objective_runs.py::test_untrainable_configurations_are_refused",
-    "end_to_end/test_mosaicml.py::test_ranks_and_a_kill_do_not_change_the_training",
-    "end_to_end/test_package_streams.py::test_ranks_and_a_kill_do_not_change_the_training",
+    "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_bitwise_equal",
+    "end_to_end/test_coupled_runs.py::test_the_error_for_an_unsupported_strategy_names_the_setting",
+    "end_to_end/test_objective_runs.py::test_a_resumed_run_is_bitwise_equal",
+    "end_to_end/test_objective_runs.py::test_configurations_that_cannot_be_trained_are_rejected",
+    "end_to_end/test_mosaicml.py::test_ranks_and_a_resume_after_a_kill_do_not_change_training",
+    "end_to_end/test_package_streams.py::test_ranks_and_a_resume_after_a_kill_do_not_change_training",
     "end_to_end/test_own_tables.py::test_a_custom_loader_trains_bitwise_like_the_shipped_one",
-    "end_to_end/test_phases.py::test_invalid_options_of_a_later_phase_are_reported_before_the_first_one",
-    "end_to_end/test_own_tables.py::test_plan_explain_and_completion_know_the_options",
+    "end_to_end/test_phases.py::test_invalid_options_of_a_later_phase_are_reported_before_the_first_phase",
+    "end_to_end/test_own_tables.py::test_plan_explain_completion_and_help_know_custom_options",
 } | {
     f"end_to_end/test_ranks.py::{test.__name__}"
     for test in (
-        whole_runs.test_one_and_two_ranks_by_any_strategy_have_the_same_curve,
-        whole_runs.test_two_copies_of_a_divided_model_have_the_same_curve,
+        whole_runs.test_two_ranks_with_any_strategy_have_the_loss_curve_of_one_process,
+        whole_runs.test_two_copies_of_a_divided_model_have_the_loss_curve_of_one_process,
         whole_runs.test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline,
-        whole_runs.test_a_model_trained_on_ranks_is_used_by_one_process,
+        whole_runs.test_one_process_can_use_a_model_trained_on_ranks,
         whole_runs.test_the_straggler_is_reported,
         whole_runs.test_bad_samples_of_any_rank_are_listed,
         whole_runs.test_reaching_the_time_limit_saves_exactly_one_checkpoint,
-        whole_runs.test_buffers_of_any_type_and_layout_start_equal,
-        whole_runs.test_a_fit_may_call_the_model,
-        whole_runs.test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy,
+        whole_runs.test_buffers_of_any_type_and_layout_start_equal_on_all_ranks,
+        whole_runs.test_a_fit_can_call_the_model,
+        whole_runs.test_sharded_checkpoints_resume_on_any_number_of_ranks_with_any_strategy,
         whole_runs.test_impossible_configurations_are_reported_before_ranks_start,
     )
 }
