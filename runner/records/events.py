@@ -122,6 +122,7 @@ class _Appender:
         self.num_lost = 0
         self._descriptor = -1
         self._is_open = path is not None
+        self._is_torn = False  # the file ends with part of a line, because the disk became full
         if path is not None:
             with contextlib.suppress(OSError), open_parent(path) as (folder, name):
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MAX_LOG_BYTES:
@@ -139,8 +140,9 @@ class _Appender:
         if not self._is_open:
             return
         try:
-            data = text.encode(errors="backslashreplace")
-            self.num_lost += os.write(self._descriptor, data) != len(data)
+            data = b"\n" * self._is_torn + text.encode(errors="backslashreplace")
+            self._is_torn = os.write(self._descriptor, data) != len(data)
+            self.num_lost += self._is_torn
         except OSError:
             self.num_lost += 1
 

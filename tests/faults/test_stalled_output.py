@@ -145,3 +145,23 @@ def cross_entropy(*given, **named):
     return real(*given, **named)
 F.cross_entropy = cross_entropy
 """
+
+
+def test_a_full_disk_for_the_log_does_not_block_training(server: ForkServer, tmp_path: Path) -> None:
+    result = server.run([*BASE, "dataloader.num_workers=0", "updates=20"], tmp_path, before=FULL_DISK)
+    run = tmp_path / "outputs" / "mine"
+    assert result.code == 0, result.err
+    assert updates(run) == list(range(1, 21))
+    assert (run / "console.log").read_text() == ""
+    assert str(run.relative_to(tmp_path)) in result.out
+
+
+FULL_DISK = """
+import errno, os
+real = os.write
+def write(descriptor, data):
+    if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/console.log"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(descriptor, data)
+os.write = write
+"""

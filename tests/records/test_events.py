@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import stat
 import sys
@@ -136,6 +138,28 @@ def test_a_full_disk_loses_rows_and_counts_them(capsys: pytest.CaptureFixture[st
     console.info("still heard")
     console.close()
     assert capsys.readouterr().out == "still heard\n"
+
+
+def test_an_incomplete_line_of_a_full_disk_ends_before_the_next_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, free = os.write, [10, 0, 0, 1 << 20]  # bytes of each call; 0 fails
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if not (num_free := free.pop(0)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:num_free])
+
+    events = Events(tmp_path / "events.jsonl")
+    monkeypatch.setattr(os, "write", limited)
+    for update in range(4):
+        events.record("saved", update=update)
+    monkeypatch.undo()
+    events.record("saved", update=4)
+    assert events.num_lost == 3
+    events.close()
+    _, *complete = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in complete] == [3, 4]
 
 
 def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
