@@ -54,7 +54,7 @@ def test_each_module_that_depends_on_the_division_is_named(snapshot: SnapshotAss
     [(NORMS, WHOLE, False), (DROPOUTS, WHOLE, False), (NORMS, UNEQUAL, True), (INDEPENDENT, BOTH, False)],
     ids=["one batch norm", "one dropout", "synchronized", "independent"],
 )
-def test_nothing_is_noted_of_an_update_that_equals_that_of_one_batch(
+def test_an_update_that_equals_that_of_an_undivided_batch_causes_no_note(
     model: nn.Module, batch: Batch, is_sync_norm: bool
 ) -> None:
     assert not describe_dependence(model, batch, is_sync_norm=is_sync_norm)

@@ -40,7 +40,7 @@ class Moved(Regression):
 
 
 @pytest.mark.parametrize("change", ["one.lerp_(other, 0.1)", "one.data = one.data * 0.9 + other.data * 0.1"])
-def test_begin_update_that_moves_weights_in_each_call_is_refused(
+def test_begin_update_that_moves_weights_in_each_call_is_rejected(
     change: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """It is called again after a resume, which would move them twice."""
@@ -68,7 +68,9 @@ REPEATABLE = {
 
 
 @pytest.mark.parametrize("change", REPEATABLE.values(), ids=REPEATABLE)
-def test_begin_update_may_set_what_depends_on_the_progress(change: str, server: ForkServer, tmp_path: Path) -> None:
+def test_begin_update_can_set_state_that_depends_only_on_the_progress(
+    change: str, server: ForkServer, tmp_path: Path
+) -> None:
     (tmp_path / "moved.py").write_text(TASK.replace("HERE", change))
     result = server.run("train --task moved.py run=mine device=cpu monitor=off", tmp_path)
     assert result.code == 0, result.err

@@ -129,7 +129,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_updates", [20, 200, 2000])
 @pytest.mark.parametrize("slowed_s", [0.05, 0.5, 3.0])
-def test_best_checkpoints_keep_the_share_of_the_time(
+def test_best_checkpoints_stay_within_the_save_budget(
     num_updates: int, slowed_s: float, tmp_path: Path, clock: Clock
 ) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=slowed_s)
@@ -170,7 +170,7 @@ def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("keep_best", "bests"), [(1, [(1.0, 2)]), (2, [(1.0, 2), (3.0, 1)])])
-def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume(
+def test_a_best_checkpoint_written_after_a_newer_one_is_found_on_resume(
     tmp_path: Path, clock: Clock, keep_best: int, bests: list[tuple[float, int]]
 ) -> None:
     """It was held while the newer checkpoint was saved; then the run failed or was killed."""
@@ -300,7 +300,7 @@ def rows(run: Path) -> dict[int, float]:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("end", ["done", "failed"])
-def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer, tmp_path: Path, end: str) -> None:
+def test_a_short_run_saves_its_best_and_its_last_checkpoint(server: ForkServer, tmp_path: Path, end: str) -> None:
     args = [*RUN, *(["task.fail_at=35"] if end == "failed" else [])]
     result = server.run(args, tmp_path)
     assert result.code == (0 if end == "done" else 70), result.err
@@ -319,7 +319,7 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
 
 
 @pytest.mark.slow
-def test_a_lost_best_checkpoint_is_not_compared_with(server: ForkServer, tmp_path: Path) -> None:
+def test_new_checkpoints_are_not_compared_with_a_lost_best_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(RUN, tmp_path)
     assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"

@@ -361,7 +361,7 @@ def test_a_batch_is_named_if_its_samples_cannot_be_collated_alone(search: Search
         ("gradient", True, None),
     ],
 )
-def test_the_micro_batch_of_a_loss_is_named(
+def test_the_micro_batch_of_a_non_finite_loss_or_gradient_is_named(
     fault: str, is_lockstep: bool, samples: list[int] | None, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With collectives in the model, backward passes are not repeated, and the weights are gathered without them."""
@@ -406,7 +406,9 @@ def test_weights_that_are_not_finite_before_the_update_are_named(
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
-def test_a_late_check_searches_the_update_before_and_names_what_the_step_changed(kernel: str, tmp_path: Path) -> None:
+def test_a_late_check_searches_the_previous_update_and_names_weights_changed_by_the_step(
+    kernel: str, tmp_path: Path
+) -> None:
     """A fused optimizer skips the step of an overflow itself."""
     with searching(tmp_path, f"optimizer.kernel={kernel}") as search:
         torch.nn.init.constant_(search.task.model[0].weight, torch.nan)
@@ -460,7 +462,7 @@ def test_ranks_without_items_are_a_fault_only_if_all_are(
 
 @pytest.mark.parametrize("is_coupled", [True, False])
 @pytest.mark.parametrize("is_lockstep", [True, False])
-def test_a_repetition_that_is_finite_names_no_sample(
+def test_no_sample_is_named_if_the_repeated_update_is_finite(
     is_lockstep: bool, is_coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward passes are not repeated if they contain collectives."""

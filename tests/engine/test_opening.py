@@ -66,7 +66,7 @@ def opened(
         yield open_other_rank(job_of(folder, *args), Other(path, local_rank), stack, stack.enter_context(StopRequest()))
 
 
-def test_a_rank_reads_the_checkpoint_of_the_first_one_without_hashing_it_again(
+def test_a_rank_reads_the_checkpoint_of_the_first_rank_without_hashing_it_again(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     content = (checkpoint / "model.safetensors").read_bytes()

@@ -110,7 +110,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load(newest_first(folder / "checkpoints")[0]).tensors("model")
 
 
-def test_a_hook_that_changes_weights_equals_a_plain_loop(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_hook_can_change_weights_after_an_update(write: Callable[[str], Path], tmp_path: Path) -> None:
     file = write(TASK)
     train = ["train", "--task", str(file), *WORDS, "hook.drift.size=0.25"]
     assert main([*train, "run=own", "updates=1"]) == 0
@@ -121,7 +121,7 @@ def test_a_hook_that_changes_weights_equals_a_plain_loop(write: Callable[[str], 
     assert not rows(tmp_path / "outputs" / "none", "drift/sum")
 
 
-def test_the_state_of_a_hook_resumes_bit_for_bit(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_state_of_a_hook_is_restored_bitwise_on_resume(write: Callable[[str], Path], tmp_path: Path) -> None:
     train = ["train", "--task", str(write(TASK)), *WORDS]
     assert main([*train, "run=straight", "updates=8"]) == 0
     assert main([*train, "run=parts", "updates=4"]) == 0
@@ -147,7 +147,7 @@ def test_hooks_run_identically_on_one_and_two_ranks(write: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_hook_that_changes_weights_differently_on_each_rank_is_warned_about(
+def test_a_hook_that_changes_weights_differently_on_each_rank_causes_a_warning(
     draws: bool, write: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only the weights of rank 0 are saved and evaluated."""
@@ -157,7 +157,7 @@ def test_a_hook_that_changes_weights_differently_on_each_rank_is_warned_about(
     assert ("torch.Generator" in "".join(capfd.readouterr())) == draws
 
 
-def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable[[str], Path]) -> None:
+def test_a_changed_hook_setting_must_be_allowed_on_resume(write: Callable[[str], Path]) -> None:
     train = ["train", "--task", str(write(TASK)), *WORDS, "run=first"]
     assert main([*train, "updates=2"]) == 0
     longer = [*train, "updates=3", "hook.drift.size=0.5"]
@@ -202,7 +202,7 @@ def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
         '{"sum": self.sum.to("meta")}',
     ],
 )
-def test_a_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_update(
+def test_a_state_that_a_checkpoint_cannot_store_is_rejected_before_the_first_update(
     state: str, write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(TASK.replace('{"seen": self.seen, "sum": self.sum}', state))
@@ -218,7 +218,7 @@ def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str]
     assert rows(tmp_path / "outputs" / "mean", "drift/seen") == [*range(1, 7)]
 
 
-def test_readings_may_be_numbers_of_any_library(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_readings_can_be_numbers_of_any_library(write: Callable[[str], Path], tmp_path: Path) -> None:
     readings = "{'one': 1, 'two': torch.tensor([2.0]), 'three': numpy.float32(3.0), 'four': None}"
     text = TASK.replace("def state_dict", f"def readings(self):\n        return {readings}\n    def state_dict")
     assert main(["train", "--task", str(write(f"import numpy\n{text}")), *WORDS, "run=own", "updates=2"]) == 0
@@ -234,7 +234,7 @@ def test_readings_cannot_replace_built_in_columns(name: str, write: Callable[[st
     assert name in problem["what"]
 
 
-def test_a_checkpoint_has_the_state_of_its_update(
+def test_a_checkpoint_has_the_hook_state_of_its_update(
     write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state is written by a thread while training goes on and changes it."""
@@ -255,7 +255,7 @@ def test_a_checkpoint_has_the_state_of_its_update(
     }
 
 
-def test_a_stop_just_before_a_save_without_time_ends_with_this_update(
+def test_a_stop_signal_in_a_hook_without_time_to_save_ends_the_run_with_this_update(
     write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Hooks of the task run between the decision of an update to stop and its save."""
@@ -269,7 +269,7 @@ def test_a_stop_just_before_a_save_without_time_ends_with_this_update(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_hook_ends_a_phase_as_its_last_update_does(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_hook_can_end_a_phase_like_its_last_update(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
     """The phase is evaluated and finished, the next one follows, and a resumed run does not continue the first one."""
     text = TASK.replace("HOOKS =", 'PHASES = {"one": {}, "two": {"needs": ["one"]}}\nHOOKS =')
     ends = 'if self.phase.name == "one" and self.seen == 2:\n            self.phase.stop()'
@@ -307,7 +307,7 @@ def test_a_hook_ends_a_phase_as_its_last_update_does(ranks: int, write: Callable
         (["updates=6", "hook.drift.size=5"], "hook", [1, 2, 3, 4, 5]),
     ],
 )
-def test_a_phase_that_a_hook_has_ended_continues_with_other_settings(
+def test_a_phase_ended_by_a_hook_continues_only_with_changed_settings(
     more: list[str], allow: str, seen: list[int], write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     text = TASK.replace(
@@ -326,7 +326,7 @@ def test_a_phase_that_a_hook_ends_at_its_start_has_one_update(write: Callable[[s
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1]
 
 
-def test_a_hook_may_change_the_model_that_is_evaluated(
+def test_a_hook_can_change_the_model_for_evaluation(
     write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = """@staticmethod
@@ -392,7 +392,7 @@ TEACHER = (
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_hook_may_copy_the_parameters_and_buffers_of_a_student(
+def test_a_hook_can_copy_the_parameters_and_buffers_of_a_student(
     ranks: int, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The frozen parameters that it changes are treated as buffers, but `buffers()` of the teacher has no others."""
@@ -408,7 +408,7 @@ def test_a_hook_may_copy_the_parameters_and_buffers_of_a_student(
 
 
 @pytest.mark.slow
-def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
+def test_hooks_of_a_packaged_task_are_off_until_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"package_{tmp_path.name}"
@@ -469,7 +469,7 @@ MEDIA = TASK.replace(
 
 
 @pytest.mark.filterwarnings("default")  # raised by tensorboard
-def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_text_and_histograms_are_logged_to_tensorboard(write: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -486,7 +486,7 @@ def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Pat
 
 
 @pytest.mark.slow
-def test_images_text_and_histograms_are_in_the_folder_of_wandb(
+def test_images_text_and_histograms_are_logged_to_wandb(
     write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -534,12 +534,12 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (0, 3, 4, 5), (7,)])
-def test_a_tensor_that_is_not_an_image_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_tensor_that_is_not_an_image_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         encode_png(torch.zeros(shape))
 
 
-def test_wandb_gets_media_as_its_own_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_are_converted_to_the_types_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     image = base64.b64encode(encode_png(torch.zeros(1, 2, 3))[0]).decode()
     converted = tracker_process.wandb_value({"kind": "images", "png": [image]})
     assert [(type(one).__name__, one.image.size) for one in converted] == [("Image", (3, 2))]

@@ -87,7 +87,7 @@ def test_a_package_that_fails_to_import_ends_the_run_before_it_trains(
     ],
     ids=["module", "syntax", "table", "hooks", "module of a task", "no build", "name"],
 )
-def test_an_invalid_entry_point_is_one_problem_that_names_the_package(
+def test_an_invalid_entry_point_is_reported_as_one_problem_that_names_the_package(
     group: str, point: str, text: str, install: Callable[[str, str, str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = install(group, point, text)
@@ -131,7 +131,7 @@ def test_help_lists_the_settings_of_installed_packages(
     ],
     ids=["optimizer", "hook", "task"],
 )
-def test_a_definition_that_another_one_hides_is_named(
+def test_a_definition_hidden_by_another_package_is_reported(
     group: str, text: str, args: list[str], install: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("task.py").write_text(TASK)
@@ -180,7 +180,7 @@ PRECISIONS = {"halved": ("fp32", halved)}
 '''
 
 
-def test_a_package_may_bring_a_sampler_and_a_precision(
+def test_a_package_can_define_a_sampler_and_a_precision(
     install: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They train as those of a task file do, bit for bit."""

@@ -58,7 +58,9 @@ def test_on_a_slow_disk_a_checkpoint_still_has_the_state_of_its_update(tmp_path:
             assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
 
 
-def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_save_does_not_change_a_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gate(System):
         """Blocks the writer thread before it creates a folder, until the gate is open."""
 
@@ -116,7 +118,9 @@ class Broken(System):
         super().rename(source, target)
 
 
-def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_best_checkpoint_that_cannot_be_saved_does_not_replace_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
         updates, folder = phase.updates(), phase.run.directory.checkpoints
@@ -142,7 +146,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
         assert files.list_names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
 
 
-def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_retried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     monkeypatch.setattr(save_policy, "RETRY_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
@@ -177,7 +181,7 @@ def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
         assert files.list_names(folder) == there
 
 
-def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_needs_no_save_if_the_current_update_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.grace_s=1e-9") as phase:
         updates = phase.updates()
         for _ in range(2):
@@ -220,7 +224,7 @@ def test_the_writer_ends_before_the_run_is_closed_even_after_a_failure(
     assert writers == [False]
 
 
-def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Path) -> None:
+def test_rows_counted_by_a_checkpoint_are_synced_before_its_rename(tmp_path: Path) -> None:
     class Watched(System):
         def __init__(self) -> None:
             self.synced = 0
@@ -314,7 +318,7 @@ def test_a_timed_save_waits_for_the_disk_instead_of_blocking_training(tmp_path: 
         assert saving_of(phase).saver.save_cost.num_saves == 2
 
 
-def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
+def test_the_interval_follows_from_save_costs_and_is_restored_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as phase:

@@ -46,7 +46,7 @@ from tests.faults.recording import Quick
 
 
 @pytest.mark.parametrize("name", ["last", "../x", "a/b", ".", "..", "-x", "two words"])
-def test_a_name_outside_of_the_output_folder_is_refused(name: str) -> None:
+def test_invalid_run_names_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         choose_run_name(compose(Request((f"run={name}",))))
 
@@ -102,7 +102,7 @@ REFUSALS = [DataError("is damaged"), IncompatibleResume("differs"), MissingPacka
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_a_run_that_is_refused_before_it_begins_leaves_no_folder(
+def test_a_run_that_is_rejected_before_it_begins_leaves_no_folder(
     error: AccelRunError, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert failed(job, monkeypatch, "open_first_rank", raises(error)) is error
@@ -124,7 +124,7 @@ def test_only_a_missing_package_discards_a_run_that_has_begun(job: Job, monkeypa
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_an_earlier_run_is_not_discarded_with_a_refused_attempt(
+def test_an_earlier_run_is_not_discarded_with_a_rejected_attempt(
     error: AccelRunError, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert trained(job).code == Exit.DONE
@@ -191,7 +191,7 @@ def test_a_known_error_is_recorded_and_raised_unchanged(
     assert read_record(job.folder).process.state == "failed"
 
 
-def test_an_error_that_cannot_be_recorded_is_raised_itself(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_cannot_be_recorded_is_raised_unchanged(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = LookupError("of the runner")
     monkeypatch.setattr(RunAttempt, "fail", lambda *_: False)
     assert failed(job, monkeypatch, "run_phases", raises(cause)) is cause
@@ -211,9 +211,7 @@ def test_errors_of_torch_and_exits_are_translated(
     assert "error.json" not in error.problems[0].fix, "it is not an error of the runner"
 
 
-def test_an_attempt_that_ends_without_error_removes_that_of_an_earlier_one(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_successful_attempt_removes_the_error_of_an_earlier_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(job, monkeypatch, "run_phases", raises(DataError("is damaged")))
     assert trained(job) == SessionEnd(Exit.DONE, is_stop_requested=False)
     record = read_record(job.folder)
@@ -268,7 +266,7 @@ def calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.mark.parametrize(
     ("raised", "code", "should_wait"), [(None, 0, True), (LookupError("x"), 1, True), (KeyboardInterrupt(), 1, False)]
 )
-def test_a_training_that_ends_is_announced_to_all_that_observe_it(
+def test_the_end_of_training_is_announced_to_all_observers(
     raised: BaseException | None, code: int, should_wait: bool, calls: Calls
 ) -> None:
     if raised is not None:
@@ -285,13 +283,13 @@ def test_a_training_that_ends_is_announced_to_all_that_observe_it(
 
 
 @pytest.mark.parametrize("runs_inference", [False, True])
-def test_packages_of_every_phase_that_follows_are_checked_before_training(runs_inference: bool, calls: Calls) -> None:
+def test_packages_of_training_and_inference_are_checked_before_training(runs_inference: bool, calls: Calls) -> None:
     trained(replace(calls.job, runs_inference=runs_inference))
     (_, uses, _), _ = calls.notes["check_packages"]
     assert uses == ["train", *([INFERENCE] if runs_inference else [])]
 
 
-def test_a_mirror_learns_whether_the_run_has_checkpoints_of_its_own(calls: Calls) -> None:
+def test_start_mirroring_receives_whether_the_run_resumes(calls: Calls) -> None:
     for resumes in (False, True):
         trained(calls.job)
         assert calls.notes["start_mirroring"] == ((calls.run, None), {"resumes": resumes})
@@ -384,7 +382,7 @@ def test_measurements_of_a_failed_attempt_do_not_replace_those_of_a_complete_one
     assert read_record(job.folder).evidence == second.evidence
 
 
-def test_an_error_is_recorded_although_no_file_can_be_opened(job: Job, calls: Calls) -> None:
+def test_an_error_is_recorded_even_if_no_file_can_be_opened(job: Job, calls: Calls) -> None:
     opened: list[int] = []
 
     def exhaust(_: TrainingRun) -> None:

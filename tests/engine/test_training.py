@@ -65,7 +65,7 @@ class Raising(Task):
 """
 
 
-def test_an_error_with_its_own_message_is_raised_as_it_is_with_its_place(tmp_path: Path) -> None:
+def test_an_error_with_its_own_message_is_raised_unchanged_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(RAISING)
     settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
                 f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip

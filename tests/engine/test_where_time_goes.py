@@ -116,7 +116,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
-def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder: Path, env: dict[str, str]) -> None:
+def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
+    server: ForkServer, folder: Path, env: dict[str, str]
+) -> None:
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
     args = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
     result = evidence_of(server, folder, f"{args} evaluate.every=6 checkpoint=off", env)
@@ -144,7 +146,7 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
         assert row["perf/forward_ms"] == pytest.approx(9, abs=0.1)
 
 
-def test_checks_after_the_first_update_of_a_phase_are_start_up(server: ForkServer, folder: Path) -> None:
+def test_checks_after_the_first_update_of_a_phase_count_as_start_up(server: ForkServer, folder: Path) -> None:
     """The attribute that `loss` changes is checked with further passes, which no later update repeats."""
     (folder / "task.py").write_text(TASK + 'PHASES = {"one": {}, "two": {}}\n')
     result = evidence_of(server, folder, "task.forward=50 task.counts=true checkpoint=off log_every=1")
@@ -176,7 +178,7 @@ Slow.losses = property(lambda self: {"short": self.loss, "long": lambda *args: s
     assert re.findall(r"([\d.,]+) \w+s/s", line) == [format_rate(ends["long"])]
 
 
-def test_a_stopped_run_has_the_items_of_its_updates(server: ForkServer, folder: Path) -> None:
+def test_a_stopped_run_records_its_items_per_update(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} task.forward=50 updates=100", folder, {**VIRTUAL, "STOP_AT": "6"})
     assert result.code == 75, result.err
     evidence = read_record(folder / "outputs/r").evidence
@@ -217,7 +219,7 @@ def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder:
 
 
 @pytest.mark.slow
-def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
+def test_the_waiting_time_of_a_rank_is_reported(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     result = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
     assert len(result.ranks_s) == 2
@@ -297,7 +299,7 @@ def test_varying_shapes_are_counted(server: ForkServer, folder: Path) -> None:
     assert evidence_of(server, folder, "resume=fresh").num_batch_shapes == 1
 
 
-def test_a_fit_phase_has_timed_parts_too(server: ForkServer, folder: Path) -> None:
+def test_the_parts_of_a_fit_phase_are_timed(server: ForkServer, folder: Path) -> None:
     (folder / "task.py").write_text(
         TASK
         + """
@@ -323,7 +325,7 @@ Slow.losses = property(lambda self: {})
     assert result.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
 
 
-def test_a_difference_below_rounding_is_not_reported() -> None:
+def test_a_difference_in_optimizer_state_below_rounding_is_not_reported() -> None:
     assert len(state_note(2000, 1000)) == 1
     assert state_note(100 << 20, (100 << 20) - 1) == []
     assert state_note(1, 2) == []
@@ -336,7 +338,7 @@ timekeeping.host_peak_gib = lambda: 1.5 + torch.distributed.get_rank()
 """
 
 
-def test_the_peak_of_host_memory_is_that_of_the_rank_with_the_most(server: ForkServer, folder: Path) -> None:
+def test_the_peak_of_host_memory_is_the_highest_of_all_ranks(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} parallelism=ddp parallelism.world_size=2", folder, VIRTUAL, RANKS)
     assert result.code == 0, result.err
     assert "highest of 2 ranks" in result.out

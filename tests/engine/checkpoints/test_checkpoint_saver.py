@@ -43,7 +43,7 @@ def test_best_checkpoints_of_a_resumed_phase_are_restored(best_is: Any, sign: in
     assert not result.is_best(sign * 2.5)
 
 
-def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
+def test_as_many_best_checkpoints_are_kept_as_requested() -> None:
     result = saver(default(keep_best=3))
     for number, value in enumerate([5.0, 9.0, 7.0, 9.5, 1.0], start=1):
         is_best = result.is_best(value)
@@ -61,12 +61,12 @@ def test_the_first_of_equally_good_checkpoints_is_the_best(best_is: Any) -> None
     assert result.bests == [(0.5, 5), (0.5, 10)]
 
 
-def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> None:
+def test_the_newest_checkpoint_of_a_resumed_phase_is_the_one_it_starts_from() -> None:
     assert saver(default(), on_disk=12).newest_number() == 12
     assert saver(default()).newest_number() is None
 
 
-def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None:
+def test_a_resumed_run_derives_the_checkpoint_interval_from_earlier_save_costs() -> None:
     save_cost = SaveCost()
     for _ in range(10):
         save_cost.record_update(0.5, writing=False)
@@ -81,7 +81,7 @@ def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None
     assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saves may use 1 % of the time
 
 
-def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_takes_longer_than_the_interval_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, printed = 1000.0, list[str]()
     monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
     writer = BusyWriter()

@@ -47,7 +47,7 @@ def test_a_field_that_is_missing_or_has_the_wrong_type_is_rejected(start: Loaded
 
 
 @pytest.mark.parametrize("name", ["level", "metric"])
-def test_only_the_metric_of_a_schedule_may_be_a_string(name: str, start: LoadedCheckpoint) -> None:
+def test_only_the_metric_of_a_schedule_can_be_a_string(name: str, start: LoadedCheckpoint) -> None:
     valid = {"level": 0.5, "best": None, "metric": "val/loss", "mode": "min"}
     check_state(changed(start, lambda state, _: state.update(schedule=valid)))
     other = {**valid, name: 1.0 if name == "metric" else "val/loss"}
@@ -65,7 +65,9 @@ def test_only_the_metric_of_a_schedule_may_be_a_string(name: str, start: LoadedC
         (lambda _, manifest: manifest.pop("metrics_bytes"), "metrics_bytes"),
     ],
 )
-def test_inconsistent_fields_are_rejected(start: LoadedCheckpoint, change: Callable[..., Any], args: str) -> None:
+def test_inconsistent_or_invalid_fields_are_rejected(
+    start: LoadedCheckpoint, change: Callable[..., Any], args: str
+) -> None:
     with pytest.raises(DataError, match=args):
         check_state(changed(start, change))
 
@@ -85,9 +87,7 @@ def test_inconsistent_fields_are_rejected(start: LoadedCheckpoint, change: Calla
         lambda random: random.pop("python"),
     ],
 )
-def test_states_of_generators_that_would_read_beyond_their_words_are_refused(
-    start: LoadedCheckpoint, change: Callable[..., Any]
-) -> None:
+def test_invalid_states_of_random_generators_are_rejected(start: LoadedCheckpoint, change: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match="random"):
         check_state(changed(start, lambda state, _: change(state["random"])))
 

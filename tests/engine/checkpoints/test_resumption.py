@@ -49,7 +49,7 @@ def without(name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in changed().items() if other != name}
 
 
-def test_repeated_updates_are_those_of_the_resumed_phase(tmp_path: Path) -> None:
+def test_only_updates_of_the_resumed_phase_count_as_repeated(tmp_path: Path) -> None:
     rows = [{"phase": "one", "update": update} for update in (3, 7)]
     rows += [{"phase": "two", "update": update} for update in (2, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -81,7 +81,7 @@ def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
         (lambda: changed(**{"0.bias": torch.zeros(4, dtype=torch.float64)}), "0.bias"),  # would be rounded
     ],
 )
-def test_a_mismatched_model_is_refused_and_not_changed(
+def test_mismatched_weights_are_rejected_without_changing_the_model(
     given: Callable[[], dict[str, Tensor]], name: str, tmp_path: Path
 ) -> None:
     result = model()
@@ -111,7 +111,7 @@ def test_changes_of_settings_that_change_results_must_be_allowed_by_name(key: st
 
 
 @pytest.mark.parametrize(("before", "now"), [("mine", "ddp"), ("ddp", "mine"), ("mine", "other"), ("mine", "single")])
-def test_another_sum_of_gradients_must_be_allowed_by_name(before: str, now: str) -> None:
+def test_changing_from_or_to_a_custom_strategy_must_be_allowed_by_name(before: str, now: str) -> None:
     """Shipped strategies compute the same."""
     old, new = ({**BEFORE, "parallelism": name, f"parallelism.{name}": 1} for name in (before, now))
     with pytest.raises(IncompatibleResume) as caught:
@@ -120,7 +120,7 @@ def test_another_sum_of_gradients_must_be_allowed_by_name(before: str, now: str)
     assert compare(old, new, ["parallelism"])
 
 
-def test_the_keys_of_a_sum_of_gradients_must_be_allowed_by_name() -> None:
+def test_changes_of_custom_strategy_settings_must_be_allowed_by_name() -> None:
     old = {**BEFORE, "parallelism": "mine", "parallelism.bits": 8, "parallelism.world_size": 2}
     with pytest.raises(IncompatibleResume) as caught:
         compare(old, old | {"parallelism.bits": 4, "parallelism.world_size": 3}, ())
@@ -136,21 +136,21 @@ def test_changes_that_define_a_different_run_are_always_rejected(key: str) -> No
     assert [problem.where for problem in caught.value.problems] == [key]
 
 
-def test_all_refused_differences_are_reported_at_once() -> None:
+def test_all_rejected_differences_are_reported_together() -> None:
     now = BEFORE | {"seed": 2, "precision": "bf16", "optimizer.lr": 1.0, "dataloader.num_workers": 0}
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["optimizer.lr"])
     assert sorted(problem.where for problem in caught.value.problems) == ["precision", "seed"]
 
 
-def test_keys_of_another_option_that_may_not_change_are_not_listed() -> None:
+def test_keys_of_a_changed_option_are_not_listed_separately() -> None:
     now = BEFORE | {"optimizer": "sgd", "optimizer.lr": 1.0, "optimizer.momentum": 0.9, "precision": "bf16"}
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ())
     assert [problem.where for problem in caught.value.problems] == ["optimizer", "precision"]
 
 
-def test_keys_that_may_change_are_named_together() -> None:
+def test_one_fix_names_all_keys_that_must_be_allowed() -> None:
     now = BEFORE | {"optimizer.lr": 1.0, "precision": "bf16", "precision.init_scale": 2.0, "epochs": 2}
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["epochs"])
@@ -160,14 +160,14 @@ def test_keys_that_may_change_are_named_together() -> None:
     assert compare(BEFORE, now, ["epochs", "optimizer.lr", "precision"])
 
 
-def test_a_fixed_key_of_an_option_that_may_change_is_refused() -> None:
+def test_a_key_that_cannot_change_is_rejected_even_if_its_option_can_change() -> None:
     old = BEFORE | {"dataloader": "default", "dataloader.drop_last": True}
     with pytest.raises(IncompatibleResume) as caught:
         compare(old, old | {"dataloader": "thread", "dataloader.drop_last": False}, ())
     assert [problem.where for problem in caught.value.problems] == ["dataloader.drop_last"]
 
 
-def test_each_rank_continues_its_own_pair_of_normal_numbers(tmp_path: Path) -> None:
+def test_each_rank_restores_the_cached_normal_number_of_its_generators(tmp_path: Path) -> None:
     """NumPy and Python draw normal numbers in pairs, and keep the second one beside the state of their generator."""
 
     def draw() -> list[float]:

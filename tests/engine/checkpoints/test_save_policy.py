@@ -126,7 +126,7 @@ def test_an_equal_metric_is_not_an_improvement(better: Any, value: float, best: 
     assert off(best_is=better).is_better(value, best) == is_better
 
 
-def test_the_requested_number_of_checkpoints_is_kept() -> None:
+def test_policies_have_the_requested_keep_and_best_settings() -> None:
     assert (default(keep=7, best=None).keep, default(keep=7, best=None).best) == (7, None)
     assert (off(keep=7, best="val/x").keep, off(keep=7, best="val/x").best) == (7, "val/x")
     assert {"default": default, "off": off} == CHECKPOINTS
@@ -164,7 +164,7 @@ def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     assert save_cost.expected_s() == pytest.approx(2.3), "the slowest of the last three"
 
 
-def test_a_failed_save_does_not_count() -> None:
+def test_failed_saves_are_excluded_from_save_costs() -> None:
     save_cost, good = SaveCost(), saved()
     save_cost.record_update(0.5, writing=False)
     for written in (None, good, good):
@@ -175,7 +175,7 @@ def test_a_failed_save_does_not_count() -> None:
     assert len(save_cost.state()) == 1
 
 
-def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
+def test_save_costs_are_restored_on_resume() -> None:
     save_cost, resumed = SaveCost(), SaveCost()
     save_cost.record_update(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
@@ -206,7 +206,7 @@ def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
         (1.0, 700.0, 10.0, 60.0, "writing a checkpoint to disk takes 700 s, so more than 10 min of work are at risk"),
     ],
 )
-def test_the_time_between_saves_follows_from_their_cost(
+def test_the_automatic_interval_follows_from_the_cost_of_a_save(
     cost_s: float, write_s: float, update_s: float, seconds: float, messages: str
 ) -> None:
     policy = default()
@@ -221,7 +221,7 @@ def test_the_time_between_saves_follows_from_their_cost(
 
 
 @pytest.mark.parametrize("every", [200, "10min", "2epochs"])
-def test_a_given_interval_is_not_adapted(every: Any) -> None:
+def test_an_explicit_interval_is_not_adapted(every: Any) -> None:
     policy = default(every=every)
     before = policy.seconds
     assert policy.adapt(100.0, 100.0, 1.0) == ""
@@ -243,7 +243,7 @@ def test_the_description_states_the_checkpoint_interval() -> None:
     assert "every" not in str(off())
 
 
-def test_the_summary_of_the_cost_has_its_figures() -> None:
+def test_the_summary_of_save_costs_has_the_number_and_the_times_of_saves() -> None:
     save_cost = SaveCost()
     save_cost.record_pause(0.5)
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"

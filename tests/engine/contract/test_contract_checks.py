@@ -149,7 +149,7 @@ CASES = [(method, name) for method, (table, _) in TABLES.items() for name in tab
 
 
 @pytest.mark.parametrize(("method", "name"), CASES, ids=[" returns ".join(case) for case in CASES])
-def test_an_invalid_return_value_is_an_error_of_the_task_with_method_and_fix(method: str, name: str) -> None:
+def test_an_invalid_return_value_is_a_task_error_that_names_the_method_and_a_fix(method: str, name: str) -> None:
     table, use = TABLES[method]
     right = {"evaluate": lambda x: {"accuracy": (x.sum(), len(x))}}
     with pytest.raises(TaskFault) as result:
@@ -189,7 +189,7 @@ def test_valid_predictions_are_accepted() -> None:
 # ---------------------------------------------------------------- a metric without items
 
 
-def test_a_metric_without_items_is_nan_and_is_named() -> None:
+def test_a_metric_without_items_is_nan_and_listed_as_empty() -> None:
     answer = {"rare": (torch.tensor(0.0), 0), "odd": (torch.tensor(math.nan), 0), "often": (one, 2)}
     result = metrics_of(Wrong(evaluate=lambda x: answer))
     assert math.isnan(result.metrics["rare"])
@@ -209,7 +209,7 @@ def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
     assert set(result.measured()) == {"loss"}
 
 
-def test_a_tracker_receives_the_rows_of_the_file() -> None:
+def test_a_tracker_receives_the_same_rows_as_the_metrics_file() -> None:
     """After a stop, rows are sent again from the file, so both must be equal."""
     written: list[str] = []
     logged: list[Any] = []
@@ -219,7 +219,7 @@ def test_a_tracker_receives_the_rows_of_the_file() -> None:
     assert logged == [{"update": 2, "val/rare": None, "val/loss": 0.5}] == [json.loads(each) for each in written]
 
 
-def test_items_of_one_rank_are_enough() -> None:
+def test_a_metric_is_measured_if_any_rank_has_items() -> None:
     def rank(world: World) -> list[Any]:
         count = 2 * world.rank
         result = metrics_of(Wrong(evaluate=lambda x: {"rare": (torch.tensor(float(count)) / 4, count)}), world)
@@ -275,7 +275,9 @@ ON_CPU = "--task mine.py run=mine device=cpu monitor=off dataloader.num_workers=
         ("both task.wrong=predict updates=1", "predict"),
     ],
 )
-def test_no_error_of_a_task_is_reported_as_internal(args: str, named: str, server: ForkServer, tmp_path: Path) -> None:
+def test_errors_of_a_task_are_not_reported_as_internal_errors(
+    args: str, named: str, server: ForkServer, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     result = server.run(f"{args} {ON_CPU}", tmp_path)
     assert result.code == 70

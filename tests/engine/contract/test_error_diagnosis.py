@@ -26,7 +26,7 @@ from runner.base.task import Task
 from runner.engine.contract.error_diagnosis import explain, locate_definition
 
 
-def test_a_worker_that_dies_while_sending_a_batch_is_a_lost_worker() -> None:
+def test_a_worker_that_dies_while_sending_a_batch_is_reported_as_a_lost_worker() -> None:
     ours, theirs = multiprocessing.connection.Pipe()
     theirs.close()
     with pytest.raises(EOFError) as caught:
@@ -48,7 +48,7 @@ def test_an_unrelated_connection_error_is_not_reported_as_a_lost_worker() -> Non
         (OSError(12, "Cannot allocate memory"), HostMemoryError),
     ],
 )
-def test_out_of_memory_is_not_a_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
+def test_out_of_memory_is_reported_as_a_memory_error(error: Exception, wanted: type[AccelRunError]) -> None:
     assert isinstance(explain(error, Path("mine.py"), "update 3", 4), wanted)
 
 
@@ -89,7 +89,7 @@ def raised_in(folder: str, error: Exception) -> Exception:
         (RuntimeError("of the runner"), "torch", None),
     ],
 )  # fmt: skip
-def test_a_failure_of_the_system_is_named_after_its_cause(
+def test_system_failures_are_classified_by_their_cause(
     error: Exception, folder: str, wanted: type[AccelRunError] | None
 ) -> None:
     result = explain(raised_in(folder, error), Path("mine.py"), "update 3", 4)
@@ -110,7 +110,7 @@ def test_a_failure_of_the_system_is_named_after_its_cause(
         ("CUDA error: unspecified launch failure", False),
     ],
 )
-def test_a_failed_assertion_of_a_kernel_is_not_a_broken_device(text: str, is_assert: bool) -> None:
+def test_the_fix_for_a_failed_kernel_assertion_suggests_synchronous_launches(text: str, is_assert: bool) -> None:
     """It is usually an index out of range, and the line that meets the error may be a later one."""
     result = explain(raised_in("torch", torch.AcceleratorError(text)), Path("mine.py"), "update 3", 4)
     assert isinstance(result, DeviceMissing)
@@ -120,14 +120,16 @@ def test_a_failed_assertion_of_a_kernel_is_not_a_broken_device(text: str, is_ass
 
 
 @pytest.mark.parametrize(("size", "suggested"), [(4, "micro_batch_size=2"), (2, "micro_batch_size=1"), (1, "model")])
-def test_the_fix_for_out_of_memory_suggests_half_of_the_samples(size: int, suggested: str) -> None:
+def test_the_fix_for_out_of_memory_suggests_half_of_the_micro_batch_or_a_smaller_model(
+    size: int, suggested: str
+) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         result = explain(error, Path("mine.py"), "update 3", size)
         assert result is not None
         assert suggested in result.problems[0].fix
 
 
-def test_the_line_of_the_task_that_allocated_is_added_to_the_fix(tmp_path: Path) -> None:
+def test_the_fix_for_out_of_memory_names_the_line_of_the_task_that_allocated(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("def loss(act):\n    act()\n")
     functions = functions_of(own.read_text(), own)
@@ -144,7 +146,7 @@ def test_the_line_of_the_task_that_allocated_is_added_to_the_fix(tmp_path: Path)
     assert {"mine.py:2", "act()"} <= {*line.split()}
 
 
-def test_causes_and_parts_of_an_error_of_the_task_are_shown_with_their_lines(tmp_path: Path) -> None:
+def test_causes_and_grouped_exceptions_of_a_task_error_are_shown_with_their_lines(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text(
         "def first():\n    raise KeyError('inner')\n\n\ndef loss():\n    errors = []\n    try:\n        first()\n"
@@ -162,7 +164,7 @@ def test_causes_and_parts_of_an_error_of_the_task_are_shown_with_their_lines(tmp
     assert len([line for line in lines if "inner" in line and "raise" not in line]) == 2
 
 
-def test_a_sample_that_exceeds_memory_is_named() -> None:
+def test_the_error_names_the_sample_that_exceeds_host_memory() -> None:
     error = DataError("sample 7 cannot be read: MemoryError")
     error.__cause__ = MemoryError()
     result = explain(error, Path("mine.py"), "update 3", 4)
@@ -201,7 +203,7 @@ class Own(Task):
         return None
 
 
-def test_a_place_is_a_line_of_the_task_and_never_one_of_a_library() -> None:
+def test_definitions_are_located_in_the_task_file_and_never_in_a_library() -> None:
     here = Path(__file__)
     task = Own()
     file, _, line = locate_definition(task.loss, here).rpartition(":")

@@ -87,14 +87,14 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("train", ["", "2"])
-def test_an_adapter_trains_as_in_a_plain_loop_and_is_saved_alone(train: str, tmp_path: Path) -> None:
+def test_an_adapter_trains_like_a_plain_loop_and_only_trained_weights_are_saved(train: str, tmp_path: Path) -> None:
     expected = by_hand(train=train)
     trained(tmp_path, f"adapter.train=[{train}]")
     wanted = {name: weight.detach() for name, weight in expected.named_parameters() if weight.requires_grad}
     assert_close(saved(tmp_path), wanted, TOLERANCE)
 
 
-def test_a_checkpoint_may_contain_the_complete_model(tmp_path: Path) -> None:
+def test_a_checkpoint_can_contain_the_complete_model(tmp_path: Path) -> None:
     trained(tmp_path, "adapter.checkpoint=all")
     assert_close(saved(tmp_path), dict(by_hand().state_dict()), TOLERANCE)
 
@@ -112,7 +112,7 @@ def test_neither_accumulation_nor_ranks_change_the_adapter(args: str, world_size
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_resumed_adapter_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
+def test_a_resumed_adapter_is_bitwise_equal_to_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
@@ -165,7 +165,7 @@ def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
     assert not (tmp_path / "outputs" / "next").exists()
 
 
-def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
+def test_loading_an_adapter_with_different_frozen_weights_is_rejected(tmp_path: Path) -> None:
     trained(tmp_path, "updates=3", "scheduler=constant")
     more = request_of(tmp_path, "scheduler=constant", "resume_allow=[updates]")
     path = checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 3)
@@ -180,7 +180,7 @@ def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
             load_weights(parts, checkpoint.load(path))
 
 
-def test_frozen_weights_that_are_swapped_or_reshaped_have_another_digest(tmp_path: Path) -> None:
+def test_the_digest_of_frozen_weights_depends_on_values_and_shapes(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path)) as phase:
         parts = phase.run.parts
         frozen = [weight for weight in parts.bare.parameters() if not weight.requires_grad]
@@ -204,7 +204,7 @@ def test_frozen_weights_that_are_swapped_or_reshaped_have_another_digest(tmp_pat
         (["adapter.train=[head]"], "adapter.train"),
     ],
 )
-def test_a_name_that_the_model_lacks_is_refused(args: list[str], where: str, tmp_path: Path) -> None:
+def test_names_that_match_no_suitable_layer_are_rejected(args: list[str], where: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *args)):
         pass
     assert [problem.where for problem in caught.value.problems] == [where]
@@ -219,7 +219,7 @@ class Adversarial(Task):
         self.model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for name in ("disc", "gen")})
 
 
-def test_an_objective_whose_part_the_adapter_freezes_is_told_to_train_it_in_full() -> None:
+def test_the_error_for_an_objective_frozen_by_the_adapter_suggests_training_it_in_full() -> None:
     phase: Any = plan_this_process(compose(Request(("device=cpu",), TASK)))[0].selected[0]
     task, frozen = Adversarial(), Adversarial()
     lora(target=["gen.0"]).add_to(frozen)
@@ -243,7 +243,7 @@ class Convolution(Task):
         ).double()
 
 
-def test_the_adapter_of_a_convolution_adds_the_convolution_with_the_product_of_its_factors() -> None:
+def test_a_convolution_adapter_adds_the_scaled_product_of_its_factors() -> None:
     task, original = Convolution(), Convolution()
     lora(target=["0", "2"], rank=2, alpha=6).add_to(task)
     weights = dict(task.model.named_parameters())
@@ -278,7 +278,7 @@ class Tied(Task):
 
 
 @pytest.mark.parametrize("layer", ["head", "embedding"])
-def test_a_layer_with_a_shared_weight_is_refused(layer: str) -> None:
+def test_a_target_layer_with_a_shared_weight_is_rejected(layer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         lora(target=[layer, "body"]).add_to(Tied())
     assert [problem.where for problem in caught.value.problems] == ["adapter.target"]
@@ -287,7 +287,7 @@ def test_a_layer_with_a_shared_weight_is_refused(layer: str) -> None:
 @pytest.mark.parametrize(
     ("target", "suggestion"), [("q_prj", "q_proj"), ("blocks.1.q_prj", "blocks.1.q_proj")], ids=["end", "full name"]
 )
-def test_a_typo_in_the_end_of_a_name_is_not_corrected_to_one_of_the_layers(target: str, suggestion: str) -> None:
+def test_a_typo_in_a_layer_name_is_corrected_in_the_same_form(target: str, suggestion: str) -> None:
     blocks = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(2))
     task = Tied()
     task.model.blocks = blocks

@@ -84,14 +84,14 @@ WRONG: dict[str, Any] = {
 WRONG_VALUES: dict[str, Any] = {"losses": {"train": 3}, "fits": {"fit": len}, "packages": {"train": ["numpy"]}}
 
 
-def test_a_task_may_override_members_in_any_way_that_can_be_called() -> None:
+def test_a_task_can_override_members_in_any_compatible_way() -> None:
     check_members(Right(), HERE)
     assert list(Right().fits) == ["statistics"]
     assert list(Right().losses) == ["train"]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_member_that_cannot_be_used_is_named(name: str) -> None:
+def test_an_invalid_member_is_reported_by_name(name: str) -> None:
     task = type("Wrong", (Right,), {name: WRONG[name]})()
     vars(task).pop(name, None)
     with pytest.raises(TaskFault, match=rf"\b{name}(\(\) is called| must be)"):
@@ -99,7 +99,7 @@ def test_a_member_that_cannot_be_used_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
-def test_a_wrong_value_in_a_mapping_is_named(name: str) -> None:
+def test_an_invalid_value_in_a_mapping_is_reported_by_key(name: str) -> None:
     task = type("Wrong", (Right,), {name: WRONG_VALUES[name]})()
     vars(task).pop(name, None)
     with pytest.raises(TaskFault, match=rf"{name}\['\w+'\] must be a"):
@@ -118,7 +118,7 @@ def test_the_fix_for_a_wrong_mapping_depends_on_how_it_is_defined(snapshot: Snap
 
 
 @pytest.mark.parametrize("name", ["begin", "after_update", "after_evaluation", "wants", "state_dict", "close"])
-def test_a_method_of_a_hook_that_cannot_be_called_is_named(name: str) -> None:
+def test_a_hook_method_with_wrong_arguments_is_reported_by_name(name: str) -> None:
     hook = type("Mine", (Hook,), {name: method("self", "one", "two", "three")})(object())
     with pytest.raises(TaskFault, match=rf": {name}\(\) is called"):
         check_methods(hook, Hook, HERE)
@@ -179,7 +179,7 @@ def train(task: str, args: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", RETURNS)
-def test_what_a_member_returns_wrongly_is_a_fault_of_the_task(
+def test_an_invalid_return_value_of_a_member_is_an_error_of_the_task(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, after, args = RETURNS[name]
@@ -190,6 +190,6 @@ def test_what_a_member_returns_wrongly_is_a_fault_of_the_task(
     assert f"{tmp_path.name}.py" in messages or "pipeline" in args
 
 
-def test_weights_of_samples_may_have_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_weights_can_require_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = member("sample_weights(self, data): return torch.ones(16, requires_grad=True)")
     assert train(TASK.replace(*weights), "sampler=weighted", tmp_path, monkeypatch) == 0

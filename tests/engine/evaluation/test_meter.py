@@ -58,7 +58,7 @@ def mathematics(row: Row) -> Row:
 # ---------------------------------------------------------------- rows
 
 
-def test_a_row_is_the_sum_of_its_window_over_its_items() -> None:
+def test_the_loss_of_a_row_is_the_sum_over_its_window_divided_by_the_items() -> None:
     rows: list[Row] = []
     meter = made(rows, every=3)
     losses, items = [3.0, 5.0, 1.5, 8.0, 2.0, 4.0], [2, torch.tensor(3), 7, 1, torch.tensor(2.5), 4]
@@ -72,7 +72,7 @@ def test_a_row_is_the_sum_of_its_window_over_its_items() -> None:
     assert meter.items_seen == 19.5
 
 
-def test_sums_are_added_in_float64() -> None:
+def test_losses_are_summed_in_float64() -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
     meter(step(1, 2.0**24, 2**24 + 1))  # not representable in float32
@@ -80,7 +80,7 @@ def test_sums_are_added_in_float64() -> None:
     assert rows[0]["train/loss"] == (2**24 + 1) / (2**24 + 3)
 
 
-def test_the_end_of_a_phase_closes_the_window_and_an_empty_one_is_no_row() -> None:
+def test_the_end_of_a_phase_writes_a_partial_window_once() -> None:
     rows: list[Row] = []
     meter = made(rows, every=4)
     for number in range(1, 6):
@@ -90,7 +90,7 @@ def test_the_end_of_a_phase_closes_the_window_and_an_empty_one_is_no_row() -> No
     assert [(row["update"], row["train/loss"]) for row in rows] == [(4, 5.0), (5, 10.0)]
 
 
-def test_a_row_has_the_readings_of_its_window_and_no_unmeasured_norm() -> None:
+def test_a_row_has_readings_and_none_for_an_unmeasured_or_infinite_norm() -> None:
     rows: list[Row] = []
     meter = made(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
     meter(step(1, 1.0, norm=None))
@@ -102,7 +102,7 @@ def test_a_row_has_the_readings_of_its_window_and_no_unmeasured_norm() -> None:
 # ---------------------------------------------------------------- stopping within a window
 
 
-def test_the_state_is_json_also_where_numbers_overflowed() -> None:
+def test_the_state_is_restored_from_json_even_with_non_finite_numbers() -> None:
     meter = made([], every=4)
     meter(step(1, math.nan, norm=math.inf))
     again = made([], every=4)
@@ -111,7 +111,7 @@ def test_the_state_is_json_also_where_numbers_overflowed() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.lists(st.integers(0, 12), max_size=3))
-def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list[int]) -> None:
+def test_a_window_interrupted_by_stops_gives_the_same_row(total: int, every: int, stops: list[int]) -> None:
     uninterrupted: list[Row] = []
     stopped: list[Row] = []
     whole, current = made(uninterrupted, every=every), made(stopped, every=every)
@@ -196,7 +196,7 @@ def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
     assert meter.data_wait() == 0.75
 
 
-def test_untimed_updates_do_not_count_for_the_rate(time: Time) -> None:
+def test_untimed_updates_are_excluded_from_the_step_time(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=4)
     update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update includes start-up
@@ -240,7 +240,7 @@ def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
     assert rows[0]["perf/step_time_ms"] is None, "the first update of a process is start-up, even in a separate row"
 
 
-def test_every_second_of_a_process_has_its_part(time: Time) -> None:
+def test_every_second_of_a_process_is_assigned_to_a_part(time: Time) -> None:
     clock = UpdateClock(started=time.now)
     time.now += 3.0
     clock.begin()
@@ -307,7 +307,7 @@ def test_flushing_waits_for_pending_rows() -> None:
     assert [row["update"] for row in rows] == [1, 2, 3], "a checkpoint refers only to written rows"
 
 
-def test_a_resumed_meter_has_every_bit_of_the_gradient_norm() -> None:
+def test_a_resumed_meter_restores_the_gradient_norm_exactly() -> None:
     meter, rows = made([]), []
     norm = torch.tensor(1 / 3, dtype=torch.float64)
     meter(StepInfo(1, torch.tensor(1.0), 1, norm, 0.1, ()))

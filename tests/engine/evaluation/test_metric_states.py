@@ -89,19 +89,19 @@ def evaluate(states: MetricStates, *batches: MicroBatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("missing", ["update", "compute", "reset"])
-def test_a_module_without_the_interface_of_a_metric_is_refused(missing: str) -> None:
+def test_a_module_without_the_interface_of_a_metric_is_rejected(missing: str) -> None:
     members = {name: lambda self: None for name in ("update", "compute", "reset") if name != missing}
     with pytest.raises(TaskFault) as caught:
         states_of({"own": type("Part", (nn.Module,), members)()})
     assert "own" in caught.value.problems[0].fix
 
 
-def test_a_class_with_the_interface_that_is_no_module_is_refused() -> None:
+def test_a_class_with_the_interface_that_is_not_a_module_is_rejected() -> None:
     with pytest.raises(TaskFault):
         states_of({"own": type("Plain", (), dict.fromkeys(("update", "compute", "reset"), len))()})
 
 
-def test_a_batch_without_a_declared_metric_is_refused_with_the_missing_ones() -> None:
+def test_a_result_without_all_declared_metrics_is_rejected_with_the_missing_ones() -> None:
     states = states_of({"a": Mean(), "b": Mean(), "c": Mean()}, lambda batch: {"b": 1, "sum": (1, 2)})
     with pytest.raises(TaskFault) as caught:
         evaluate(states, batch_of(None))
@@ -111,7 +111,7 @@ def test_a_batch_without_a_declared_metric_is_refused_with_the_missing_ones() ->
     assert '"a"' in problem.fix
 
 
-def test_without_declared_metrics_the_result_of_evaluate_is_returned_as_it_is() -> None:
+def test_a_result_of_evaluate_without_declared_metrics_is_returned_unchanged() -> None:
     assert evaluate(states_of({}, lambda batch: "anything"), batch_of(None)) == ["anything"]
     assert evaluate(states_of({"own": Mean()}, lambda batch: 3), batch_of(None)) == [3]
 
@@ -140,7 +140,7 @@ def test_metrics_start_empty_and_are_nan_without_samples() -> None:
 
 
 @pytest.mark.parametrize("value", [0.5, (0.5, 1), torch.tensor(0.5), None])
-def test_a_value_without_rows_is_refused_with_the_name_of_the_metric(value: Any) -> None:
+def test_a_value_without_rows_is_rejected_with_the_name_of_the_metric(value: Any) -> None:
     """Such as an F1 score of the batch, instead of its predictions and labels."""
     states = states_of({"f1_macro": Gather(len)}, lambda batch: {"f1_macro": value})
     with pytest.raises(TaskFault) as caught:
@@ -192,7 +192,7 @@ def test_a_metric_is_updated_with_the_arguments_that_evaluate_returns(contributi
     assert states.results() == {"own": 1.0}
 
 
-def test_an_error_of_update_names_the_metric_unless_memory_ran_out() -> None:
+def test_an_error_of_update_names_the_metric_unless_it_is_out_of_memory() -> None:
     class Fails(Mean):
         def update(self, error: Exception) -> None:
             raise error
@@ -232,7 +232,7 @@ def test_the_number_of_results_is_limited(number: int) -> None:
         assert len(states.results()) == number
 
 
-def test_a_result_that_is_no_number_is_refused() -> None:
+def test_a_result_that_is_not_a_number_is_rejected() -> None:
     states = states_of({"own": Returned("large")}, lambda batch: {"own": batch})
     evaluate(states, batch_of(1))
     with pytest.raises(TaskFault):
@@ -269,7 +269,7 @@ def test_a_metric_with_parts_that_cannot_be_copied_is_copied_as_far_as_possible(
     assert (kept.seen, kept.part.calls) == ([], [])
 
 
-def test_the_check_before_training_reports_each_metric_that_accepts_nothing() -> None:
+def test_the_check_before_training_reports_each_metric_that_rejects_its_input() -> None:
     class Fails(Mean):
         def update(self, *args: Any) -> None:
             raise ValueError
@@ -284,7 +284,7 @@ def test_the_check_before_training_reports_each_metric_that_accepts_nothing() ->
 # ---------------------------------------------------------------- ranks
 
 
-def test_a_list_state_of_tensors_and_other_objects_is_refused_on_ranks() -> None:
+def test_a_list_state_of_tensors_and_other_objects_is_rejected_with_several_ranks() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Mixed(torchmetrics.Metric):  # type: ignore[name-defined, misc]
@@ -307,7 +307,7 @@ def test_a_list_state_of_tensors_and_other_objects_is_refused_on_ranks() -> None
     assert alone.results() == {"own": 2.0}
 
 
-def test_the_metrics_of_ranks_with_and_without_samples_are_those_of_all_samples() -> None:
+def test_metrics_of_ranks_with_and_without_samples_equal_those_of_all_samples() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def measured(world: World) -> dict[str, float]:
@@ -373,7 +373,7 @@ def test_a_coupled_loss_that_is_not_finite_is_reported(factor: float) -> None:
     assert states.nonfinite == {"loss"}
 
 
-def test_an_embedding_of_more_rows_than_samples_is_refused() -> None:
+def test_an_embedding_with_more_rows_than_samples_is_rejected() -> None:
     with pytest.raises(TaskFault):
         evaluate(coupled(0), batch_of(torch.ones(3), size=2))
 
@@ -382,7 +382,7 @@ def test_an_embedding_of_more_rows_than_samples_is_refused() -> None:
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 20))
-def test_batches_are_consecutive_and_cross_no_group(num_samples: int, batch: int, group: int) -> None:
+def test_batches_are_consecutive_and_do_not_cross_groups(num_samples: int, batch: int, group: int) -> None:
     parts = split_positions(num_samples, batch, group)
     assert [position for part in parts for position in part] == list(range(num_samples))
     size = group or max(1, num_samples)

@@ -105,7 +105,9 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], float]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_on_which_the_loss_depends_is_refused_and_the_new_value_stays(name: str, checked: Checked) -> None:
+def test_a_changed_attribute_that_affects_the_loss_is_rejected_and_keeps_its_new_value(
+    name: str, checked: Checked
+) -> None:
     kept, change, read = CHANGES[name]
     checked.task.kept = kept
     found = checked.found(change, read)
@@ -132,7 +134,7 @@ SAME: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_an_attribute_with_the_same_content_costs_no_pass(name: str, checked: Checked) -> None:
+def test_an_attribute_with_equal_content_needs_no_forward_pass(name: str, checked: Checked) -> None:
     checked.task.kept, change = SAME[name]
     assert checked.found(change, lambda task: 1.0) is None
     assert checked.num_losses == 0
@@ -156,7 +158,7 @@ def rename(task: Any) -> None:
     del task.old
 
 
-def test_attributes_that_appear_and_disappear_are_state(checked: Checked) -> None:
+def test_added_and_removed_attributes_are_state(checked: Checked) -> None:
     checked.task.old = 1.0
     found = checked.found(rename, lambda task: len(vars(task)))
     assert found is None  # one of each: the loss is the same before and after
@@ -184,7 +186,9 @@ def test_a_difference_up_to_four_times_that_of_two_equal_passes_is_noise(
 
 
 @pytest.mark.parametrize("old", [math.nan, math.inf, None])
-def test_a_loss_that_fails_with_the_old_value_says_nothing(old: float | None, checked: Checked) -> None:
+def test_a_loss_that_fails_or_is_not_finite_with_the_old_value_is_inconclusive(
+    old: float | None, checked: Checked
+) -> None:
     checked.task.kept = old
     assert checked.found(replace(2.5), lambda task: task.kept + 0.0) is None
     assert checked.task.kept == 2.5
@@ -205,7 +209,7 @@ def moved(task: Any) -> None:
         (9, lambda task: task.part8, list(range(9))),  # too many to be tried one by one
     ],
 )
-def test_the_message_names_the_attributes_that_are_used(
+def test_the_message_names_the_attributes_that_affect_the_loss(
     num_parts: int, read: Callable[[Any], float], named: list[int], checked: Checked
 ) -> None:
     for number in range(num_parts):
@@ -320,7 +324,7 @@ WRITES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_parameter_outside_of_the_model_must_keep_its_values(name: str, checked: Checked) -> None:
+def test_a_parameter_outside_the_model_must_keep_its_values(name: str, checked: Checked) -> None:
     write, is_refused = WRITES[name]
     checked.task.outside = nn.Linear(4, 1).requires_grad_(False)
     nn.init.constant_(checked.task.outside.weight, 0.75)
@@ -358,7 +362,7 @@ def test_parameters_of_packed_formats_are_not_compared(made: Callable[[], nn.Par
         assert checked.found(lambda task: task.outside.packed.zero_(), lambda task: 0.0) is None
 
 
-def test_a_module_of_the_model_that_the_task_names_too_is_not_outside(checked: Checked) -> None:
+def test_a_module_of_the_model_that_the_task_also_references_is_not_outside_the_model(checked: Checked) -> None:
     checked.task.same = checked.task.model[0]
     with torch.no_grad():
         assert checked.found(lambda task: task.same.weight.add_(1), lambda task: 0.0) is None
@@ -368,7 +372,7 @@ def test_a_module_of_the_model_that_the_task_names_too_is_not_outside(checked: C
 
 
 @pytest.mark.parametrize(("at_loss", "has_attribute"), [(1, True), (1, False), (2, True), (2, False), (3, False)])
-def test_attributes_are_compared_in_the_first_update_and_parameters_in_the_second_too(
+def test_attributes_are_compared_in_the_first_update_and_parameters_in_the_first_two(
     at_loss: int, has_attribute: bool, tmp_path: Path
 ) -> None:
     with opened(tmp_path) as phase:
@@ -397,7 +401,7 @@ def test_attributes_are_compared_in_the_first_update_and_parameters_in_the_secon
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])
-def test_a_gradient_outside_of_the_model_is_reported_once(
+def test_a_gradient_of_a_parameter_outside_the_model_is_reported_once(
     has_gradient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as phase:

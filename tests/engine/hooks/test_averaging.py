@@ -76,14 +76,14 @@ def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, .
     assert_close(saved(tmp_path, "model"), seen[-1], 0.0)
 
 
-def test_an_average_that_starts_later_has_the_last_updates_only(tmp_path: Path) -> None:
+def test_an_average_that_starts_later_covers_only_the_last_updates(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "averaging=swa", "averaging.start=0.5")) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
     assert_close(saved(tmp_path), by_hand(seen[UPDATES // 2 :], "swa"))
 
 
-def test_a_run_stopped_before_its_average_starts_resumes(tmp_path: Path) -> None:
+def test_a_run_stopped_before_its_average_starts_resumes_like_an_uninterrupted_one(tmp_path: Path) -> None:
     args = ("averaging=swa", "averaging.start=0.5")
     with open_phase(request_of(tmp_path / "stopped", *args)) as phase:
         for update in phase.updates():
@@ -99,7 +99,7 @@ def test_a_run_stopped_before_its_average_starts_resumes(tmp_path: Path) -> None
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
-def test_another_average_starts_with_the_first_update_of_the_resumed_run(tmp_path: Path) -> None:
+def test_a_different_average_starts_with_the_first_update_of_the_resumed_run(tmp_path: Path) -> None:
     trained(tmp_path, *EMA)
     more = ("averaging=swa", f"updates={UPDATES + 3}", "resume_allow=[averaging,updates]")
     with open_phase(request_of(tmp_path, *more)) as phase:
@@ -170,7 +170,7 @@ def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) ->
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
-def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: Path) -> None:
+def test_the_average_of_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     args = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
@@ -207,7 +207,7 @@ def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
-def test_evaluation_and_inference_use_the_average_on_request(
+def test_evaluation_and_inference_use_the_average_if_requested(
     is_evaluated: bool, server: ForkServer, tmp_path: Path
 ) -> None:
     request = request_of(tmp_path, *EMA, f"averaging.evaluate={str(is_evaluated).lower()}")
@@ -235,7 +235,7 @@ def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("option", ["none", "swa"])
-def test_an_older_checkpoint_lacks_keys_added_since(option: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_an_older_checkpoint_without_newer_keys(option: str, tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, f"averaging={option}")) as phase:
         plan = phase.run.plan
     absent = {*ADDED_KEYS, "averaging.start"} - ({"averaging"} if option == "swa" else set())

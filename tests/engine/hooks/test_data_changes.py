@@ -85,7 +85,7 @@ def test_changed_samples_and_code_are_reported_once_and_recorded(
 
 @pytest.mark.parametrize("state", [{"samples": 63, "hashes": {}}, {"samples": 64, "sampler": "another", "hashes": {}}])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_another_length_or_sampler_is_refused_on_every_rank(
+def test_a_different_length_or_sampler_is_rejected_on_every_rank(
     is_first: bool, state: Any, compared: Compared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(World, "is_first", is_first)
@@ -120,7 +120,7 @@ def test_data_are_not_read_if_they_are_not_compared_or_no_update_is_left(
     assert (compared.begin(state) != state) == is_read
 
 
-def test_samples_that_differ_between_two_reads_are_reported_and_are_no_change(
+def test_samples_that_differ_between_two_reads_are_reported_but_not_as_a_change(
     compared: Compared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = iter(range(1000))

@@ -57,7 +57,7 @@ def test_a_phase_stops_after_the_given_number_of_evaluations_without_improvement
 
 
 @pytest.mark.parametrize("now", [{"metric": "val/accuracy", "best_is": "max"}, {"best_is": "max"}])
-def test_another_metric_starts_without_the_best_of_the_old_one(now: dict[str, Any]) -> None:
+def test_a_new_metric_starts_without_the_best_value_of_the_old_one(now: dict[str, Any]) -> None:
     """A loss of 2.5 would be better than any accuracy."""
     before, after = make_hook(patience=2), make_hook(patience=2, **now)
     for value in (2.5, 3.0):
@@ -68,7 +68,7 @@ def test_another_metric_starts_without_the_best_of_the_old_one(now: dict[str, An
         assert not after.ends_phase
 
 
-def test_a_state_of_an_earlier_version_has_the_metric_of_the_settings() -> None:
+def test_a_state_of_an_earlier_version_belongs_to_the_metric_of_the_settings() -> None:
     stopping = make_hook(patience=2)
     stopping.load_state_dict({"best": 1.0, "num_bad": 1})
     stopping.after_evaluation(EvaluationResult({"val/loss": 2.0}, ()))

@@ -91,7 +91,7 @@ def phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evaluated
         ("auto", True, list(range(1, 11))),
     ],
 )
-def test_evaluations_are_due_every_so_many_updates_and_at_the_end(
+def test_evaluations_are_due_at_each_interval_and_at_the_end(
     every: Any, has_interim: bool, expected: list[int], phase: Evaluated
 ) -> None:
     phase.phase.order = replace(phase.phase.order, num_samples=3, global_batch_size=1, sampler=None)
@@ -101,7 +101,7 @@ def test_evaluations_are_due_every_so_many_updates_and_at_the_end(
 
 
 @pytest.mark.parametrize(("total", "every"), [(1, 1), (9, 1), (10, 1), (25, 2), (1000, 100)])
-def test_the_default_evaluates_ten_times(
+def test_auto_evaluates_about_ten_times(
     total: int, every: int, phase: Evaluated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phase.every("auto")
@@ -109,7 +109,7 @@ def test_the_default_evaluates_ten_times(
     assert phase.hook.every == every
 
 
-def test_a_resumed_phase_evaluates_only_what_is_missing(phase: Evaluated) -> None:
+def test_a_resumed_phase_runs_only_missing_evaluations(phase: Evaluated) -> None:
     phase.every(4)
     assert phase.run(stop=5) == [4], "a stopped phase does not evaluate at its end"
     state = phase.hook.state_dict()

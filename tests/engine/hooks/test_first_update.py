@@ -71,7 +71,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[First]:
         ({"a": True}, {"b": True}, []),
     ],
 )
-def test_a_parameter_that_no_rank_reaches_is_named(
+def test_a_parameter_without_gradient_on_any_rank_is_named(
     here: dict[str, bool], there: dict[str, bool], missed: list[str], first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first.gradients = here
@@ -82,7 +82,7 @@ def test_a_parameter_that_no_rank_reaches_is_named(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_missing_gradients_are_reported_after_the_first_update_of_the_phase_only(number: int, first: First) -> None:
+def test_missing_gradients_are_reported_only_after_the_first_update_of_the_phase(number: int, first: First) -> None:
     """After a resume, the first update has other samples, which may reach other parameters."""
     first.gradients = {"0.bias": False}
     first.update(number)
@@ -149,7 +149,7 @@ def fill(model: Any) -> None:
 
 @pytest.mark.parametrize(("change", "name"), [(add, "late"), (grow, "bank"), (remove, None), (fill, None)])
 @pytest.mark.parametrize("is_here", [True, False])
-def test_a_buffer_that_a_new_model_lacks_is_refused_on_every_rank(
+def test_a_buffer_added_or_resized_in_the_first_update_is_rejected_on_every_rank(
     is_here: bool, change: Any, name: str | None, first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = first.phase.parts.bare
@@ -168,7 +168,7 @@ def test_a_buffer_that_a_new_model_lacks_is_refused_on_every_rank(
     assert f'register_buffer("{name}"' in raised.value.problems[0].fix
 
 
-def test_a_buffer_that_a_hook_leaves_out_of_checkpoints_may_be_added(first: First) -> None:
+def test_a_buffer_excluded_from_the_state_dict_can_be_added(first: First) -> None:
     model = first.phase.parts.bare
     add(model)
 
@@ -181,7 +181,7 @@ def test_a_buffer_that_a_hook_leaves_out_of_checkpoints_may_be_added(first: Firs
 
 
 @pytest.mark.parametrize("has_started", [True, False])
-def test_work_at_the_start_of_a_process_is_done_once(
+def test_the_start_of_a_process_is_reported_once(
     has_started: bool, first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phase, run = first.phase, first.phase.run

@@ -133,9 +133,7 @@ LATE = {
 }
 
 
-def test_a_buffer_that_changes_first_in_a_later_update_is_saved_with_that_update(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_buffer_that_first_changes_in_a_later_update_is_saved(server: ForkServer, tmp_path: Path) -> None:
     text = TEXT
     for old, new in LATE.items():
         assert old in text

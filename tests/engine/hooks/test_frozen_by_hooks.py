@@ -33,7 +33,7 @@ def build():
 
 
 @pytest.mark.parametrize(("freezes_first", "is_equal"), [(False, True), (True, False)])
-def test_a_resumed_run_has_the_parameters_that_a_hook_froze(
+def test_a_resumed_run_trains_the_same_parameters_or_warns_about_the_hook(
     freezes_first: bool, is_equal: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A hook that freezes them again whenever a process begins is named, because the run would not be the same."""

@@ -70,9 +70,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observed]:
 
 
 @pytest.mark.parametrize("is_startup", [True, False])
-def test_a_row_has_the_mean_of_each_rank_and_part_without_the_start_of_the_phase(
-    is_startup: bool, seen: Observed
-) -> None:
+def test_a_row_has_the_mean_time_of_each_rank_and_part_without_start_up(is_startup: bool, seen: Observed) -> None:
     seen.phase.hook(Timekeeping).until_first_update = 5.0 if is_startup else None
     seen.after_update(1, None)
     seen.after_update(2, status(None, 7.0))
@@ -91,7 +89,7 @@ def test_a_row_has_the_mean_of_each_rank_and_part_without_the_start_of_the_phase
     assert seen.hook.readings() == {}
 
 
-def test_times_since_the_last_row_count_at_the_end(seen: Observed) -> None:
+def test_times_after_the_last_row_are_counted_at_the_end_of_the_phase(seen: Observed) -> None:
     seen.phase.hook(Timekeeping).until_first_update = None
     seen.after_update(1, status(1.0, 2.0))
     assert seen.tally == []
@@ -121,7 +119,7 @@ def test_idle_time_is_read_when_a_row_is_due(seen: Observed, monkeypatch: pytest
     assert seen.hook.readings()["rank0/idle"] == 2.0
 
 
-def test_new_shares_are_written_recorded_and_read_again(seen: Observed) -> None:
+def test_new_shares_are_written_and_recorded_and_batches_are_read_again(seen: Observed) -> None:
     seen.after_update(1, status(1.0, 2.0))
     assert (seen.rows, seen.events, seen.printed, seen.num_reread) == ([], [], [], 0)
     seen.change = ShareChange(Decision((5, 3), 0.25, 0.125, "rank 0 is faster"), reread=True)

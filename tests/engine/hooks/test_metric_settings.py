@@ -56,7 +56,7 @@ def opened(
         (["task.val=false"], "", ""),
     ],
 )
-def test_a_metric_that_a_batch_does_not_have_is_reported_before_the_first_update(
+def test_an_unknown_metric_is_reported_before_the_first_update(
     args: list[str], key: str, similar: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, monkeypatch, *args) as (phase, warned):
@@ -65,7 +65,9 @@ def test_a_metric_that_a_batch_does_not_have_is_reported_before_the_first_update
     assert [text.startswith(key) and similar in text for text in warned] == [True] * bool(key)
 
 
-def test_a_metric_that_stops_another_phase_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_early_stopping_metric_of_another_phase_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By default, it is also checkpoint.best, which the user has not set."""
     phases = {"first": {}, "second": {"early_stopping.metric": "val/f1", "early_stopping.patience": 3}}
     task = tmp_path / "phases.py"
@@ -77,7 +79,7 @@ def test_a_metric_that_stops_another_phase_is_not_reported(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("args", [[], ["task.gathered=true", "task.summarized=true"]])
-def test_the_first_evaluation_reports_the_metric_once(
+def test_the_first_evaluation_reports_an_unknown_metric_once(
     args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the first that knows the names if `summarize` needs metrics that need all samples."""
@@ -113,7 +115,7 @@ def test_all_ranks_check_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("late", "expected"), [(1, [4]), (3, [4]), (4, [4]), (5, [])])
-def test_a_metric_that_later_evaluations_have_selects_the_best_checkpoint(
+def test_a_metric_that_only_later_evaluations_have_selects_the_best_checkpoint(
     late: int, expected: list[int], tmp_path: Path
 ) -> None:
     best = ["updates=4", f"task.late={late}", "checkpoint.best=val/late", "checkpoint.every=1"]
@@ -248,7 +250,7 @@ class Centered(Task):
     ],
     ids=["metric", "only best_is", "none"],
 )
-def test_the_users_metric_ranks_checkpoints_of_phases_that_stop_by_another(
+def test_the_metric_of_the_user_takes_precedence_over_the_early_stopping_metric(
     words: list[str], expected: tuple[str | None, str], tmp_path: Path
 ) -> None:
     stops = ["early_stopping.patience=9", "early_stopping.metric=val/late", "early_stopping.best_is=max"]
@@ -260,7 +262,7 @@ def test_the_users_metric_ranks_checkpoints_of_phases_that_stop_by_another(
     assert (ranking.metric, ranking.better) == expected
 
 
-def test_a_phase_that_fits_is_not_ranked_by_the_metric_that_stops_another(
+def test_a_fit_phase_is_not_ranked_by_the_early_stopping_metric_of_another_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its evaluation has other metrics, which the user did not ask for."""

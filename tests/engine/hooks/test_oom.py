@@ -78,7 +78,7 @@ def opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 # ---------------------------------------------------------------- in an update
 
 
-def test_an_update_is_repeated_in_halves_until_one_sample_is_left(opening: Any) -> None:
+def test_the_micro_batch_of_a_failed_update_is_halved_down_to_one_sample(opening: Any) -> None:
     with opening() as seen:
         for size in (2, 1):
             seen.reduced()
@@ -96,7 +96,7 @@ def test_an_update_is_repeated_in_halves_until_one_sample_is_left(opening: Any) 
         assert caught.value.place["micro_batch_size"] == 1
 
 
-def test_state_that_cannot_be_restored_ends_the_run_which_resumes_with_half_of_the_size(opening: Any) -> None:
+def test_a_run_whose_state_cannot_be_restored_ends_and_resumes_with_half_of_the_size(opening: Any) -> None:
     with opening() as seen:
         with pytest.raises(DeviceMemoryError) as caught:
             seen.reduced(obstacle="stream-position")
@@ -114,7 +114,7 @@ def test_state_that_cannot_be_restored_ends_the_run_which_resumes_with_half_of_t
         assert caught.value.place == expected
 
 
-def test_the_line_of_the_task_that_allocated_is_named_last(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fix_ends_with_the_line_of_the_task_that_allocated(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     translated = DeviceMemoryError("the GPU is out of memory: 3 GiB", where="x", fix=f"less\n{LINE}")
     with opening() as seen:
         monkeypatch.setattr(seen.phase, "explain_error", lambda _: translated)
@@ -124,7 +124,7 @@ def test_the_line_of_the_task_that_allocated_is_named_last(opening: Any, monkeyp
         assert "less" not in caught.value.problems[0].fix.split("\n")
 
 
-def test_memory_of_the_host_is_distinguished_from_that_of_the_device(opening: Any) -> None:
+def test_out_of_host_memory_is_distinguished_from_out_of_device_memory(opening: Any) -> None:
     with opening() as seen, pytest.raises(HostMemoryError) as caught:
         seen.reduced(ON_HOST, "a generator")
     assert "5 GiB" in caught.value.problems[0].what
@@ -132,7 +132,7 @@ def test_memory_of_the_host_is_distinguished_from_that_of_the_device(opening: An
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_every_rank_ends_if_one_cannot_use_fewer_samples(is_here: bool, opening: Any) -> None:
+def test_every_rank_ends_if_one_cannot_reduce_its_micro_batch(is_here: bool, opening: Any) -> None:
     with opening() as seen:
         seen.hook.world = Ranks([[1, None, "forward", "all of it", "device"], ""])
         cause = FORWARD if is_here else None
@@ -144,7 +144,7 @@ def test_every_rank_ends_if_one_cannot_use_fewer_samples(is_here: bool, opening:
         assert is_here or "rank 1" in caught.value.problems[0].what
 
 
-def test_a_rank_with_memory_repeats_the_update_of_another_without_recording_its_own(opening: Any) -> None:
+def test_a_rank_with_enough_memory_repeats_the_update_without_reducing_its_micro_batch(opening: Any) -> None:
     with opening() as seen:
         seen.hook.world = Ranks([[4, 2, "forward", "all of it", "device"], ""])
         seen.phase.order = replace(seen.phase.order, shares=(4, 4))
@@ -156,7 +156,7 @@ def test_a_rank_with_memory_repeats_the_update_of_another_without_recording_its_
         assert "memory-rank1.txt" in warning
 
 
-def test_usage_in_the_step_has_no_micro_batch(opening: Any) -> None:
+def test_memory_usage_outside_a_micro_batch_is_recorded_without_samples(opening: Any) -> None:
     with opening() as seen:
         for place, samples in (("forward", 4), ("optimizer", 0), (BETWEEN, 0)):
             seen.hook.record_usage(replace(FORWARD, place=place), TORCH_ERROR)
@@ -169,7 +169,7 @@ def test_usage_in_the_step_has_no_micro_batch(opening: Any) -> None:
 # ---------------------------------------------------------------- errors that end the phase
 
 
-def test_an_error_between_updates_is_reported_without_a_smaller_size(opening: Any) -> None:
+def test_an_error_between_updates_does_not_suggest_a_smaller_micro_batch(opening: Any) -> None:
     with opening() as seen:
         error = seen.hook.on_error(TORCH_ERROR)
         assert isinstance(error, DeviceMemoryError)
@@ -187,7 +187,7 @@ class Place:
 
 
 @pytest.mark.parametrize("why", ["", "on_oom=stop", "stopped"])
-def test_a_run_resumes_with_half_of_the_size_unless_it_must_not(
+def test_a_run_resumes_with_half_of_the_size_unless_on_oom_is_stop_or_it_was_stopped(
     why: str, opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Place(monkeypatch)
@@ -200,9 +200,7 @@ def test_a_run_resumes_with_half_of_the_size_unless_it_must_not(
         assert "micro_batch_size=2" in error.problems[0].fix
 
 
-def test_usage_is_measured_once_for_an_error_before_anything_is_freed(
-    opening: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_usage_is_measured_once_per_error(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Place(monkeypatch)
     with opening() as seen:
         seen.hook.record_error(TORCH_ERROR)
@@ -215,7 +213,7 @@ def test_usage_is_measured_once_for_an_error_before_anything_is_freed(
         assert "7 GiB" in seen.report().read_text(), "another shortage"
 
 
-def test_other_errors_are_translated_and_measure_nothing(opening: Any) -> None:
+def test_other_errors_leave_no_memory_report(opening: Any) -> None:
     with opening() as seen:
         fault = TaskFault("is wrong", where="x", fix="y")
         for error, expected in ((fault, fault), (LookupError("of the runner"), None)):
@@ -226,7 +224,7 @@ def test_other_errors_are_translated_and_measure_nothing(opening: Any) -> None:
 
 
 @pytest.mark.parametrize("is_retried", [True, False])
-def test_an_error_with_too_few_samples_is_reported_as_the_memory_that_required_them(
+def test_an_error_due_to_too_few_samples_in_a_retry_is_reported_as_out_of_memory(
     is_retried: bool, opening: Any
 ) -> None:
     fault = TaskFault("too-few-values", where="x", fix="y")
@@ -248,7 +246,7 @@ def test_an_error_with_too_few_samples_is_reported_as_the_memory_that_required_t
 # ---------------------------------------------------------------- in an evaluation
 
 
-def test_an_evaluation_is_repeated_in_halves(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_of_a_failed_evaluation_is_halved(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Place(monkeypatch)
     with opening() as seen:
         seen.phase.is_evaluating = True
@@ -276,7 +274,7 @@ def test_reduced_batches_of_an_evaluation_are_recorded_for_each_rank(opening: An
         assert "rank 1" in warning
 
 
-def test_an_evaluation_that_ends_a_run_resumes_with_half_of_its_size(
+def test_a_run_that_failed_in_an_evaluation_resumes_with_half_of_the_batch_size(
     opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Place(monkeypatch)
@@ -290,7 +288,7 @@ def test_an_evaluation_that_ends_a_run_resumes_with_half_of_its_size(
         seen.phase.is_evaluating = False
 
 
-def test_without_retries_an_evaluation_has_none(opening: Any) -> None:
+def test_on_oom_stop_disables_retries_of_evaluations(opening: Any) -> None:
     with opening("on_oom=stop") as seen:
         assert seen.hook.sizes.on_error is None
 
@@ -298,7 +296,7 @@ def test_without_retries_an_evaluation_has_none(opening: Any) -> None:
 # ---------------------------------------------------------------- what a resumed run reads
 
 
-def test_a_run_starts_with_the_sizes_that_apply_to_its_settings_and_rank(tmp_path: Path, opening: Any) -> None:
+def test_a_run_starts_with_the_recorded_sizes_that_apply_to_its_settings_and_rank(tmp_path: Path, opening: Any) -> None:
     other = replace(ROW, update=3, size=1)
     evaluation = replace(ROW, use="evaluation", size=3)
     rows = [

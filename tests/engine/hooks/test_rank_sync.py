@@ -72,7 +72,7 @@ HALVES = {part: number / 2 for part, number in TIMES.items()}
 
 @pytest.mark.parametrize("carries", [True, False])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_status_of_an_update_is_known_after_the_next(rank: int, carries: bool) -> None:
+def test_the_status_of_an_update_is_received_after_the_next_update(rank: int, carries: bool) -> None:
     own = Wants(stop=False, save=True), 2, TIMES, 5
     rows = [(Wants(), 1, HALVES, 7), (Wants(stop=rank == 1, save=True), 0, None, 0)]
     world = Ranks(rank, 3)
@@ -99,6 +99,6 @@ def test_the_status_of_an_update_is_known_after_the_next(rank: int, carries: boo
     assert exchange(Wants(), num_bad=0, seconds=None, samples=0) is None, "a closed exchange starts again"
 
 
-def test_a_part_without_a_measurement_took_no_time() -> None:
+def test_a_part_without_a_measurement_is_sent_as_zero() -> None:
     vector = sent(0, 1, Wants(), 0, {PARTS[0]: 0.25}, 1)
     assert vector[3:].tolist() == [1, 1, 0.25, *[0.0] * (len(PARTS) - 1)]

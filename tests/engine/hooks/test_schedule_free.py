@@ -157,7 +157,7 @@ def test_inference_and_initialization_from_a_run_use_the_evaluation_weights(serv
         assert_close({name: tensor.read() for name, tensor in stored.items()}, saved(folder), 0.0)
 
 
-def test_two_averages_are_refused(tmp_path: Path) -> None:
+def test_schedule_free_cannot_be_combined_with_averaging(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trained(tmp_path, "averaging=ema")
     assert [problem.where for problem in caught.value.problems] == ["averaging=ema"]

@@ -15,7 +15,7 @@ from tests.opened import opened
 GIB = 2**30
 
 
-def test_the_highest_memory_of_a_phase_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_memory_of_a_phase_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peak: list[Any] = [None]
     host = [1.0]
     with opened(tmp_path, "checkpoint=off") as phase:

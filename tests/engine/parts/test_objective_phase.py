@@ -61,7 +61,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("objective", OVERFLOWS)
-def test_an_objective_of_which_every_update_is_skipped_is_an_error(objective: str, tmp_path: Path) -> None:
+def test_an_objective_whose_updates_are_all_skipped_is_an_error(objective: str, tmp_path: Path) -> None:
     text = TASK
     for old, new in OVERFLOWS[objective].items():
         assert old in text
@@ -98,7 +98,7 @@ def test_skipped_updates_of_all_objectives_are_counted_once_after_a_resume(tmp_p
             assert num_skipped == sum(by_objective)
 
 
-def test_one_objective_may_be_resumed_with_another_scheduler(tmp_path: Path) -> None:
+def test_one_objective_can_be_resumed_with_a_different_scheduler(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     settings = ("run=mine", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
     settings += ("scheduler=plateau", "scheduler.patience=0", "scheduler.gamma=0.5", "backend.threads=1")
@@ -114,7 +114,7 @@ def test_one_objective_may_be_resumed_with_another_scheduler(tmp_path: Path) -> 
     assert factors == [[0.5, 0.5], [1.0, 0.5]]
 
 
-def test_the_smallest_loss_scale_applies_to_each_objective(tmp_path: Path) -> None:
+def test_the_minimum_loss_scale_applies_to_each_objective(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("(x - 1).square())", "(x - 1).square() * 1e30)"))
     settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
     half = ("precision=fp16", "precision.init_scale=1024", "precision.min_scale=512")

@@ -149,13 +149,13 @@ def test_a_released_phase_leaves_no_hooks() -> None:
         (["head", "body.bias"], ["trains head (2), body.bias (2): 4 of 12 parameters (33.3%)"]),
     ],
 )
-def test_a_phase_of_some_parameters_prints_their_share(trains: list[str] | None, lines: list[str]) -> None:
+def test_a_phase_that_trains_some_parameters_prints_their_share(trains: list[str] | None, lines: list[str]) -> None:
     phase, _ = training(trains)
     assert phase.start_lines() == lines
 
 
 @pytest.mark.parametrize("trains", [["hed"], ["head", "body.w"], []])
-def test_parameters_that_do_not_exist_are_refused_before_any_phase(trains: list[str]) -> None:
+def test_parameters_that_do_not_exist_are_rejected_before_any_phase(trains: list[str]) -> None:
     task, phase = Points(), replace(plan_of().phases[0], trains=trains)
     with pytest.raises(ConfigError) as caught:
         check_parameters([phase], task.model)
@@ -165,7 +165,7 @@ def test_parameters_that_do_not_exist_are_refused_before_any_phase(trains: list[
     check_parameters([replace(phase, kind="fit"), replace(phase, trains=["head"])], task.model)
 
 
-def test_parameters_that_the_task_freezes_are_not_trained_by_name() -> None:
+def test_a_phase_cannot_train_parameters_that_the_task_freezes() -> None:
     with pytest.raises(ConfigError) as caught:
         training(["spare.bias"])
     (problem,) = caught.value.problems
@@ -179,7 +179,7 @@ class Stage(Parallel):
         return {name: weight for name, weight in named.items() if name.startswith("head")}
 
 
-def test_options_of_the_optimizer_may_name_parameters_of_other_stages() -> None:
+def test_optimizer_options_can_name_parameters_of_other_stages() -> None:
     names = ("optimizer=muon", "optimizer.lr_scales={body:3,body.bias:5,head:2}", "optimizer.adamw_for=[body]")
     phase, _ = training(None, *names, parallel=Stage(ALONE))
     (group,) = phase.training.optimizer.param_groups
@@ -207,7 +207,7 @@ def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
         assert torch.equal(one, other)
 
 
-def test_the_state_of_a_phase_that_trains_a_part_has_that_part_only() -> None:
+def test_the_state_of_a_phase_contains_only_the_parameters_that_it_trains() -> None:
     phase, _ = training(["head"])
     next(phase.updates(iter([micro(points())])))
     start = saved(phase)
@@ -240,7 +240,7 @@ def test_a_phase_restores_only_the_states_of_its_rank() -> None:
     ("skipped", "skipped_before", "update", "fails"),
     [(4, 0, 4, True), (5, 1, 4, True), (1, 0, 1, True), (4, 1, 4, False), (3, 0, 4, False), (0, 0, 0, False)],
 )
-def test_a_phase_of_skipped_updates_only_has_learned_nothing(
+def test_a_phase_whose_updates_are_all_skipped_is_an_error(
     skipped: int, skipped_before: int, update: int, fails: bool
 ) -> None:
     phase, parts = training(update=update)
@@ -254,7 +254,7 @@ def test_a_phase_of_skipped_updates_only_has_learned_nothing(
 
 
 @pytest.mark.parametrize(("name", "factor"), [("val/accuracy", 0.5), ("val/loss", 1.0)])
-def test_a_schedule_observes_its_metric(name: str, factor: float) -> None:
+def test_a_schedule_observes_only_its_metric(name: str, factor: float) -> None:
     phase, _ = training(
         None, "scheduler=plateau", "scheduler.metric=val/accuracy", "scheduler.gamma=0.5", "scheduler.patience=0"
     )
@@ -263,7 +263,7 @@ def test_a_schedule_observes_its_metric(name: str, factor: float) -> None:
     assert phase.training.schedule.factor(4) == factor
 
 
-def test_a_schedule_is_restored() -> None:
+def test_the_state_of_a_schedule_is_restored() -> None:
     settings = ("scheduler=plateau", "scheduler.gamma=0.5", "scheduler.patience=0")
     phase, _ = training(None, *settings, update=3)
     next(phase.updates(iter([micro(points())])))
@@ -277,7 +277,7 @@ def test_a_schedule_is_restored() -> None:
 
 
 @pytest.mark.parametrize("are_values_of_phases", [False, True])
-def test_a_plateau_of_an_earlier_version_keeps_its_level(are_values_of_phases: bool) -> None:
+def test_a_plateau_state_of_an_earlier_version_keeps_its_level(are_values_of_phases: bool) -> None:
     """Its state does not name the metric; a run whose task declares phases has no value `scheduler`."""
     phase, _ = training(None, "scheduler=plateau")
     start = saved(phase)
@@ -287,7 +287,7 @@ def test_a_plateau_of_an_earlier_version_keeps_its_level(are_values_of_phases: b
     assert phase.training.schedule.factor(4) == 0.5
 
 
-def test_the_strategy_is_told_which_parameters_a_phase_trains_and_when_it_ends() -> None:
+def test_the_strategy_receives_the_trained_parameters_and_the_end_of_a_phase() -> None:
     class Recorded(Parallel):
         calls: list[Any]
 
@@ -308,7 +308,7 @@ def test_the_strategy_is_told_which_parameters_a_phase_trains_and_when_it_ends()
     assert all(weight.grad is None for weight in parts.bare.parameters())
 
 
-def test_a_phase_without_settings_of_its_length_is_an_epoch() -> None:
+def test_a_phase_without_a_length_setting_has_one_epoch() -> None:
     parts = parts_of(Points())
     phase = replace(parts.plan.phases[0], updates=None, epochs=None)
     kind = LossPhase(phase, parts, order(3), Position("train"))
@@ -332,7 +332,7 @@ def test_a_loss_of_the_phase_replaces_that_of_the_task() -> None:
     assert loss_of(next(phase.updates(iter([micro(points())])))) == 24.0
 
 
-def test_a_task_with_pairs_of_samples_has_a_loss_that_is_not_additive() -> None:
+def test_a_coupled_loss_is_not_additive() -> None:
     class Pairs(Task):
         def __init__(self) -> None:
             self.model = nn.Linear(3, 2)
@@ -398,7 +398,7 @@ def items(info: StepInfo) -> float:
     return float(info.items)
 
 
-def test_a_fit_reads_the_data_once_and_shows_its_result() -> None:
+def test_a_fit_reads_the_data_once_and_returns_its_result() -> None:
     phase = fit_phase(Mean())
     result = [*phase.updates(batches_of())]
     assert [(info.update, items(info), info.loss_sum, info.lr, info.grad_norm) for info in result] == [
@@ -417,7 +417,7 @@ def test_a_fit_reads_the_data_once_and_shows_its_result() -> None:
     )
 
 
-def test_the_time_of_a_fit_is_that_of_its_parts() -> None:
+def test_the_parts_of_a_fit_are_timed() -> None:
     laps: list[Any] = []
     parallel: Any = Parallel(ALONE)
     parallel.stopwatch = SimpleNamespace(lap=laps.append, stop=laps.append)
@@ -425,7 +425,7 @@ def test_the_time_of_a_fit_is_that_of_its_parts() -> None:
     assert laps == ["hooks", "data", "forward", "data", "forward", "forward", 1]
 
 
-def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:
+def test_a_resumed_fit_restores_its_state_only_on_the_first_rank() -> None:
     phase = fit_phase(Mean())
     all_batches = [*batches_of()]
     next(phase.updates(iter(all_batches)))
@@ -442,7 +442,7 @@ def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:
 
 
 @pytest.mark.parametrize(("update", "expected"), [(1, [[1.0, 4.0], [3.0, 0.0]]), (2, [[4.0, 4.0], [0.0, 0.0]])])
-def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_the_same(
+def test_a_fit_resumed_on_the_same_number_of_ranks_restores_the_state_of_each_rank(
     update: int, expected: list[list[float]]
 ) -> None:
     """Merged sums would be continued in another order, and so be rounded differently.
@@ -469,7 +469,7 @@ def test_a_resumed_fit_continues_with_the_state_of_each_rank_if_their_number_is_
 
 
 @pytest.mark.parametrize("others_count", [True, False])
-def test_the_items_of_a_fit_are_those_of_all_ranks_that_count(others_count: bool) -> None:
+def test_the_items_of_a_fit_are_summed_over_all_ranks_that_count_samples(others_count: bool) -> None:
     def counted(world: World) -> list[Any]:
         parallel = Parallel(world)
         parallel.counts_samples = others_count or world.is_first
@@ -482,14 +482,14 @@ def test_the_items_of_a_fit_are_those_of_all_ranks_that_count(others_count: bool
     assert (first[1], second[1]) == ([2, 0], [2, 0] if others_count else [0, 0])
 
 
-def test_a_fit_that_the_task_does_not_define_is_refused() -> None:
+def test_a_fit_that_the_task_does_not_define_is_rejected() -> None:
     with pytest.raises(TaskFault) as caught:
         fit_phase(None)
     assert "statistics" in caught.value.problems[0].fix
 
 
 @pytest.mark.parametrize("answer", [None, ({},), ({}, 1, 2), ([], 1), ({}, 1.0)], ids=str)
-def test_an_invalid_answer_of_add_is_refused(answer: Any) -> None:
+def test_an_invalid_return_value_of_add_is_rejected(answer: Any) -> None:
     class Wrong(Mean):
         def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
             return answer
@@ -499,7 +499,7 @@ def test_an_invalid_answer_of_add_is_refused(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [torch.zeros(3)], {"total": 1.0}, {0: torch.zeros(3)}], ids=str)
-def test_a_state_that_is_no_dict_of_tensors_is_refused_with_its_method(state: Any) -> None:
+def test_a_fit_state_that_is_not_a_dict_of_tensors_is_rejected(state: Any) -> None:
     class Start(Mean):
         def start(self) -> Any:
             return state
@@ -525,7 +525,7 @@ def test_a_state_that_is_no_dict_of_tensors_is_refused_with_its_method(state: An
         merged.close()
 
 
-def test_a_number_of_items_per_sample_is_refused() -> None:
+def test_a_count_of_items_for_each_sample_is_rejected() -> None:
     class PerSample(Mean):
         def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
             return state, torch.ones(len(batch))
@@ -534,7 +534,7 @@ def test_a_number_of_items_per_sample_is_refused() -> None:
         next(fit_phase(PerSample()).updates(batches_of()))
 
 
-def test_the_number_of_items_may_be_a_tensor() -> None:
+def test_the_number_of_items_can_be_a_tensor() -> None:
     class Counted(Mean):
         def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
             return state, torch.tensor(len(batch))
@@ -543,7 +543,7 @@ def test_the_number_of_items_may_be_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("answer", [{"mean": "large"}, {"mean": torch.zeros(2)}, 3.0, {"mean": None}], ids=str)
-def test_an_invalid_result_of_a_fit_is_refused(answer: Any) -> None:
+def test_an_invalid_return_value_of_finish_is_rejected(answer: Any) -> None:
     class Wrong(Mean):
         def finish(self, model: nn.Module, state: State) -> Any:
             return answer
@@ -552,7 +552,7 @@ def test_an_invalid_result_of_a_fit_is_refused(answer: Any) -> None:
         fit_phase(Wrong()).close()
 
 
-def test_a_fit_need_not_show_anything() -> None:
+def test_the_finish_method_of_a_fit_can_return_none() -> None:
     class Silent(Mean):
         def finish(self, model: nn.Module, state: State) -> Any:
             return None
@@ -566,12 +566,14 @@ def test_a_fit_need_not_show_anything() -> None:
 @pytest.mark.parametrize(
     ("epochs", "updates_per_epoch", "updates"), [(1, 7, 7), (1.1, 100, 110), (0.5, 3, 2), (1e-9, 10, 1), (2.01, 10, 21)]
 )
-def test_epochs_are_decimal_numbers_rounded_up_to_updates(epochs: float, updates_per_epoch: int, updates: int) -> None:
+def test_epochs_are_converted_to_updates_in_decimal_arithmetic_and_rounded_up(
+    epochs: float, updates_per_epoch: int, updates: int
+) -> None:
     assert count_updates(epochs, updates_per_epoch) == updates
 
 
 @pytest.mark.parametrize(("settings", "total"), [((), 4), (("updates=null", "epochs=2.5"), 8)])
-def test_a_phase_is_as_long_as_its_updates_or_epochs(settings: tuple[str, ...], total: int) -> None:
+def test_the_length_of_a_phase_is_set_in_updates_or_epochs(settings: tuple[str, ...], total: int) -> None:
     assert training(None, *settings)[0].total == total
 
 
@@ -591,6 +593,6 @@ def test_gradients_are_scaled_by_the_items_of_an_update(
 @pytest.mark.parametrize(
     "call", [lambda kind: kind.updates(iter(())), lambda kind: kind.state(Tensor.clone), lambda kind: kind.load(None)]
 )
-def test_a_kind_of_phases_must_define_its_updates_and_state(call: Callable[[PhaseKind], object]) -> None:
+def test_a_phase_kind_must_define_updates_state_and_load(call: Callable[[PhaseKind], object]) -> None:
     with pytest.raises(NotImplementedError):
         call(PhaseKind())

@@ -22,7 +22,7 @@ from runner.loading.stream_order import StreamSampler
     ("num_shards", "workers", "ranks", "numbers"),
     [(1, 0, 1, [16, 1]), (1, 2, 1, [16, 1, 2]), (4, 2, 2, [16, 4]), (2, 0, 4, [16, 2, 4])],
 )
-def test_description_reports_more_processes_than_shards(
+def test_the_description_of_a_stream_reports_more_processes_than_shards(
     num_shards: int, workers: int, ranks: int, numbers: list[int]
 ) -> None:
     stream: Any = SimpleNamespace(
@@ -91,7 +91,7 @@ def test_settings_that_a_stream_does_not_support_are_reported_together(
     ],
     ids=" ".join,
 )
-def test_other_settings_open_a_stream(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_supported_settings_open_a_stream(args: tuple[str, ...], tmp_path: Path) -> None:
     with opened(tmp_path, *args) as phase:
         assert isinstance(phase.order.sampler, StreamSampler)
         per_update = 2 if "data.shards_per_update=2" in args else 4

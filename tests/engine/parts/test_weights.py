@@ -168,7 +168,7 @@ def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
     return caught.value
 
 
-def test_all_mismatches_are_refused_in_one_message_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_unusable_weights_are_rejected_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
     unknown = refusal(Net(), tmp_path / "w.safetensors", only=["bakbone"])
     assert isinstance(unknown, ConfigError)
@@ -188,7 +188,7 @@ def test_all_mismatches_are_refused_in_one_message_and_nothing_is_loaded(tmp_pat
 @pytest.mark.parametrize("prefix", ["net", "true", "null", "0"])
 @pytest.mark.parametrize("is_longer", [True, False])
 @pytest.mark.parametrize("has_more", [True, False])
-def test_a_refusal_suggests_the_rename_that_loads_the_weights(
+def test_the_error_suggests_the_rename_that_loads_the_weights(
     prefix: str, is_longer: bool, has_more: bool, tmp_path: Path
 ) -> None:
     """Names may have a prefix in the source, such as those of a checkpoint of Lightning, or in the model."""
@@ -203,13 +203,13 @@ def test_a_refusal_suggests_the_rename_that_loads_the_weights(
     assert weights.strict != has_more
 
 
-def test_no_rename_is_suggested_for_other_weights(tmp_path: Path) -> None:
+def test_no_rename_is_suggested_for_unrelated_weights(tmp_path: Path) -> None:
     save_file({"net.head.bias": torch.zeros(3), "x": torch.zeros(2)}, tmp_path / "w.safetensors")
     (problem,) = refusal(Net(), tmp_path / "w.safetensors").problems
     assert "net" not in problem.fix
 
 
-def test_a_suggested_rename_loads_most_of_the_missing_tensors_and_those_that_match(tmp_path: Path) -> None:
+def test_a_suggested_rename_loads_most_missing_tensors_and_keeps_those_that_match(tmp_path: Path) -> None:
     tensors = {name: torch.ones(1, 1) for name in ("net.x.weight", "a.weight", "b.weight", "own.c.weight")}
     save_file(tensors, tmp_path / "w.safetensors")
 
@@ -236,7 +236,7 @@ def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) 
     assert unused != excluded
 
 
-def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> None:
+def test_shards_that_are_missing_duplicated_or_outside_the_folder_are_rejected(tmp_path: Path) -> None:
     for name, index in (("index", True), ("names", False)):
         write_shards(tmp_path / name, source(), index=index)[1].unlink()
         missing = refusal(Net(), tmp_path / name)
@@ -273,7 +273,7 @@ def test_runs_and_checkpoints_are_sources_of_weights(server: ForkServer, tmp_pat
         assert all(torch.equal(actual[name], tensor) for name, tensor in wanted.items()), value
 
 
-def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rename_of_unknown_tensors_leaves_no_run_folder(server: ForkServer, tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
     args = ["train", "--task", str(TASK), "device=cpu", "run=mine", "weights=w.safetensors"]
     result = server.run([*args, "weights.rename={bakbone: body}"], tmp_path)
@@ -282,7 +282,9 @@ def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, t
     assert not (tmp_path / "outputs").exists()
 
 
-def test_weights_that_cannot_be_loaded_are_refused_before_torch_is_imported(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_loaded_are_rejected_before_torch_is_imported(
+    server: ForkServer, tmp_path: Path
+) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"\0" * 7)
     torch.save({}, tmp_path / "model.pt")
     args = ["train", "--task", str(TASK), "device=cpu", "run=mine"]
@@ -296,14 +298,14 @@ def test_weights_that_cannot_be_loaded_are_refused_before_torch_is_imported(serv
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_old_and_the_new_form_of_the_setting_are_equal(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_and_weights_source_are_equivalent(server: ForkServer, tmp_path: Path) -> None:
     missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
     assert [result.code for result in missing] == [66, 66]
     assert missing[0].err == missing[1].err
 
 
 @pytest.mark.slow
-def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_path: Path) -> None:
+def test_trials_of_a_sweep_can_start_from_the_weights_of_the_last_run(server: ForkServer, tmp_path: Path) -> None:
     common = ["train", "--task", str(TASK), "updates=1", "device=cpu", "monitor=off", "backend.threads=1"]
     assert server.run([*common, "run=first"], tmp_path).code == 0
     forked = {"IMPORT_FIRST": "tests.forked_trials"}

@@ -82,7 +82,7 @@ def notes(error: BaseException) -> list[str]:
 # ---------------------------------------------------------------- failures
 
 
-def test_a_failure_is_recorded_with_its_problems_and_what_a_resumed_run_repeats(
+def test_a_failure_is_recorded_with_its_problems_and_the_updates_that_a_resumed_run_repeats(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_checkpoints(run, 3, 5)
@@ -118,7 +118,9 @@ def test_all_problems_of_an_error_are_recorded_and_the_first_is_the_cause(run: R
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyError("points"), Exit.SOFTWARE), (KeyboardInterrupt(), Exit.INTERRUPTED)]
 )
-def test_an_error_of_other_code_has_its_text_as_cause(run: RunDirectory, error: BaseException, code: Exit) -> None:
+def test_an_exception_without_problems_is_recorded_with_its_text_as_cause(
+    run: RunDirectory, error: BaseException, code: Exit
+) -> None:
     assert started(run).fail(error)
     record = error_of(run)
     assert type(error).__name__ in record.cause
@@ -126,7 +128,7 @@ def test_an_error_of_other_code_has_its_text_as_cause(run: RunDirectory, error: 
     assert (record.exit_code, read_record(run.path).process.exit_code) == (code, code)
 
 
-def test_an_attempt_that_was_refused_changes_neither_the_run_nor_the_error_text(run: RunDirectory) -> None:
+def test_a_rejected_attempt_changes_neither_run_json_nor_the_notes_of_the_error(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
     started(run)
     before = run.run_json.read_bytes()
@@ -138,7 +140,7 @@ def test_an_attempt_that_was_refused_changes_neither_the_run_nor_the_error_text(
     assert notes(error) == []
 
 
-def test_a_first_attempt_that_is_refused_is_recorded_as_failed(run: RunDirectory) -> None:
+def test_a_rejected_first_attempt_is_recorded_as_failed(run: RunDirectory) -> None:
     attempt = RunAttempt(run, RunRecord(name="mine", process=ProcessRecord(state="running", started=now())), 0.0)
     assert attempt.fail(ConfigError(Problem("is negative", "lr")))
     record = read_record(run.path)
@@ -154,14 +156,14 @@ def test_a_failure_recorded_by_a_rank_keeps_its_place_when_the_launcher_records_
     assert (record.cause, record.place, record.reached) == ("of the launcher", {"rank": 0, "samples": [3]}, 7)
 
 
-def test_a_failure_of_an_earlier_attempt_is_not_mixed_with_that_of_this_one(run: RunDirectory) -> None:
+def test_a_failure_does_not_inherit_values_of_an_earlier_attempt(run: RunDirectory) -> None:
     earlier = ErrorRecord(attempt="2001-01-01T00:00:00+00:00", reached=50, place={"rank": 3}, cause="old")
     run.write("error.json", json.dumps(earlier.to_json()))
     started(run).fail(DataError("new"))
     assert (error_of(run).place, error_of(run).reached, error_of(run).updates_repeated) == ({}, 0, 0)
 
 
-def test_the_updates_of_the_last_checkpoint_are_reached_if_nothing_else_is_known(run: RunDirectory) -> None:
+def test_the_last_checkpoint_counts_as_reached_if_no_progress_is_known(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
     started(run).fail(error := DataError("damaged"))
     assert (error_of(run).reached, error_of(run).updates_repeated, len(notes(error))) == (3, 0, 1)
@@ -172,7 +174,7 @@ def test_a_failure_before_any_progress_has_no_note(run: RunDirectory) -> None:
     assert (error_of(run).last_checkpoint, error_of(run).reached, notes(error)) == (None, 0, [])
 
 
-def test_a_failure_after_updates_without_a_checkpoint_says_so(run: RunDirectory) -> None:
+def test_a_failure_after_updates_without_a_checkpoint_has_a_note(run: RunDirectory) -> None:
     attempt, error = started(run), DataError("damaged")
     attempt.reached = 4
     attempt.fail(error)
@@ -187,7 +189,7 @@ def test_an_error_that_has_a_note_gets_no_second_note(run: RunDirectory) -> None
     assert notes(error) == ["from the watchdog"]
 
 
-def test_a_damaged_checkpoint_is_not_the_last_unless_the_disk_fails_or_the_run_hangs(run: RunDirectory) -> None:
+def test_a_damaged_checkpoint_is_skipped_unless_the_disk_fails_or_the_run_hangs(run: RunDirectory) -> None:
     add_checkpoints(run, 3, 5)
     damage(run, 5)
     attempt = started(run)
@@ -211,7 +213,7 @@ def test_a_damaged_checkpoint_is_not_the_last_unless_the_disk_fails_or_the_run_h
         assert error_of(run).last_checkpoint == (None if newest is None else f"update-{newest:010}")
 
 
-def test_the_newest_checkpoint_is_named_if_none_can_be_checked(
+def test_the_newest_checkpoint_is_recorded_if_none_can_be_checked(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_checkpoints(run, 3)
@@ -231,7 +233,7 @@ class Full(System):
         raise OSError(28, "No space left on device")
 
 
-def test_a_failure_that_cannot_be_recorded_is_reported_as_such(run: RunDirectory) -> None:
+def test_fail_returns_false_if_the_failure_cannot_be_recorded(run: RunDirectory) -> None:
     attempt = started(run)
     with files.use_system(Full()):
         assert not attempt.fail(DataError("the cause"))
@@ -239,7 +241,7 @@ def test_a_failure_that_cannot_be_recorded_is_reported_as_such(run: RunDirectory
     assert read_record(run.path).process.state == "running"
 
 
-def test_an_interrupted_process_can_be_recorded_by_its_launcher(run: RunDirectory, tmp_path: Path) -> None:
+def test_the_launcher_can_record_the_failure_of_its_process(run: RunDirectory, tmp_path: Path) -> None:
     job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
     started(run)
@@ -319,7 +321,7 @@ def test_an_adopted_checkpoint_of_another_run_is_recorded_once(run: RunDirectory
     assert [(each.uid, each.checkpoint) for each in attempt.record.adopted] == [(OTHER, "update-0000000003")]
 
 
-def test_a_run_from_scratch_has_another_identity(run: RunDirectory) -> None:
+def test_a_run_restarted_from_scratch_gets_a_new_uid(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
     attempt = started(run, adopted=(AdoptedCheckpoint(uid=OTHER),))
     attempt.identify(run.owner, checkpoint_of(run), is_new=True)
@@ -336,7 +338,7 @@ def job_of(*overrides: str, command: tuple[str, ...] = ()) -> Job:
     return Job(request, configuration, make_plan(configuration, inventory), inventory, "mine")
 
 
-def test_an_attempt_records_its_command_and_process_and_keeps_what_persists(
+def test_an_attempt_records_its_command_and_process_and_keeps_persistent_fields(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evidence = Evidence(items_per_s=3.0)
@@ -365,7 +367,7 @@ def test_a_resumed_run_records_the_command_that_trains_with_its_settings(run: Ru
 
 
 @pytest.mark.parametrize("overrides", [(), ("device=cpu", "seed=3")])
-def test_the_start_of_a_run_writes_the_files_that_repeat_it(
+def test_the_start_of_a_run_writes_the_files_that_reproduce_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["accel-run", "train", *overrides])
@@ -387,7 +389,7 @@ def test_the_start_of_a_run_writes_the_files_that_repeat_it(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_script_of_ranks_that_torchrun_started_says_so(
+def test_the_script_uses_torchrun_if_torchrun_started_several_ranks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["accel-run", "train"])

@@ -39,7 +39,7 @@ def events_of(run: RunDirectory, name: str = "events.jsonl") -> list[dict[str, A
         ("auto", (), "", False),
     ],
 )
-def test_attention_that_did_not_run_is_reported(
+def test_an_attention_kernel_that_did_not_run_is_reported(
     name: str, kernels: tuple[str, ...], reason: str, is_warned: bool, run: RunDirectory,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -69,7 +69,7 @@ def test_without_calls_of_attention_only_a_slow_start_is_reported(
 
 @pytest.mark.parametrize("has_several", [True, False])
 @pytest.mark.parametrize("level", ["warning", "info"])
-def test_the_name_of_a_phase_is_shown_beside_the_progress_if_it_is_not_printed(
+def test_the_progress_display_shows_the_phase_name_if_it_is_not_printed(
     level: str, has_several: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -91,7 +91,7 @@ def test_the_name_of_a_phase_is_shown_beside_the_progress_if_it_is_not_printed(
         (0, 0, ["under 0.001 epochs"]),
     ],
 )
-def test_a_phase_begins_with_its_updates_and_epochs(
+def test_the_start_of_a_phase_reports_its_updates_and_epochs(
     done: int, total: int, texts: list[str], run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Screen(run) as screen:
@@ -117,7 +117,7 @@ def test_another_machine_reports_only_its_alerts(run: RunDirectory, capsys: pyte
         assert (event["what"], event["text"], event["gpu"]) == ("hot", "the-gpu-is-hot", 3)
 
 
-def test_warnings_of_python_are_printed_without_their_place(
+def test_python_warnings_are_printed_without_their_location(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Screen(run) as screen, warnings_on(screen):

@@ -220,7 +220,7 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
     assert "task.py" in (directory / "stacks.txt").read_text()
 
 
-def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> None:
+def test_a_hanging_prediction_is_reported_with_its_number(server: ForkServer, folder: Path) -> None:
     assert server.run(BASE, folder, VIRTUAL).code == 0
     result = server.run("inference run=r watchdog.first_update_s=3", folder, VIRTUAL)
     assert result.code == 83, result.err
@@ -239,7 +239,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
-def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
+def test_a_hang_is_reported_even_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
     """There is no checkpoint, and the message does not name one."""
     gone = folder / "gone"
     gone.mkdir()
@@ -292,7 +292,7 @@ def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, 
     assert result.code == 0, result.err
 
 
-def test_the_search_for_non_finite_values_may_exceed_an_update(server: ForkServer, folder: Path) -> None:
+def test_the_search_for_non_finite_values_can_exceed_the_limit_of_an_update(server: ForkServer, folder: Path) -> None:
     args = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
     result = server.run(f"{args} task.fault=search", folder, VIRTUAL)
     assert result.code == 82, result.err
@@ -307,7 +307,7 @@ def test_a_process_suspended_beyond_the_limit_continues(server: ForkServer, fold
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_no_process_outlives_a_killed_run_and_the_next_one_cleans_up(
+def test_no_process_outlives_a_killed_run_and_the_next_run_cleans_up(
     start: str, server: ForkServer, folder: Path, short: Path
 ) -> None:
     """The workers hang, so they cannot notice that their parent has died."""
@@ -349,7 +349,7 @@ def test_the_limit_is_ten_times_the_longest_recent_update_with_a_minimum() -> No
 
 
 @pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
-def test_uniformly_long_steps_are_accepted_from_the_second_on(kind: str) -> None:
+def test_uniformly_long_steps_have_ten_times_their_duration_as_limit(kind: str) -> None:
     durations = WorkDurations(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
     for update in range(1, 10):
         durations.record(kind, update, 55.0)
@@ -359,7 +359,7 @@ def test_uniformly_long_steps_are_accepted_from_the_second_on(kind: str) -> None
 
 
 @pytest.mark.parametrize("update_s", [0.0, 0.3])
-def test_an_atypical_first_step_counts_only_until_others_are_known(update_s: float) -> None:
+def test_an_unusually_long_first_step_counts_only_until_others_are_known(update_s: float) -> None:
     durations = WorkDurations(LIMITS, {UPDATE}, compiles=False)
     durations.record(UPDATE, 1, 240.0)
     for number in range(NUM_SETTLED):
@@ -375,7 +375,7 @@ def test_recompilation_has_the_limit_of_compilation() -> None:
     assert durations.limit_s(UPDATE) == 360.0
 
 
-def test_a_hang_is_named_within_a_minute() -> None:
+def test_a_hang_is_reported_within_a_minute() -> None:
     assert MIN_TIMEOUT_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + REPORT_TIMEOUT_S + 1.0 < 60.0  # single process
     assert MIN_TIMEOUT_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # with several ranks
 
@@ -393,7 +393,7 @@ def test_the_first_stuck_data_worker_of_a_hang_is_shown() -> None:
     assert shown == ["rank 0", f"{WORKER} 1"]
 
 
-def test_what_to_do_about_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
+def test_the_advice_for_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
     known, unknown = format_hang({}, "watchdog.timeout_s=99"), format_hang({})
     assert known.startswith(unknown)
     assert known.endswith("watchdog.timeout_s=99")

@@ -137,7 +137,7 @@ def waited(beats: list[Heartbeat]) -> list[float]:
 # ---------------------------------------------------------------- heartbeats
 
 
-def test_an_operation_waits_from_its_first_check_on(clock: Clock, tmp_path: Path) -> None:
+def test_the_time_of_an_operation_counts_from_its_first_check(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(mark, keep, keep, begins(DATA), keep, begins(DATA), begins(UPDATE, 2), keep, keep)
@@ -152,7 +152,7 @@ def test_an_operation_waits_from_its_first_check_on(clock: Clock, tmp_path: Path
     assert clock.beats[-1] == Heartbeat()
 
 
-def test_a_first_operation_has_its_own_limit_until_its_end(clock: Clock, tmp_path: Path) -> None:
+def test_the_first_operation_of_a_kind_has_its_own_limit_until_it_ends(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(
@@ -166,7 +166,7 @@ def test_a_first_operation_has_its_own_limit_until_its_end(clock: Clock, tmp_pat
         assert [beat.limit_s for beat in beats] == [5.0, 7.0, 100.0]
 
 
-def test_derived_limits_grow_with_the_durations_and_start_again_with_a_phase(clock: Clock, tmp_path: Path) -> None:
+def test_derived_limits_grow_with_the_durations_and_are_reset_by_a_new_phase(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path, "watchdog.update_s=auto") as mark:
         mark.begin("first")
         mark.completed_kinds.add(UPDATE)
@@ -184,7 +184,7 @@ def test_derived_limits_grow_with_the_durations_and_start_again_with_a_phase(clo
         assert (beat.limit_s, beat.is_first) == (MIN_TIMEOUT_S, False)
 
 
-def test_a_phase_that_completes_operations_between_two_checks_has_no_first_one(clock: Clock, tmp_path: Path) -> None:
+def test_an_operation_is_not_the_first_if_others_completed_between_two_checks(clock: Clock, tmp_path: Path) -> None:
     def begin(mark: ProgressMark) -> None:
         mark.begin("second")
         mark.completed_kinds.add(UPDATE)
@@ -213,7 +213,7 @@ def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp
         assert not any(beat.kind == CHECKPOINT for beat in clock.pass_ticks(mark, *busy))
 
 
-def test_waiting_for_a_disk_that_makes_progress_is_progress(clock: Clock, tmp_path: Path) -> None:
+def test_progress_of_the_writer_counts_only_while_training_waits_for_it(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path) as mark:
         progress = iter([(6, number // 3) for number in range(100)])
         mark.write_progress = lambda: next(progress)
@@ -237,7 +237,7 @@ FRAMES: dict[str, list[StackFrame]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("frames", FRAMES)
-def test_stacks_tell_who_waits_and_that_a_debugger_has_no_limit(
+def test_stacks_show_whether_a_rank_waits_for_others_and_whether_it_is_debugged(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: str, world_size: int
 ) -> None:
     read: list[int] = []
@@ -257,7 +257,7 @@ def test_stacks_tell_who_waits_and_that_a_debugger_has_no_limit(
     assert [beat.is_waiting for beat in beats] == [False] * 5 + [waits] * 3
 
 
-def test_ranks_share_their_updates_without_a_watchdog_too(clock: Clock, tmp_path: Path) -> None:
+def test_ranks_publish_their_progress_even_without_a_watchdog(clock: Clock, tmp_path: Path) -> None:
     args = Request(("device=cpu", "watchdog=off"))
     plan = make_plan(compose(args), Inventory((), Cpu("a processor", 2, 4, 0)))
     with run_watchdog(plan, World(CPU, 1, 1, 2, 2, tmp_path), HangTraces(lambda text: None)) as mark:
@@ -267,7 +267,7 @@ def test_ranks_share_their_updates_without_a_watchdog_too(clock: Clock, tmp_path
     assert clock.beats == []
 
 
-def test_a_thread_that_cannot_be_started_is_a_limit_of_the_system(clock: Clock, tmp_path: Path) -> None:
+def test_a_watchdog_thread_that_cannot_start_is_reported_as_a_system_limit(clock: Clock, tmp_path: Path) -> None:
     clock.can_start = False
     with pytest.raises(SystemLimit), watched(tmp_path):
         pass
@@ -337,7 +337,7 @@ def test_a_hanging_process_is_recorded_and_ends(
     assert "stacks.txt" in printed
 
 
-def test_a_rank_waits_for_others_as_long_as_a_checkpoint_may_take(
+def test_a_rank_that_waits_for_others_has_the_limit_of_a_checkpoint(
     clock: Clock, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.host.stacks.current_frames", lambda thread: FRAMES["collective"])
@@ -403,13 +403,13 @@ def stack(file: str, number: int = 1) -> str:
     return f"Thread 0x0001 (most recent call first):\n{lines}"
 
 
-def test_the_place_of_a_hang_is_in_the_code_of_the_user() -> None:
+def test_the_location_of_a_hang_is_in_the_code_of_the_user() -> None:
     traces = {"rank 0": stack(os.__file__), f"{WORKER} 7": stack("/home/me/data.py")}
     error = hang_error(Heartbeat(9, 4.0, 3.0, kind=DATA), 0, "", traces)
     assert "/home/me/data.py" in error.problems[0].where
 
 
-def test_a_message_has_the_stacks_of_a_few_processes() -> None:
+def test_a_hang_message_has_the_stacks_of_only_a_few_processes() -> None:
     traces = {f"rank {rank}": stack("/home/me/train.py", 9) for rank in range(9)}
     shown = [line for line in format_hang(traces).splitlines() if line.startswith("rank ")]
     assert len(shown) == 4, "4 lines each, of which at most 12 are exceeded once"
@@ -425,7 +425,7 @@ def test_limits_follow_the_settings() -> None:
     assert off() is None
 
 
-def test_a_derived_limit_has_a_minimum_and_a_set_one_is_exact() -> None:
+def test_a_derived_limit_has_a_minimum_and_an_explicit_one_is_exact() -> None:
     derived, exact = WatchdogLimits(None, 100.0, None, 7.0), WatchdogLimits(3.0, 100.0, 5.0, 7.0)
 
     def limits(kind: str, **others: Any) -> tuple[float, float]:
@@ -440,7 +440,7 @@ def test_a_derived_limit_has_a_minimum_and_a_set_one_is_exact() -> None:
     assert limits(CHECKPOINT, is_first=True) == limits(END) == (7.0, 7.0)
 
 
-def test_an_interrupted_operation_continues_as_a_new_one_even_after_an_error() -> None:
+def test_an_interrupted_operation_restarts_its_time_even_after_an_error() -> None:
     mark = ProgressMark()
     mark.advance(UPDATE, 2)
     before = mark.now
@@ -451,7 +451,7 @@ def test_an_interrupted_operation_continues_as_a_new_one_even_after_an_error() -
     assert mark.now is not before, "its time starts again"
 
 
-def test_an_interruption_ends_operations_that_advanced_within_it() -> None:
+def test_the_end_of_an_interruption_ends_operations_that_advanced_within_it() -> None:
     mark = ProgressMark()
     mark.advance(UPDATE, 2)
     with mark.doing(EVALUATION, 2):

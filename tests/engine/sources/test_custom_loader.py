@@ -102,7 +102,7 @@ def test_a_batch_names_the_worker_that_read_it() -> None:
     assert named == [0] * len(KEYS)
 
 
-def test_a_request_that_the_loader_changes_in_place_is_refused() -> None:
+def test_changing_a_request_in_place_is_rejected() -> None:
     def changing(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             request.indices[:] = [0, 0]
@@ -112,7 +112,7 @@ def test_a_request_that_the_loader_changes_in_place_is_refused() -> None:
         list(loaded(changing))
 
 
-def test_indices_may_be_sorted_in_place() -> None:
+def test_a_loader_can_sort_its_indices_in_place() -> None:
     def sorting(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             read.indices(request).sort()
@@ -125,7 +125,7 @@ def draws() -> tuple[float, float, float]:
     return torch.rand(()).item(), float(np.random.random()), random.random()
 
 
-def test_a_loader_draws_other_random_numbers_than_the_model() -> None:
+def test_random_numbers_of_a_loader_are_independent_of_those_of_the_model() -> None:
     """Reproducible ones, also at its start: torch's DataLoader seeds its workers with them."""
     drawn: list[Any] = []
 
@@ -152,7 +152,7 @@ def test_a_loader_draws_other_random_numbers_than_the_model() -> None:
     assert drawn == first
 
 
-def test_a_loader_that_reads_samples_itself_is_refused_if_they_change_with_the_epoch() -> None:
+def test_a_loader_that_reads_samples_itself_is_rejected_if_they_change_with_the_epoch() -> None:
     def direct(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             yield read.fill(request, torch.tensor(request.indices))
@@ -198,7 +198,7 @@ def test_the_error_of_an_unreadable_sample_names_the_line(start: Callable[..., A
         assert "sample 1" in problem.what
 
 
-def test_an_error_outside_of_the_task_names_the_option() -> None:
+def test_an_error_raised_outside_the_task_names_the_task_file() -> None:
     def without_arguments() -> None:
         pass
 
@@ -238,7 +238,7 @@ def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("error", [DataError("a file is missing"), torch.OutOfMemoryError("CUDA out of memory.")])
-def test_errors_that_name_their_own_cause_are_raised_as_they_are(error: Exception) -> None:
+def test_errors_that_name_their_own_cause_are_raised_unchanged(error: Exception) -> None:
     """Another error names the loader, and what it raised."""
 
     def fails(read: Any, requests: Any) -> Iterator[Any]:

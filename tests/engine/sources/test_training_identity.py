@@ -85,7 +85,7 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
 
 
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_a_cache_has_the_content_of_its_dataset(where: str) -> None:
+def test_cached_samples_have_the_hashes_of_their_dataset(where: str) -> None:
     fetcher = fetcher_of([(torch.tensor([index, 0.5]), index) for index in range(5)])
     loader = Loader(fetcher)
     before, _ = fingerprint_data({"train": fetcher}, loader)
@@ -170,7 +170,9 @@ def test_changed_content_is_detected_and_equal_content_is_not(sample: Any, other
     assert changed_samples(before, fingerprint_data(changed, loader)[0], changed, loader) == ["train sample 0"]
 
 
-def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_loaded_by_importlib_is_part_of_the_code_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine_by_name.py").write_text("import importlib\nimportlib.import_module('part' + '_by_name')")
     (tmp_path / "part_by_name.py").write_text("import deep_by_name")
     (tmp_path / "deep_by_name.py").write_text("VALUE = 1")
@@ -192,7 +194,9 @@ def _check_by_name(folder: Path) -> None:
     assert changed_files(before, fingerprint_code(folder / "mine_by_name.py")) == ["part_by_name.py"]
 
 
-def test_a_module_of_the_same_name_in_another_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_same_name_in_different_folders_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part_twice.py").write_text("")

@@ -27,7 +27,7 @@ def norm_of(given: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
 @pytest.mark.parametrize("correction", [None, 1.0, 3.0, 0.25, "tensor"])
-def test_the_result_is_the_unscaled_gradient_clipped_to_its_norm(
+def test_gradients_are_unscaled_and_clipped_to_the_maximum_norm(
     correction: float | str | None, max_norm: float | None
 ) -> None:
     result, factor = gradients(), 0.125 if correction == "tensor" else float(correction or 1.0)
@@ -40,7 +40,7 @@ def test_the_result_is_the_unscaled_gradient_clipped_to_its_norm(
         torch.testing.assert_close(one, before * factor * scale, rtol=ROUNDED, atol=0.0)
 
 
-def test_the_norm_is_that_of_all_ranks() -> None:
+def test_gradients_are_clipped_by_the_norm_over_all_ranks() -> None:
     result = gradients()
     norm = correct_and_clip(result, 2.0, 1.0, over_ranks=lambda mine: mine * 3)
     expected = 2.0 * 3 * norm_of(gradients())
@@ -49,7 +49,7 @@ def test_the_norm_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_half_gradients_stay_half_and_no_gradients_have_no_norm(max_norm: float | None) -> None:
+def test_half_precision_gradients_keep_their_dtype_and_an_empty_list_has_no_norm(max_norm: float | None) -> None:
     result = gradients(torch.bfloat16)
     correct_and_clip(result, torch.tensor(0.5, dtype=torch.float64), max_norm)
     assert {one.dtype for one in result} == {torch.bfloat16}
@@ -82,7 +82,7 @@ def test_cleared_gradients_are_released() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_a_retried_update_repeats_only_what_it_read_again() -> None:
+def test_a_retried_update_repeats_only_the_batches_that_it_read_again() -> None:
     def batches(*names: str) -> Any:
         return [SimpleNamespace(name=name, last=name == names[-1], samples=None) for name in names]
 

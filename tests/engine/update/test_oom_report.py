@@ -27,7 +27,7 @@ ACCOUNT = MemoryAccount(
 )  # fmt: skip
 
 
-def test_every_known_number_is_in_the_line_and_no_unknown_one() -> None:
+def test_the_line_contains_exactly_the_known_numbers() -> None:
     numbers = {
         "free_bytes": format_bytes(GIB),
         "total_bytes": format_bytes(80 * GIB),
@@ -103,7 +103,7 @@ OTHERS = "end other processes on this GPU: first"
         (READING, 1, plan_of("cpu", 0), ["dataloader.bad_samples=skip"]),
     ],
 )  # fmt: skip
-def test_only_settings_that_would_change_something_are_suggested(
+def test_only_settings_with_an_effect_are_suggested(
     found: MemoryAccount | None, samples: int, plan: Any, expected: list[str]
 ) -> None:
     lines = suggest_settings(plan, found, samples)
@@ -145,7 +145,7 @@ CPU = torch.device("cpu")
         (8 * GIB, None, 6 * GIB, 8 * GIB),
     ],
 )
-def test_memory_of_the_host_is_that_of_the_machine_or_of_the_control_group(
+def test_host_memory_is_that_of_the_machine_or_of_the_cgroup(
     limit: int | None, used: int | None, free: int, total: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grant = None if limit is None else SimpleNamespace(amount=limit, memory_bytes=lambda: used)
@@ -191,7 +191,7 @@ def measured_on_gpu(
     return measure_memory(dataclasses.replace(CAUSE, side=side), CPU, uuid, 4, "2x2")
 
 
-def test_memory_of_a_gpu_is_that_of_this_process_and_of_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_gpu_has_this_process_and_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = 2**22 + 7  # above the largest process number of Linux
     others = [(absent + number, None if number == 3 else number * GIB) for number in range(8)]
     found = measured_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
@@ -203,13 +203,13 @@ def test_memory_of_a_gpu_is_that_of_this_process_and_of_the_largest_others(monke
 
 
 @pytest.mark.parametrize(("listed", "uuid"), [(None, "GPU-1"), ([], "GPU-1"), ([(1, GIB)], ""), ([(1, GIB)], "GPU-2")])
-def test_without_a_list_of_processes_a_gpu_has_no_others(
+def test_without_a_process_list_no_other_processes_are_reported(
     listed: list[tuple[int, int | None]] | None, uuid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measured_on_gpu(monkeypatch, Driver(listed), uuid=uuid).others == ()
 
 
-def test_an_error_of_the_host_is_explained_by_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_an_error_on_the_host_has_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured_on_gpu(monkeypatch, Driver([(1, GIB)]), side="host")
     assert found.total_bytes != 80 * GIB
     assert found.others == ()

@@ -158,7 +158,7 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
         (lambda _: random.random(), 2, 2, "Python's random generator"),
     ],
 )  # fmt: skip
-def test_state_that_cannot_be_restored_is_named(
+def test_state_that_cannot_be_restored_is_reported(
     change: Callable[[Model], object], update: int, since: int, messages: str
 ) -> None:
     """This includes weights that a momentum encoder updates through `.data`, where torch counts no change."""
@@ -206,7 +206,7 @@ def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
         precision.step(optimizer, torch.tensor(1.0), torch.tensor(1.0))
 
 
-def test_a_failed_step_leaves_no_value() -> None:
+def test_the_values_of_a_failed_step_are_discarded() -> None:
     precision = Precision(World(CPU))
     precision.checks_immediately = False
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -265,7 +265,7 @@ def test_each_attempt_starts_from_the_same_state(error: Exception) -> None:
     assert {obstacle for _, obstacle in policy.reduced} == {""}
 
 
-def test_a_step_that_ran_out_of_memory_twice_is_unscaled_again_in_the_next_attempt() -> None:
+def test_gradients_are_unscaled_again_after_a_step_was_out_of_memory_twice() -> None:
     model, policy = nn.Linear(2, 1), Policy()
     optimizer, failures = torch.optim.SGD(model.parameters(), lr=0.1), 2
     precision, apply = fp16(World(CPU), model), optimizer.step
@@ -408,14 +408,14 @@ def test_out_of_memory_errors_are_recognized(error: BaseException, wanted: tuple
 
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
-def test_the_sample_that_exceeded_memory_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
+def test_the_cause_names_the_sample_that_exceeded_memory(wrapped: Callable[[BaseException], BaseException]) -> None:
     result = find_oom_cause(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
     assert isinstance(result, OomCause)
     assert "sample 7" in result.text
     assert "of 7 EiB" in result.text
 
 
-def test_with_several_ranks_an_error_of_an_update_is_raised_at_once() -> None:
+def test_with_several_ranks_an_error_of_an_update_is_raised_immediately() -> None:
     """The other ranks have continued, or wait in a collective."""
     model, policy = Model(), Policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -436,7 +436,7 @@ def test_with_several_ranks_an_error_of_an_update_is_raised_at_once() -> None:
     [(ValueError("another error"), False), (torch.OutOfMemoryError(OUT_OF_MEMORY), True)],
     ids=["not memory", "weights changed"],
 )
-def test_a_step_is_not_repeated_after_another_error_or_a_change(error: Exception, changes: bool) -> None:
+def test_a_step_is_not_repeated_after_other_errors_or_changed_weights(error: Exception, changes: bool) -> None:
     model, policy, calls = Model(), Policy(), []
     retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
 
