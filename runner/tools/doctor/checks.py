@@ -11,7 +11,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "python": DoctorCheck(software.python, "accel-run uses features that older versions lack"),
     "cpu": DoctorCheck(host_checks.cpu, "data loaders and all work outside the GPU run on CPU cores"),
     "memory": DoctorCheck(host_checks.memory, "a run that exceeds these limits is killed"),
-    "limits": DoctorCheck(host_checks.limits, "a run that reaches a system limit ends with exit 71"),
+    "limits": DoctorCheck(host_checks.limits, "a run that reaches a system limit ends with exit code 71"),
     "shm": DoctorCheck(
         storage.shared_memory, "workers pass batches through shared memory; they are killed when it is full"
     ),
@@ -26,7 +26,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "gpus": DoctorCheck(gpu_checks.gpus, "GPUs that torch cannot use are idle", limit_s=60.0, needs="torch"),
     "versions": DoctorCheck(
         gpu_checks.versions,
-        "a driver older than torch's CUDA version cannot run its kernels",
+        "a driver that is older than torch's CUDA version cannot run torch's kernels",
         limit_s=30.0,
         needs="gpus",
     ),
@@ -34,7 +34,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "compiler": DoctorCheck(gpu_checks.compiler, "compile=default and other modes need them on a GPU", needs="gpus"),
     "matmul": DoctorCheck(
         late_check("arithmetic", "matmul", "Matrix multiplication per device and format: accuracy against float64"),
-        "most of the computation in training",
+        "most of the computation in training is matrix multiplication",
         limit_s=60.0,
         needs="gpus",
     ),
