@@ -1,4 +1,4 @@
-"""Cells of the resume matrix: what a run computes, how it is interrupted, and what changes when it resumes.
+"""Cells of the resume matrix: what a run computes, how it is interrupted, and what changes on resume.
 
 A cell is one level on each axis. `drawn` returns a random cell of the whole product. `covering` greedily selects a few
 cells that cover as many pairs of levels as possible within few courses, because each course needs a reference run.
@@ -178,7 +178,7 @@ def drawn(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels
 def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
     """Return `count` cells of `num_courses` courses, chosen greedily to cover many pairs of levels.
 
-    Gains are divided by the cost of a run, so cells with many ranks are fewer.
+    Gains are divided by the cost of a run, so few cells have many ranks.
     """
     seen: set[tuple[int, str, int, str]] = set()
 
@@ -204,7 +204,7 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
 
 
 def ranks_of(rng: random.Random, num_courses: int) -> list[str]:
-    """Return the ranks of each course: all levels in turn, or one process, a ddp level and another if there are few."""
+    """Return the ranks of each course: all levels in turn, or for few courses one process, ddp and another level."""
     levels = list(COURSE_AXES["ranks"])
     if num_courses >= len(levels):
         return [levels[number % len(levels)] for number in range(num_courses)]

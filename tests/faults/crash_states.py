@@ -1,4 +1,4 @@
-"""States that a crash may leave on disk after any operation of a recording, under two models of a file system.
+"""States that a crash can leave on disk after any operation of a recording, under two models of a file system.
 
 strict  What POSIX guarantees, and no more (IEEE Std 1003.1-2017, fsync and rename, with the rationale of fsync; in
         practice: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The content of a file is durable
@@ -104,7 +104,7 @@ def states(
     *,
     points: Collection[int] | None = None,
 ) -> Iterator[State]:
-    """Yield up to `count` different states that a crash after any of the operations may leave.
+    """Yield up to `count` different states that a crash after any of the operations can leave.
 
     The extreme states of every point come first and are never left out; further ones are drawn with `seed`.
 
@@ -138,7 +138,7 @@ def _new(result: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[Sta
 def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> Tree:
     """Return the tree without a crash."""
     *_, (_, disk) = _points(start, operations)
-    return disk.strict(Choice("everything", lambda _: True, _whole))
+    return disk.strict(Choice("everything", lambda _: True, _everything))
 
 
 # Choices
@@ -148,7 +148,7 @@ def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> 
 class Choice:
     """Which uncertain names survive, and what remains of an uncertain write."""
 
-    told: str
+    description: str
     keeps: Callable[[int], bool]  # index among the uncertain changes of names and lengths -> it survives
     leaves: Callable[[bytearray, Write], None]  # applies what remains of a write to the content
 
@@ -157,7 +157,7 @@ def _none(content: bytearray, write: Write) -> None:
     """Keep nothing of the write."""
 
 
-def _whole(content: bytearray, write: Write) -> None:
+def _everything(content: bytearray, write: Write) -> None:
     """Keep the complete write."""
     _grow(content, write)
     content[write.offset : write.offset + len(write.data)] = write.data
@@ -170,12 +170,12 @@ def _zeros(content: bytearray, write: Write) -> None:
 
 def _half(content: bytearray, write: Write) -> None:
     """Keep the first half; the file ends after it."""
-    _whole(content, Write(write.node, write.offset, write.data[: len(write.data) // 2]))
+    _everything(content, Write(write.node, write.offset, write.data[: len(write.data) // 2]))
 
 
 def _garbage(content: bytearray, write: Write) -> None:
     """Keep the new length of the file; the blocks hold stale data."""
-    _whole(content, Write(write.node, write.offset, bytes((37 * i + 11) % 256 for i in range(len(write.data)))))
+    _everything(content, Write(write.node, write.offset, bytes((37 * i + 11) % 256 for i in range(len(write.data)))))
 
 
 def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
@@ -202,7 +202,7 @@ def _some_of_it(chance: random.Random) -> Callable[[bytearray, Write], None]:
         if chance.random() < 0.5:
             length -= length % BLOCK
         if length:
-            _whole(content, Write(write.node, write.offset, write.data[:length]))
+            _everything(content, Write(write.node, write.offset, write.data[:length]))
 
     return leave
 
@@ -220,7 +220,7 @@ def _grow(content: bytearray, write: Write) -> None:
     content.extend(bytes(max(0, write.offset + len(write.data) - len(content))))
 
 
-DATA = {"no data": _none, "all data": _whole, "half of the data": _half}
+DATA = {"no data": _none, "all data": _everything, "half of the data": _half}
 STRICT_DATA = DATA | {"zeros": _zeros, "garbage": _garbage}
 
 
@@ -240,24 +240,24 @@ def _extreme(index: int, disk: _Disk) -> Iterator[State]:
 
 
 def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
-    """Yield random states, endlessly."""
+    """Yield an infinite sequence of random states."""
     for number in itertools.count():
         kept = chance.choice((0.1, 0.5, 0.9))
         names = [chance.random() < kept for _ in range(disk.num_uncertain)]
-        ways = [_none, _whole, _zeros, _some_blocks(chance), _some_of_it(chance)]
+        ways = [_none, _everything, _zeros, _some_blocks(chance), _some_of_it(chance)]
         yield _strict(index, disk, Choice(f"draw {number}", names.__getitem__, _any(chance, ways)))
         length = chance.choice(disk.lengths)
-        ways = [_none, _whole, _some_of_it(chance)]
+        ways = [_none, _everything, _some_of_it(chance)]
         messages = f"draw {number}, {length} of the journal"
         yield _ext4(index, disk, Choice(messages, partial(operator.gt, length), _any(chance, ways)))
 
 
 def _strict(index: int, disk: _Disk, choice: Choice) -> State:
-    return State("strict", index, dict(disk.acknowledged), choice.told, disk.strict(choice))
+    return State("strict", index, dict(disk.acknowledged), choice.description, disk.strict(choice))
 
 
 def _ext4(index: int, disk: _Disk, choice: Choice) -> State:
-    return State("ext4", index, dict(disk.acknowledged), choice.told, disk.ext4(choice))
+    return State("ext4", index, dict(disk.acknowledged), choice.description, disk.ext4(choice))
 
 
 # The disk model
@@ -270,7 +270,7 @@ class _Change:
     what: Naming | Write | Truncate
     place: int = -1  # index in the journal of names and lengths
     is_certain: bool = False
-    is_doubtful: bool = False  # a sync of it failed: later syncs do not help
+    is_uncertain: bool = False  # a sync of it failed: later syncs do not help
 
 
 @dataclass
@@ -294,7 +294,7 @@ class _Disk:
 
     @property
     def lengths(self) -> range:
-        """The lengths of the journal that a crash may leave in the ext4 model."""
+        """The lengths of the journal that a crash can leave in the ext4 model."""
         return range(self.num_committed, len(self.journal) + 1)
 
     @property
@@ -312,18 +312,18 @@ class _Disk:
                     self._folders[node] = {}
                 else:
                     self._files[node] = _File(b"")
-                self._note(operation, folder, node)
+                self._record(operation, folder, node)
             case Rename(node, folder) | Remove(node, folder):
-                self._note(operation, folder, node)
+                self._record(operation, folder, node)
             case Truncate(node):
-                self._files[node].changes.append(self._note(operation, node))
+                self._files[node].changes.append(self._record(operation, node))
             case Write(node):
                 self._files[node].changes.append(_Change(operation))
             case Sync(node):
                 self._sync(node)
             case SyncFailed(node):
                 for change in self._files[node].changes if node in self._files else ():
-                    change.is_doubtful |= isinstance(change.what, Write) and not change.is_certain
+                    change.is_uncertain |= isinstance(change.what, Write) and not change.is_certain
 
     def strict(self, choice: Choice) -> Tree:
         """Return the tree in which each uncertain change survives or not, independently."""
@@ -353,7 +353,7 @@ class _Disk:
         walk(ROOT_NODE, "")
         return tree
 
-    def _note(self, operation: Naming | Truncate, *concerned: int) -> _Change:
+    def _record(self, operation: Naming | Truncate, *concerned: int) -> _Change:
         change = _Change(operation, place=len(self.journal))
         self.journal.append(change)
         self._reaches |= dict.fromkeys(concerned, len(self.journal))
@@ -361,7 +361,7 @@ class _Disk:
 
     def _sync(self, node: int) -> None:
         if node in self._files:
-            waiting = [c for c in self._files[node].changes if not c.is_certain and not c.is_doubtful]
+            waiting = [c for c in self._files[node].changes if not c.is_certain and not c.is_uncertain]
             if any(isinstance(change.what, Write) for change in waiting):
                 self._reaches[node] = len(self.journal)  # blocks are allocated only now, after all earlier changes
             for change in waiting:
@@ -386,7 +386,7 @@ def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *
                     longest = len(content) if is_ordered else longest
             case Write() as write:
                 if change.is_certain:
-                    _whole(content, write)
+                    _everything(content, write)
                 elif not is_short:
                     choice.leaves(content, write)
                     is_short = is_ordered and len(content) < write.offset + len(write.data)

@@ -1,4 +1,4 @@
-"""Ends an accel-run command at the place in FAULT (environment, JSON); the fork server imports this module first.
+"""Ends an accel-run command at the place given by FAULT (environment, JSON); the fork server imports this module first.
 
 at      "update" (during it), "begin" (before one, also after the last), "evaluation", "build", "save", "recovery";
         or how to break the product: "drops state", "restarts", "resumes older"
@@ -44,7 +44,7 @@ def _is_mine() -> bool:
 
 def _end() -> None:
     wait = FAULT.get("wait", False)
-    if wait is True:  # if there is none yet, another course of events is as good
+    if wait is True:  # without a checkpoint, the test continues from scratch
         with suppress(AssertionError):
             wait_until(lambda: list(CHECKPOINTS.glob("update-*/MANIFEST.json")), timeout_s=MAX_WAIT_S)
     elif wait:

@@ -1,4 +1,4 @@
-"""What a run does in its folder, step by step, and what must hold in the folder after a crash at any step."""
+"""File operations of runs, and the conditions that must hold after a crash at any of these operations."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_checkpoints(
     assert len(whole) >= min(2, acknowledged if num_saved is None else num_saved), f"only {whole} are left"
     recovery = recover(directory)
     names = {f"update-{update:010}" for update in damaged}
-    assert {name for name, _ in recovery.skipped} <= names, f"passed over: {recovery.skipped}"
+    assert {name for name, _ in recovery.skipped} <= names, f"skipped: {recovery.skipped}"
     result = recovery.checkpoint.update if recovery.checkpoint else 0
     assert result >= acknowledged, f"update {result} was found, but {acknowledged} was acknowledged"
     if recovery.checkpoint:
@@ -114,7 +114,7 @@ def check_checkpoints(
 
 @contextmanager
 def on_disk(state: State, root: Path) -> Iterator[Path]:
-    """Write the state to the folder `root` and delete it afterwards; fsync is a no-op meanwhile."""
+    """Write the state to the folder `root` and delete it afterwards. Within the context, fsync is a no-op."""
     state.put(root)
     try:
         with files.use_system(Quick()):
@@ -124,7 +124,7 @@ def on_disk(state: State, root: Path) -> Iterator[Path]:
 
 
 def check(history: History, state: State, root: Path) -> None:
-    """Check the state against the history. The AssertionError has all that is needed to reproduce it."""
+    """Check the state against the history. An AssertionError contains everything needed to reproduce the state."""
     with on_disk(state, root):
         try:
             history.check(root, state.acknowledged)
@@ -207,7 +207,7 @@ def _save_over_damaged(root: Path, promise: Promise) -> None:
         retain(directory, 2)
 
 
-def _recover_and_go_on(root: Path, promise: Promise) -> None:
+def _recover_and_continue_saving(root: Path, promise: Promise) -> None:
     directory = _open_run(root)
     promise("update", 1)
     result = recover(directory).checkpoint
@@ -226,7 +226,7 @@ def _saved_twice(root: Path) -> None:
     _saved(_open_run(root), 1, 2)
 
 
-def _save_anew(root: Path, promise: Promise) -> None:
+def _save_again(root: Path, promise: Promise) -> None:
     directory = root / "runs" / "one" / "checkpoints"
     promise("update", 2)
     for _ in range(2):
@@ -234,11 +234,11 @@ def _save_anew(root: Path, promise: Promise) -> None:
     retain(directory, 2)
 
 
-def _check_anew(root: Path, promised: Mapping[str, Any]) -> None:
+def _check_saved_again(root: Path, promised: Mapping[str, Any]) -> None:
     check_checkpoints(_checkpoints(root), promised.get("update", 2), num_saved=1)
 
 
-def _left_half_made(root: Path) -> None:
+def _leftovers_of_kills(root: Path) -> None:
     """Create what a killed save and a killed retention leave behind."""
     directory = _open_run(root)
     _saved(directory, 1, 2, 3)
@@ -247,7 +247,7 @@ def _left_half_made(root: Path) -> None:
     (directory / ".tmp-update-0000000004-cd" / "model.safetensors").write_bytes(b"half")
 
 
-def _sweep_and_go_on(root: Path, promise: Promise) -> None:
+def _remove_leftovers_and_save(root: Path, promise: Promise) -> None:
     promise("update", 3)
     _recover_and_save(root, promise, last=5)
 
@@ -267,7 +267,7 @@ def _three_and_a_damaged_one(root: Path) -> None:
     checkpoint_path(directory, 7).rename(directory / "damaged-update-0000000007-1")
 
 
-def _start_afresh(root: Path, promise: Promise) -> None:
+def _start_fresh(root: Path, promise: Promise) -> None:
     directory = _open_run(root)
     assert checkpoint.set_aside(directory) == 3
     promise("afresh", True)
@@ -275,7 +275,7 @@ def _start_afresh(root: Path, promise: Promise) -> None:
     promise("update", 1)
 
 
-def _check_afresh(root: Path, promised: Mapping[str, Any]) -> None:
+def _check_fresh(root: Path, promised: Mapping[str, Any]) -> None:
     directory = _checkpoints(root)
     kept = [name for name in files.list_names(directory) if re.search("update-000000000[789]", name)]
     assert len(kept) == 3, f"nothing is deleted, but there are {kept}"
@@ -445,10 +445,12 @@ HISTORIES = [
     History("saves in parts", _save_in_parts, _check_saved),
     History("saves by the writer", _write_in_the_background, _check_saved),
     History("saves over damaged checkpoints", _save_over_damaged, _check_beside_damaged, _one_valid_two_damaged),
-    History("recovery from damaged checkpoints", _recover_and_go_on, _check_beside_damaged, _one_valid_two_damaged),
-    History("saves in the place of another", _save_anew, _check_anew, _saved_twice),
-    History("what was left half made is swept", _sweep_and_go_on, _check_saved, _left_half_made),
-    History("a fresh start", _start_afresh, _check_afresh, _three_and_a_damaged_one),
+    History(
+        "recovery from damaged checkpoints", _recover_and_continue_saving, _check_beside_damaged, _one_valid_two_damaged
+    ),
+    History("saves in the place of another", _save_again, _check_saved_again, _saved_twice),
+    History("what was left half made is swept", _remove_leftovers_and_save, _check_saved, _leftovers_of_kills),
+    History("a fresh start", _start_fresh, _check_fresh, _three_and_a_damaged_one),
     History("several files at once", _write_several_at_once, _check_several),
     History("small files", _write_small_files, _check_small_files),
     History("a log", _append_and_cut, _check_log),

@@ -1,6 +1,7 @@
 """Kill saving processes and complete runs at random events and check what is left. Runs in a fork of the fork server.
 
-A process kills itself at its n-th file operation, or another process kills it after receiving the n-th: no clock.
+A process kills itself at its n-th file operation, or another process kills it when that operation is reported to it. No
+test depends on a clock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from runner.durable import files
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
-from tests.faults.power_cuts import CarelessOfAll
+from tests.faults.power_cuts import WithoutSync
 
 
 @dataclass
@@ -38,38 +39,42 @@ class Campaign:
 
 def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
     """Kill a saving process `count` times, half of them at an operation, half from another process."""
-    with files.use_system(CarelessOfAll()):  # written data survive a kill, whether on disk or not
+    with files.use_system(WithoutSync()):  # written data survive a kill, whether on disk or not
         return _kill_saves(folder, count, seed)
 
 
 def _kill_saves(folder: Path, count: int, seed: int) -> Campaign:
     campaign = Campaign()
     root = folder / "first"
-    update = saver.assert_recovers(root, saver.Told())
+    update = saver.assert_recovers(root, saver.Acknowledged())
     for number in range(count):
         generator = random.Random(f"{seed} kill {number}")
-        messages, how = _kill_once(root, update, generator)
+        acknowledged, how = _kill_once(root, update, generator)
         campaign.kills += 1
         campaign.inside += how.startswith("operation")
-        campaign.saves += messages.saved - update
+        campaign.saves += acknowledged.saved - update
         try:
-            update = saver.assert_recovers(root, messages)
+            update = saver.assert_recovers(root, acknowledged)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             campaign.bad.append(f"seed {seed}, kill {number} ({how}): {cause}")
             root = folder / f"after-{number}"
-            update = saver.assert_recovers(root, saver.Told())
+            update = saver.assert_recovers(root, saver.Acknowledged())
     return campaign
 
 
-def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver.Told, str]:
+def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver.Acknowledged, str]:
     in_operation = generator.random() < 0.5
     at, moment = generator.randint(1, 160), generator.choice(saver.MOMENTS)
-    real = System() if generator.random() < 0.1 else CarelessOfAll()
+    real = System() if generator.random() < 0.1 else WithoutSync()
     system = saver.Interrupted(
-        lambda: os.kill(os.getpid(), signal.SIGKILL), at if in_operation else -1, moment, real, is_told=not in_operation
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        at if in_operation else -1,
+        moment,
+        real,
+        reports_operations=not in_operation,
     )
-    pid, listener = saver.start(partial(saver.save_in_a_row, root, update + 1), system, update)
+    pid, listener = saver.start(partial(saver.save_endlessly, root, update + 1), system, update)
     how = f"operation {at} {moment}"
     if not in_operation:
         how = f"by another process, operation {at} begun"
@@ -77,10 +82,10 @@ def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    listener.hear()
+    listener.receive()
     listener.close()
     assert code == -signal.SIGKILL, f"the saving process ended with {code} ({how})"
-    return listener.told, how
+    return listener.acknowledged, how
 
 
 def kill_runs(folder: Path, count: int, seed: int, args: tuple[str, ...] = ()) -> Campaign:
@@ -165,7 +170,7 @@ def kill_in_place(folder: Path, count: int, seed: int) -> Campaign:
     for number in range(count):
         at = random.Random(f"{seed} in place {number}").randint(1, num_writes)
         save(1)
-        pid, listener = saver.start(lambda tell, at=at: save(2, at), System())  # type: ignore[misc]
+        pid, listener = saver.start(lambda report, at=at: save(2, at), System())  # type: ignore[misc]
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         listener.close()
         campaign.kills += 1

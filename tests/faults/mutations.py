@@ -72,7 +72,7 @@ NEIGHBORS = {
 }  # fmt: skip
 
 
-def slip(rng: random.Random, word: str) -> str:
+def typo(rng: random.Random, word: str) -> str:
     """Return the word with one typo: a letter deleted, doubled, inserted, transposed, replaced or of the other case."""
     at = rng.randrange(len(word))
     kind = rng.randrange(7)
@@ -171,7 +171,7 @@ FILES: Mapping[str, Spoil] = {
     "line lost": _lines(lambda rng, lines: lines.pop(_at(rng, lines))),
     "indented": _in_line(lambda rng, line: "  " * rng.randint(1, 3) + line),
     "not indented": _in_line(lambda rng, line: line.lstrip()),
-    "slip": _in_line(lambda rng, line: slip(rng, line) if line else "x"),
+    "typo": _in_line(lambda rng, line: typo(rng, line) if line else "x"),
     "value": _in_line(lambda rng, line: f"{line.partition(':')[0]}: {value(rng)[:2000]}"),
     "anchor": _insert("x: &a [1]", "x: *a", "<<: *a", "y: &y {z: *y}", "&a x: *a", "x: &a\n  <<: *a"),
     "alias bomb": lambda rng, text: ("a: &a [1,1]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)) + text).encode(),

@@ -1,4 +1,4 @@
-"""Cut the power of a saving process again and again and check what is left. Runs in forks of the fork server."""
+"""Cut the power of a saving process repeatedly and check which data are left. Runs in forks of the fork server."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DISKS = [
 ]  # fmt: skip
 
 
-class CarelessOfAll(System):
+class WithoutSync(System):
     """Turns every sync into a no-op."""
 
     def fsync(self, descriptor: int) -> None:
         pass
 
 
-class CarelessOfFiles(System):
+class WithoutFileSync(System):
     """Syncs folders only."""
 
     def fsync(self, descriptor: int) -> None:
@@ -46,7 +46,7 @@ class CarelessOfFiles(System):
             os.fsync(descriptor)
 
 
-class CarelessOfFolders(System):
+class WithoutFolderSync(System):
     """Syncs files only."""
 
     def fsync(self, descriptor: int) -> None:
@@ -55,8 +55,8 @@ class CarelessOfFolders(System):
 
 
 SYSTEMS: dict[str, type[System]] = {
-    "real": System, "no fsync": CarelessOfAll, "no fsync of files": CarelessOfFiles,
-    "no fsync of folders": CarelessOfFolders,
+    "real": System, "no fsync": WithoutSync, "no fsync of files": WithoutFileSync,
+    "no fsync of folders": WithoutFolderSync,
 }  # fmt: skip
 
 
@@ -90,30 +90,30 @@ def _cut_one_disk(disk: Disk, numbers: range, seed: int, system: str, campaign: 
     options, block_size = random.Random(f"{seed} disk {numbers[0]}").choice(DISKS)
     campaign.disks[f"{options or 'defaults'} {block_size}"] += len(numbers)
     disk.format(options, block_size)
-    update = saver.assert_recovers(disk.path, saver.Told())
+    update = saver.assert_recovers(disk.path, saver.Acknowledged())
     for number in numbers:
         if len(campaign.lost) == num_lost:
             break
         generator = random.Random(f"{seed} cut {number}")
-        messages, how = _cut_once(disk, update, generator, SYSTEMS[system]())
+        acknowledged, how = _cut_once(disk, update, generator, SYSTEMS[system]())
         campaign.cuts += 1
         campaign.inside += how.startswith("operation")
-        campaign.saves += messages.saved - update
+        campaign.saves += acknowledged.saved - update
         disk.unmount()
         disk.mount()
         began = time.perf_counter()
         try:
-            update = saver.assert_recovers(disk.path, messages, garbage="writeback" in options)
+            update = saver.assert_recovers(disk.path, acknowledged, garbage="writeback" in options)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             campaign.lost.append(f"seed {seed}, cut {number} ({how}; mounted with {options!r}): {cause}")
             disk.format(options, block_size)
-            update = saver.assert_recovers(disk.path, saver.Told())
+            update = saver.assert_recovers(disk.path, saver.Acknowledged())
         campaign.slowest_recovery_s = max(campaign.slowest_recovery_s, time.perf_counter() - began)
     disk.unmount()
 
 
-def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -> tuple[saver.Told, str]:
+def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -> tuple[saver.Acknowledged, str]:
     """Let a process save until the power cut; half of the cuts are at an operation, half at any time."""
     in_operation = generator.random() < 0.5
     at, moment = generator.randint(1, 160), generator.choice(saver.MOMENTS)
@@ -127,8 +127,10 @@ def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -
         if number in written_back:
             disk.write_back()
 
-    system = saver.Interrupted(end, at if in_operation else -1, moment, real, before_each, is_told=not in_operation)
-    pid, listener = saver.start(partial(saver.save_in_a_row, disk.path, update + 1), system, update)
+    system = saver.Interrupted(
+        end, at if in_operation else -1, moment, real, before_each, reports_operations=not in_operation
+    )
+    pid, listener = saver.start(partial(saver.save_endlessly, disk.path, update + 1), system, update)
     how = f"operation {at} {moment}, written back at {sorted(written_back)}"
     if not in_operation:
         how = f"from outside, operation {at} begun"
@@ -138,9 +140,9 @@ def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, -signal.SIGKILL), f"the saving process ended with {code} ({how})"
     if in_operation:
-        listener.hear()
+        listener.receive()
     listener.close()
-    return listener.told, how
+    return listener.acknowledged, how
 
 
 def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
@@ -149,7 +151,7 @@ def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
     The process survives the power cut for an instant, and an fsync that is running during the ioctl may return 0 even
     though the data are lost (2 of 100 cuts at random times on Linux 6.18, always an append).
     """
-    listener.hear()
+    listener.receive()
     disk.cut()
     os.kill(pid, signal.SIGKILL)
 
@@ -192,7 +194,7 @@ def _cut_one_run(
     for _ in range(generator.choice((1, 2))):
         kind = generator.random() < 0.7
         end = whole_runs.End(generator.randint(1, operations), generator.choice(saver.MOMENTS))
-        end = end if kind else whole_runs.End(heard=generator.randint(0, operations))
+        end = end if kind else whole_runs.End(after_operation=generator.randint(0, operations))
         ends.append(str(end))
         result = whole_runs.run(whole_runs.WORDS, disk.path, end, disk.cut, acknowledged, output)
         acknowledged = result.acknowledged
@@ -216,24 +218,24 @@ def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], Non
             disk.format("", 4096)
             file = disk.path / "checkpoint.pt"
 
-            def work(tell: Callable[[str, int], None], file: Path = file) -> None:
+            def work(report: Callable[[str, int], None], file: Path = file) -> None:
                 for update in range(1, 1000):
                     write(file, _pickled(update))
-                    tell("saved", update)
+                    report("saved", update)
 
             pid, listener = saver.start(work, System())
             listener.wait_for("saved", random.Random(f"{seed} in place {number}").randint(1, 6))
             _cut_and_kill(disk, pid, listener)
             os.waitpid(pid, 0)
             listener.close()
-            messages = listener.told
+            acknowledged = listener.acknowledged
             disk.unmount()
             disk.mount()
             campaign.cuts += 1
-            campaign.saves += messages.saved
+            campaign.saves += acknowledged.saved
             try:
                 result = int(torch.load(file, weights_only=True)["update"])
-                assert result >= messages.saved, f"update {messages.saved} was acknowledged, found was {result}"
+                assert result >= acknowledged.saved, f"update {acknowledged.saved} was acknowledged, found was {result}"
             except Exception as error:
                 campaign.lost.append(f"cut {number}: {type(error).__name__}: {error}".splitlines()[0])
             disk.unmount()

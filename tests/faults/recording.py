@@ -110,7 +110,7 @@ class Recording(System):
         self._scan(root)
 
     def acknowledge(self, key: str, value: Any) -> None:
-        """From now on, `value` must survive a crash."""
+        """Record that `value` must survive a crash from now on."""
         with self._guard:
             self.operations.append(Acknowledge(key, value))
 

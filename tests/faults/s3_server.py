@@ -50,7 +50,7 @@ class S3Server:
             return allowed
 
     def check_signatures(self, *, after_requests: str) -> None:
-        """Refuse all requests after so many ones, because the server knows no user; inf: accept all."""
+        """Reject all requests after this number, because the server knows no user; inf: accept all."""
         self.post("reset-auth", after_requests)
 
     def post(self, command: str, content: str = "") -> None:
@@ -72,7 +72,7 @@ class S3Server:
 
 
 def start_storage_threads() -> None:
-    """Start the threads that never end: two of fsspec for asynchronous storage, and one of gcsfs."""
+    """Start the threads that run until the process ends: two of fsspec for asynchronous storage, and one of gcsfs."""
     from fsspec.asyn import get_loop
 
     with suppress(ImportError, AttributeError):  # not installed, or a version without this thread

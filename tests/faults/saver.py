@@ -1,6 +1,6 @@
-"""A process that saves repeatedly and reports what is acknowledged, and the check of what is left when it was killed.
+"""A process that saves repeatedly and reports what is acknowledged, and checks of the files after it was killed.
 
-All content is a function of the number of the update, so that every byte found later can be compared.
+All content is a function of the update number, so that every byte found later can be compared.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def snapshot(update: int) -> Snapshot:
 
 
 def is_in_parts(update: int) -> bool:
-    """Return whether several ranks save the checkpoint of `update` in parts: two of three."""
+    """Return whether the checkpoint of `update` is saved in parts, as by several ranks: two of three are."""
     return update % 3 != 0
 
 
-def save_as_a_run(directory: Path, update: int) -> None:
+def save_like_a_run(directory: Path, update: int) -> None:
     """Save the checkpoint of `update`, as a whole or in parts; one process writes the parts of all ranks.
 
     A kill or a power failure then ends all ranks at the same operation.
@@ -93,17 +93,17 @@ def record(update: int) -> str:
 
 
 @dataclass
-class Told:
+class Acknowledged:
     """The last acknowledged update of each kind."""
 
     rows: int = 0
     saved: int = 0
     recorded: int = 0
-    operations: int = 0  # not acknowledged, but started
+    operations: int = 0  # started, not necessarily acknowledged
 
 
-def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None]) -> None:
-    """Write rows, checkpoints and run.json endlessly, as a run does, and acknowledge each once it must be durable."""
+def save_endlessly(root: Path, first: int, acknowledge: Callable[[str, int], None]) -> None:
+    """Write rows, checkpoints and run.json endlessly, like a run, and acknowledge each once it must be durable."""
     run = root / NAME
     with AppendLog(run / "metrics.jsonl") as metrics:
         for update in range(first, sys.maxsize):
@@ -112,7 +112,7 @@ def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None
                 metrics.flush()
             metrics.sync()
             acknowledge("rows", update)
-            save_as_a_run(run / "checkpoints", update)
+            save_like_a_run(run / "checkpoints", update)
             acknowledge("saved", update)
             files.atomic_write(run / "run.json", record(update))
             acknowledge("recorded", update)
@@ -122,7 +122,7 @@ def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None
 def start(work: Callable[[Callable[[str, int], None]], None], system: System, before: int = 0) -> tuple[int, Listener]:
     """Start `work` in a forked process whose file operations use `system`; return its PID and the listener.
 
-    An `Interrupted` system with `is_told` reports each operation to the listener, too.
+    An `Interrupted` system with `reports_operations` reports each operation to the listener, too.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -132,9 +132,9 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
     code = 70
     try:
         if isinstance(system, Interrupted):
-            system.tell = lambda number: _tell(writing, "operations", number)
+            system.report = lambda number: _send(writing, "operations", number)
         with files.use_system(system):
-            work(lambda kind, update: _tell(writing, kind, update))
+            work(lambda kind, update: _send(writing, kind, update))
     except (StorageError, OSError):
         code = 0  # the power was cut; nothing more was acknowledged
     except BaseException:
@@ -144,25 +144,25 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
 
 
 class Listener:
-    """Receives acknowledgments through a pipe and keeps the last ones in `told`.
+    """Receives acknowledgments through a pipe and keeps the last ones in `acknowledged`.
 
     before  the update that was durable when the process started
     """
 
     def __init__(self, reading: int, before: int) -> None:
-        self.told = Told(before, before, before)
+        self.acknowledged = Acknowledged(before, before, before)
         self._reading = reading
         os.set_blocking(reading, False)
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Receive all acknowledgments sent so far."""
         with suppress(BlockingIOError):
             while self._read(_MESSAGE << 10):
                 pass
 
     def wait_for(self, kind: str, number: int) -> None:
-        """Wait until `number` is received for this kind or the process has ended; the process does not wait."""
-        while getattr(self.told, kind) < number:
+        """Wait until `number` is received for this kind or the process has ended. The process itself does not wait."""
+        while getattr(self.acknowledged, kind) < number:
             select.select([self._reading], [], [])
             with suppress(BlockingIOError):
                 if not self._read(_MESSAGE):
@@ -172,7 +172,7 @@ class Listener:
         content = os.read(self._reading, num_bytes)
         for start_ in range(0, len(content), _MESSAGE):  # each message is written atomically
             update = int.from_bytes(content[start_ + 1 : start_ + _MESSAGE], "little")
-            setattr(self.told, _KINDS[content[start_]], update)
+            setattr(self.acknowledged, _KINDS[content[start_]], update)
         return content
 
     def close(self) -> None:
@@ -180,25 +180,25 @@ class Listener:
         os.close(self._reading)
 
 
-def assert_recovers(root: Path, messages: Told, *, garbage: bool = False) -> int:
+def assert_recovers(root: Path, acknowledged: Acknowledged, *, garbage: bool = False) -> int:
     """Assert that recovery finds what was acknowledged, byte for byte, and that the next save works.
 
     Returns the update of that save, which is complete and on disk.
-    garbage  the file system may leave anything in data that were appended to a file and not synced
+    garbage  data that were appended to a file but not synced may contain anything
     """
     with RunDirectory.create_or_open(root, NAME) as directory:
         checkpoints = directory.checkpoints
         result = recover(checkpoints)
-        assert result.skipped == (), f"passed over: {result.skipped}"
+        assert result.skipped == (), f"skipped: {result.skipped}"
         update = result.checkpoint.update if result.checkpoint else 0
-        assert update >= messages.saved, f"update {messages.saved} was acknowledged, recovered was {update}"
+        assert update >= acknowledged.saved, f"update {acknowledged.saved} was acknowledged, recovered was {update}"
         if result.checkpoint:
             assert_is(result.checkpoint)
         there = [name for name in files.list_names(checkpoints) if name.startswith("update-")]
-        assert len(there) >= min(KEEP, messages.saved), f"only {there} are left"
+        assert len(there) >= min(KEEP, acknowledged.saved), f"only {there} are left"
         assert all(not verify(checkpoints / name) for name in there), f"not all of {there} are valid"
-        _assert_rows(directory.metrics, messages, update, garbage=garbage)
-        _assert_record(directory.run_json, messages)
+        _assert_rows(directory.metrics, acknowledged, update, garbage=garbage)
+        _assert_record(directory.run_json, acknowledged)
         assert not list(directory.path.rglob(f"{files.TEMPORARY}*")), "temporary files are left"
         _assert_next_save(directory, update + 1)
     return update + 1
@@ -223,10 +223,10 @@ class Interrupted(System):
     """Calls `end` at the operation numbered `at`: before it, after it, or halfway through a write.
 
     before_each  called with the number before each operation
-    is_told      report each operation to the listener before it starts
+    reports_operations  report each operation to the listener before it starts
     """
 
-    tell: Callable[[int], None]  # set by `start` in the forked process
+    report: Callable[[int], None]  # set by `start` in the forked process
 
     def __init__(
         self,
@@ -236,29 +236,29 @@ class Interrupted(System):
         real: System | None = None,
         before_each: Callable[[int], None] = lambda _: None,
         *,
-        is_told: bool = False,
+        reports_operations: bool = False,
     ) -> None:
         self._end, self._at, self._moment = end, at, moment
         self._real = real or System()
-        self._before_each, self._is_told = before_each, is_told
+        self._before_each, self._reports_operations = before_each, reports_operations
         self.count = 0
         for name in OPERATIONS:
-            setattr(self, name, self._meddled(name, getattr(self._real, name)))
+            setattr(self, name, self._intercepted(name, getattr(self._real, name)))
 
-    def _meddled(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercepted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any) -> Any:
             self.count += 1
-            is_it = self.count == self._at
+            is_target = self.count == self._at
             self._before_each(self.count)
-            if self._is_told:
-                self.tell(self.count)
-            if is_it and self._moment == "before":
+            if self._reports_operations:
+                self.report(self.count)
+            if is_target and self._moment == "before":
                 self._end()
-            if is_it and self._moment == "half way" and name == "write":
+            if is_target and self._moment == "half way" and name == "write":
                 real(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 self._end()
             result = real(*arguments)
-            if is_it:
+            if is_target:
                 self._end()
             return result
 
@@ -268,16 +268,16 @@ class Interrupted(System):
 MOMENTS = ("before", "half way", "after")
 
 
-def _assert_rows(path: Path, messages: Told, update: int, *, garbage: bool) -> None:
+def _assert_rows(path: Path, acknowledged: Acknowledged, update: int, *, garbage: bool) -> None:
     """Assert that synced rows exist, that all lines are complete, and that the run can resume after `update`."""
     with AppendLog(path) as metrics:
         content = path.read_bytes()
-        newest = max(messages.rows, update)  # the last acknowledgment may not have been received
+        newest = max(acknowledged.rows, update)  # the last acknowledgment may not have been received
         assert len(content) == metrics.length
         expected = "".join(row + "\n" for number in range(1, newest + 4) for row in rows(number)).encode()
         synced = num_metrics_bytes(newest)
         assert content[:synced] == expected[:synced], (
-            f"{synced} bytes of rows, up to update {newest}, were synced ({messages}), but of the"
+            f"{synced} bytes of rows, up to update {newest}, were synced ({acknowledged}), but of the"
             f" {len(content)} there only the first {_num_equal(content, expected)} are right"
         )
         assert not content or content.endswith(b"\n")
@@ -290,11 +290,11 @@ def _num_equal(left: bytes, right: bytes) -> int:
     return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(left))
 
 
-def _assert_record(path: Path, messages: Told) -> None:
+def _assert_record(path: Path, acknowledged: Acknowledged) -> None:
     content = path.read_text() if path.exists() else ""
     update = int(json.loads(content)["update"]) if content else 0
-    assert update >= messages.recorded, (
-        f"run.json of update {messages.recorded} was acknowledged, but it is that of {update}"
+    assert update >= acknowledged.recorded, (
+        f"run.json of update {acknowledged.recorded} was acknowledged, but it is that of {update}"
     )
     assert content == (record(update) if update else "")
 
@@ -304,7 +304,7 @@ def _assert_next_save(directory: RunDirectory, update: int) -> None:
         for row in rows(update):
             metrics.write(row)
         metrics.sync()
-    save_as_a_run(directory.checkpoints, update)
+    save_like_a_run(directory.checkpoints, update)
     files.atomic_write(directory.run_json, record(update))
     retain(directory.checkpoints, KEEP)
     result = recover(directory.checkpoints).checkpoint
@@ -313,7 +313,7 @@ def _assert_next_save(directory: RunDirectory, update: int) -> None:
     assert_is(result)
 
 
-def _tell(writing: int, kind: str, update: int) -> None:
+def _send(writing: int, kind: str, update: int) -> None:
     os.write(writing, bytes([_KINDS.index(kind)]) + update.to_bytes(_MESSAGE - 1, "little"))
 
 

@@ -20,7 +20,7 @@ HOST = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't
 
 @dataclass
 class Shortage:
-    """Micro-batches of over `limit` samples are out of memory at `place` on rank `rank`, from update `at` (from 0) on.
+    """Micro-batches of more than `limit` samples are out of memory at `place` on rank `rank` from update `at` (from 0).
 
     times  number of failures; afterwards memory suffices
     """
@@ -45,7 +45,7 @@ class Shortage:
         self.fail(samples)
 
     def fail(self, samples: int) -> None:
-        """Raise as torch does."""
+        """Raise the error that torch raises."""
         if self.on_host:
             raise RuntimeError(f"{HOST} {samples << 20} bytes. Error code 12 (Cannot allocate memory)")
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {samples}.00 MiB. GPU 0 is small.")

@@ -1,4 +1,4 @@
-"""Invalid configurations are either accepted as valid after all, or refused with a helpful message.
+"""Mutated configurations are either valid, or rejected with a helpful message.
 
 Short form: some hundred cases of all kinds, and typos in keys, groups and options. Long: 100,000.
 """
@@ -30,7 +30,7 @@ from runner.config.options import GROUPS, list_options
 from runner.config.request import Request, format_value
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.planner import make_plan, planning_inventory
-from tests.faults.mutations import FILES, slip, spoiled_word
+from tests.faults.mutations import FILES, spoiled_word, typo
 from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally
 from tests.forkserver import ForkServer
@@ -79,7 +79,7 @@ def known() -> dict[str, str]:
 def cases(known: dict[str, str], count: int) -> Iterator[Case]:
     """Yield `count` cases; the number of a case is its seed."""
     makers = (
-        *[_words] * 9, *[_slip_of_key] * 7, *[_slip_of_group] * 2, *[_slip_of_option] * 3, *[_several] * 6, _file,
+        *[_words] * 9, *[_typo_in_key] * 7, *[_typo_in_group] * 2, *[_typo_in_option] * 3, *[_several] * 6, _file,
         *[_many] * (count >= 10_000),
     )  # fmt: skip
     for number in range(count):
@@ -91,34 +91,34 @@ def _words(rng: random.Random, known: dict[str, str]) -> Case:
     return Case("words", [spoiled_word(rng, known) for _ in range(rng.choice([1, 1, 2, 3]))])
 
 
-def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
+def _typo_in_key(rng: random.Random, known: dict[str, str]) -> Case:
     key = rng.choice([*known])
-    spoiled = slip(rng, key)
+    spoiled = typo(rng, key)
     is_still_one = spoiled in known or not spoiled or spoiled.startswith((".", "-"))
     parts = [(one, other) for one, other in itertools.zip_longest(key.split("."), spoiled.split(".")) if one != other]
     is_in_a_word = len(parts) == 1 and len(parts[0][0] or "") >= 4  # the typo is not at a dot between two words
-    meant = as_near(spoiled, [*known, *GROUPS]) if is_in_a_word and not is_still_one else frozenset()
-    return Case("slip of a key", [f"{spoiled}={known[key]}"], meant=meant)
+    meant = close_matches(spoiled, [*known, *GROUPS]) if is_in_a_word and not is_still_one else frozenset()
+    return Case("typo in a key", [f"{spoiled}={known[key]}"], meant=meant)
 
 
-def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
+def _typo_in_group(rng: random.Random, known: dict[str, str]) -> Case:
     group = rng.choice(GROUPS)
     option = rng.choice(list_options(group))
-    spoiled = slip(rng, group)
-    meant = frozenset() if spoiled == group or len(group) < 4 else as_near(spoiled, [*known, *GROUPS])
-    return Case("slip of a group", [f"{spoiled}={option}"], meant=meant)
+    spoiled = typo(rng, group)
+    meant = frozenset() if spoiled == group or len(group) < 4 else close_matches(spoiled, [*known, *GROUPS])
+    return Case("typo in a group", [f"{spoiled}={option}"], meant=meant)
 
 
-def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
+def _typo_in_option(rng: random.Random, known: dict[str, str]) -> Case:
     group = rng.choice(GROUPS)
     option = rng.choice(list_options(group))
-    spoiled = slip(rng, option)
+    spoiled = typo(rng, option)
     is_still_one = spoiled in list_options(group) or spoiled in ("", "none", "off")
-    meant = frozenset() if is_still_one or len(option) < 4 else as_near(spoiled, list_options(group))
-    return Case("slip of an option", [f"{group}={spoiled}"], meant=meant)
+    meant = frozenset() if is_still_one or len(option) < 4 else close_matches(spoiled, list_options(group))
+    return Case("typo in an option", [f"{group}={spoiled}"], meant=meant)
 
 
-def as_near(spoiled: str, known: Iterable[str]) -> frozenset[str]:
+def close_matches(spoiled: str, known: Iterable[str]) -> frozenset[str]:
     """Return the known words at edit distance 1 or less."""
     return frozenset(word for word in known if distance(spoiled.lower(), word.lower()) <= 1)
 
@@ -194,30 +194,30 @@ class Judge:
         self.folder, self.cpu = folder, Inventory((), read_cpu()[0])
         self.seen: Counter[str] = Counter()
         self.codes: Counter[int] = Counter()
-        self.slips: Counter[str] = Counter()
+        self.typos: Counter[str] = Counter()
 
     def judge(self, case: Case) -> Iterator[str]:
         """Yield what is wrong with the outcome of a case."""
-        request = Request(tuple(case.words), None, self._written(case.files))
+        request = Request(tuple(case.words), None, self._write_files(case.files))
         error: AccelRunError | None = None
         try:
-            self._used(compose(request))
-        except AccelRunError as refused:
-            error = refused
+            self._compose_and_plan(compose(request))
+        except AccelRunError as rejection:
+            error = rejection
         except Exception as other:
             yield f"{type(other).__name__}: {other!s:.300}"
             return
         self.seen[case.kind] += 1
         self.codes[int(error.exit_code) if error else 0] += 1
         if error is not None:
-            yield from self._wrong_with(error, case)
+            yield from self._defects_of(error, case)
         if case.meant and error is not None:
-            self.slips[case.kind] += 1
+            self.typos[case.kind] += 1
             messages = {word.strip(".-") for problem in error.problems for word in re.findall(r"[\w.-]+", problem.fix)}
             if not messages & case.meant:
-                yield f"a slip of one letter of {' or '.join(case.meant)} is answered with: {error.problems[0].fix}"
+                yield f"a typo in {' or '.join(case.meant)} is reported with the fix: {error.problems[0].fix}"
 
-    def _written(self, files: dict[str, bytes]) -> Path | None:
+    def _write_files(self, files: dict[str, bytes]) -> Path | None:
         for name, content in files.items():
             place = self.folder / f"{sum(self.seen.values())}"
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -225,14 +225,14 @@ class Judge:
             return place
         return None
 
-    def _used(self, result: Configuration) -> None:
+    def _compose_and_plan(self, result: Configuration) -> None:
         result.flat()
         to_yaml(result)
         names_machine = any(item.get("kind") != "cpu" for item in result.hardware.get("devices") or ())
         inventory = planning_inventory(result)[0] if names_machine else self.cpu
         json.loads(make_plan(result, inventory).to_json())
 
-    def _wrong_with(self, error: AccelRunError, case: Case) -> Iterator[str]:
+    def _defects_of(self, error: AccelRunError, case: Case) -> Iterator[str]:
         text = " ".join([*case.words, *(content.decode(errors="replace") for content in case.files.values())])
         allowed = {Exit.CONFIG}
         hostile = (*SECURITY, *OUT_OF_GROUPS) if case.files else SECURITY
@@ -252,7 +252,7 @@ class Judge:
                 yield f"does not name the file: {problem!s:.300}"
             if len(str(problem)) > MAX_SHOWN:
                 yield f"says {len(str(problem))} characters: {problem!s:.100}"
-        controls = {char for char in shown.getvalue() if char != "\n" and _moves(char)}
+        controls = {char for char in shown.getvalue() if char != "\n" and _controls_the_terminal(char)}
         if controls:
             yield f"would print {controls!r}: {shown.getvalue()!r:.300}"
         if shown.getvalue().count("\n") > 3 * len(error.problems) + 1:
@@ -263,14 +263,14 @@ class Judge:
                 yield f"{word} is not named: {error!s:.600}"
 
 
-def _moves(char: str) -> bool:
+def _controls_the_terminal(char: str) -> bool:
     """Return whether a character controls a terminal or changes the order of text."""
     return (
         unicodedata.category(char) in ("Cc", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     )
 
 
-def test_every_configuration_is_valid_or_refused_with_a_message(
+def test_every_configuration_is_valid_or_rejected_with_a_helpful_message(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     judge = Judge(tmp_path)
@@ -280,14 +280,14 @@ def test_every_configuration_is_valid_or_refused_with_a_message(
         bad += [f"{number}: {case}\n    {wrong}" for wrong in [*judge.judge(case)][:2]]
         if len(bad) > int(os.environ.get("ACCEL_RUN_SHOWN", "50")):
             break
-    tally.notes |= dict(judge.slips)
+    tally.notes |= dict(judge.typos)
     tally.notes |= {f"exit {code}": count for code, count in sorted(judge.codes.items())}
-    repeat = f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_COUNT={tally.tried} scripts/faults.sh valid_or_refused"
-    assert not bad, f"{len(bad)} configurations are answered wrongly ({repeat}):\n" + "\n".join(bad)
-    assert len(judge.slips) == 3, f"no slip of some kind was tried: {judge.slips}"
+    repeat = f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_COUNT={tally.tried} scripts/faults.sh valid_or_rejected"
+    assert not bad, f"{len(bad)} configurations are handled incorrectly ({repeat}):\n" + "\n".join(bad)
+    assert len(judge.typos) == 3, f"a kind of typo was not tried: {judge.typos}"
 
 
-def refused(*args: str) -> None:
+def compose_ignoring_errors(*args: str) -> None:
     with contextlib.suppress(AccelRunError):
         compose(Request(args))
 
@@ -295,12 +295,12 @@ def refused(*args: str) -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
-def test_overrides_of_any_length_and_depth_take_bounded_steps(
+def test_the_cost_of_an_override_is_linear_in_its_length(
     key: str, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """Up to 128 KiB, the limit of Linux for one argument."""
-    refused(f"{key}=1")  # warm up caches
-    usual = steps(lambda: refused(f"{key}=1"))
+    """Arguments have up to 128 KiB, the limit of Linux for one argument."""
+    compose_ignoring_errors(f"{key}=1")  # warm up caches
+    usual = steps(lambda: compose_ignoring_errors(f"{key}=1"))
     dice = random.Random(f"{seed} long {key}")
     long = [text * 60_000 for text in ("a", "1", "[", "'", "a.", "\\", "é", "1,", " ")]
     long += [f"{opening * 3000}1{closing * 3000}" for opening, closing in (("[", "]"), ("{a:", "}"), ("${a:", "}"))]
@@ -308,7 +308,7 @@ def test_overrides_of_any_length_and_depth_take_bounded_steps(
         for word in (f"{key}={value}", f"{value}=1", value):
             at_most = usual + STEPS_OF_A_WORD + STEPS_OF_A_LETTER * len(word)
             try:
-                steps(lambda word=word: refused(word), at_most)  # type: ignore[misc]
+                steps(lambda word=word: compose_ignoring_errors(word), at_most)  # type: ignore[misc]
             except TooManySteps:
                 pytest.fail(f"seed {seed}: over {at_most} lines of Python are run for {word[:80]!r}...")
             tally.tried += 1
@@ -319,11 +319,11 @@ def test_overrides_of_any_length_and_depth_take_bounded_steps(
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
 )
-def test_many_overrides_take_linear_steps(word: str, tally: Tally) -> None:
+def test_the_cost_of_overrides_is_linear_in_their_number(word: str, tally: Tally) -> None:
     """Only the first 50 arguments are compared with similar names; each later one has a constant cost."""
 
     def refuse(count: int) -> None:
-        refused(*(word.format(1000 + number) for number in range(count)))
+        compose_ignoring_errors(*(word.format(1000 + number) for number in range(count)))
 
     def cost(count: int) -> int:
         return steps(lambda: refuse(count))
@@ -334,7 +334,7 @@ def test_many_overrides_take_linear_steps(word: str, tally: Tally) -> None:
     tally.tried += 1
 
 
-ASK = """
+COMPOSE_ALL = """
 import json, sys
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -351,18 +351,23 @@ for words in json.load(sys.stdin):
 def test_composing_a_configuration_never_imports_torch(
     known: dict[str, str], amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    asked = [case.words for case in cases(known, amount(5, 600)) if not case.files]
+    argument_lists = [case.words for case in cases(known, amount(5, 600)) if not case.files]
     done = subprocess.run(
-        [sys.executable, "-c", ASK], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPOSE_ALL],
+        cwd=HERE,
+        input=json.dumps(argument_lists),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    tally.tried += len(asked)
+    tally.tried += len(argument_lists)
 
 
-def test_the_command_answers_with_its_exit_code(
+def test_the_command_reports_all_problems_and_exits_with_the_code_for_configurations(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally, server: ForkServer
 ) -> None:
-    """Only what the system accepts as arguments: no NUL characters, bounded length."""
+    """Only arguments that the system accepts are used: without NUL characters, of bounded length."""
     wanted = amount(3, 400)
     rng = random.Random(f"command {SEED}")
     for case in cases(known, 50_000):
@@ -370,7 +375,7 @@ def test_the_command_answers_with_its_exit_code(
             continue
         try:
             compose(Request(tuple(case.words)))
-            continue  # it would train
+            continue  # the configuration is valid: the command would train
         except ConfigError as error:
             count = len(error.problems)
         except AccelRunError:

@@ -14,14 +14,14 @@ from tests.faults.tallies import Tally
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
-def test_every_crash_state_keeps_the_guarantees(
+def test_every_crash_state_fulfills_the_guarantees(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     _check_crash_states(history, memory, seed, amount(2_400, 110_000) // len(HISTORIES), tally)
 
 
 @pytest.mark.slow
-def test_every_crash_state_of_saves_in_parts_keeps_the_guarantees(
+def test_every_crash_state_of_saves_in_parts_fulfills_the_guarantees(
     memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Not sampled: no other fault test saves in parts."""
@@ -38,7 +38,7 @@ def _check_crash_states(history: History, memory: Path, seed: int, count: int, t
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
-def test_recorded_operations_equal_executed_ones(history: History, memory: Path) -> None:
+def test_replaying_recorded_operations_gives_the_files_on_disk(history: History, memory: Path) -> None:
     recording = history.record(memory / "recorded")
     there = {
         str(path.relative_to(recording.root)): None if path.is_dir() else path.read_bytes()

@@ -18,7 +18,7 @@ from runner.durable import checkpoint, files
 from runner.durable.checkpoint import recover, save, verify
 from tests.faults import damaging, saver
 from tests.faults.damaging import NEW, OLD, Pair, name_of
-from tests.faults.power_cuts import CarelessOfAll
+from tests.faults.power_cuts import WithoutSync
 from tests.faults.tallies import IS_LONG, Tally
 from tests.forkserver import CompletedCommand, ForkServer
 
@@ -29,11 +29,11 @@ BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 @pytest.fixture
 def pair(memory: Path) -> Iterator[Pair]:
-    with files.use_system(CarelessOfAll()):  # no test in this file needs fsync
+    with files.use_system(WithoutSync()):  # no test in this file needs fsync
         yield Pair(memory)
 
 
-def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
+def assert_moved_aside(pair: Pair, damaged: damaging.Content, how: str) -> None:
     """Assert that the damaged newest checkpoint is moved aside and the previous one is loaded, byte for byte."""
     result = recover(pair.directory)
     assert result.checkpoint is not None, how
@@ -44,7 +44,7 @@ def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
     assert files.list_names(pair.directory) == [f"damaged-{name_of(NEW)}-1", name_of(OLD)], how
 
 
-def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
+def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_is_used(
     pair: Pair, amount: Amount, seed: int, tally: Tally
 ) -> None:
     for number in range(amount(600, 200_000)):
@@ -56,24 +56,26 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
         if content == pair.originals[NEW]:  # equal blocks were swapped, or zeros were zeroed
             assert recover(pair.directory).skipped == (), how
             continue
-        assert_passed_over(pair, content, how)
+        assert_moved_aside(pair, content, how)
         if number % 10 == 0:
             saver.assert_is(checkpoint.load(save(pair.directory, saver.snapshot(NEW))))
         tally.tried += 1
 
 
 @pytest.mark.slow
-def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_restart_silently(
+    pair: Pair, amount: Amount, seed: int, tally: Tally
+) -> None:
     for number in range(amount(150, 20_000)):
         generator = random.Random(f"{seed} both {number}")
-        contents, whats = {}, []
+        contents, descriptions = {}, []
         for update in (OLD, NEW):
             what, content = generator.choice(damaging.ON_A_CHECKPOINT)(pair, update, generator)
-            whats.append(what)
+            descriptions.append(what)
             if content == pair.originals[update]:
                 content = {"MANIFEST.json": b""}
             contents[name_of(update)] = content
-        how = f"seed {seed}, damage of both {number}: {whats}"
+        how = f"seed {seed}, damage of both {number}: {descriptions}"
         pair.put(contents)
         for _ in range(2):
             with pytest.raises(DataError, match="resume=fresh") as caught:
@@ -84,7 +86,7 @@ def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amo
         tally.tried += 1
 
 
-def test_renamed_checkpoints_are_detected(pair: Pair, tally: Tally) -> None:
+def test_renamed_checkpoints_are_not_loaded(pair: Pair, tally: Tally) -> None:
     old, new = pair.originals[OLD], pair.originals[NEW]
     for names, expected in (
         ({name_of(OLD): new, name_of(NEW): old}, None),  # swapped
@@ -222,7 +224,7 @@ def test_status_shows_a_damaged_run(
 
 
 @pytest.mark.slow
-def test_status_shows_a_run_with_arbitrary_files(
+def test_status_shows_a_run_whose_files_contain_arbitrary_lines(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     amount: Amount, seed: int, tally: Tally,
 ) -> None:  # fmt: skip
@@ -256,7 +258,7 @@ def metric_rows(run: Path) -> list[dict[str, object]]:
 def test_a_run_resumes_even_if_other_files_are_damaged(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
-    """The newest checkpoint is missing, too, so that there are updates to compute; damaged rows stay lost."""
+    """The newest checkpoint is removed, so that there are updates to compute. Damaged rows are not restored."""
     (tmp_path / "outputs").mkdir()
     run, whole = tmp_path / "outputs" / "mine", finished / "outputs" / "mine"
     for number in range(amount(3, 1000)):
@@ -276,7 +278,7 @@ def test_a_run_resumes_even_if_other_files_are_damaged(
         tally.tried += 1
 
 
-def test_non_files_in_place_of_files_are_refused_with_a_message(
+def test_folders_and_special_files_instead_of_files_are_rejected_with_a_message(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
     (tmp_path / "outputs").mkdir()

@@ -79,7 +79,7 @@ def error_of(run: Path) -> dict[str, Any]:
     return content
 
 
-def must_equal(run: Path, reference: Path) -> None:
+def assert_equals_reference(run: Path, reference: Path) -> None:
     """Assert that the run is done and bitwise equal to the undisturbed one."""
     record = json.loads((run / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
@@ -106,7 +106,7 @@ def warnings_of(run: Path, text: str) -> list[str]:
     return [row["text"] for row in rows if row["kind"] == "warning" and text in row["text"]]
 
 
-def must_go_on(
+def assert_same_command_completes(
     server: ForkServer, args: list[str], folder: Path, run: Path, reference: Path, *, env: dict[str, str] | None = None
 ) -> None:
     """Assert that the same command, now undisturbed, ends like the reference."""
@@ -115,7 +115,7 @@ def must_go_on(
     assert_error(again, 0)
     if before is not None:
         assert f"from {before.name}" in again.out or "is finished" in again.out, again.out
-    must_equal(run, reference)
+    assert_equals_reference(run, reference)
 
 
 # ---------------------------------------------------------------- disks
@@ -193,17 +193,17 @@ def test_a_full_disk_loses_no_saved_update(
         if case.saved:
             assert f"last checkpoint: update {case.saved} (" in result.err
         if "saves in a row" in case.cause:
-            assert len(warnings_of(run, "not saved")) == 3, "training continued twice, with a message"
+            assert len(warnings_of(run, "not saved")) == 3, "training continued after the first two failures"
         subprocess.run(["mount", "-o", "remount,rw,size=64m", str(place)], check=True)
         for path in place.glob("ballast*"):
             path.unlink()
-        must_go_on(server, args, tmp_path, run, reference(case.words))
+        assert_same_command_completes(server, args, tmp_path, run, reference(case.words))
     tally.tried += 1
 
 
 @pytest.mark.slow
 @needs_root
-def test_a_disk_that_is_freed_in_time_loses_nothing(
+def test_a_full_disk_that_is_freed_in_time_loses_nothing(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     with disk(tmp_path) as place:
@@ -214,7 +214,7 @@ def test_a_disk_that_is_freed_in_time_loses_nothing(
         messages = result.out + result.err
         assert "not saved: " in messages
         assert messages.count("kept in memory: ") == 1
-        must_equal(place / "runs" / "mine", reference(""))
+        assert_equals_reference(place / "runs" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -265,7 +265,7 @@ def test_a_randomly_failing_disk_loses_no_saved_update(
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 assert verify(run / "checkpoints" / f"update-{LAST:010}") == []
             else:
-                must_go_on(server, BASE, folder, run, whole)
+                assert_same_command_completes(server, BASE, folder, run, whole)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, number {number}:\n{before}\n{error}") from error
         shutil.rmtree(folder)
@@ -297,13 +297,13 @@ files._system = Once()
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
-def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
+def test_the_last_save_is_retried_after_a_disk_error(
     kind: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
     assert_error(result, 0)
     assert (result.out + result.err).count("is retried: ") == 1
-    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "outputs" / "mine", reference(""))
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     result = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
@@ -312,7 +312,7 @@ def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
     path = newest_valid(stopped / "outputs" / "mine" / "checkpoints")
     assert path is not None
     assert path.name > "update-0000000020"
-    must_go_on(server, BASE, stopped, stopped / "outputs" / "mine", reference(""))
+    assert_same_command_completes(server, BASE, stopped, stopped / "outputs" / "mine", reference(""))
     tally.tried += 2
 
 
@@ -352,7 +352,7 @@ def test_a_system_limit_is_reported(
     assert_error(result, limit.code, limit.cause)
     if limit.act != "little-memory":  # out of memory, the message may omit the checkpoint
         assert "last checkpoint: update 20 (" in result.err
-    must_go_on(server, args, tmp_path, run, reference(""))
+    assert_same_command_completes(server, args, tmp_path, run, reference(""))
     tally.tried += 1
 
 
@@ -369,13 +369,13 @@ assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size={}") == 0
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", ["4k", "64k"])
-def test_full_shared_memory_is_reported_without_a_hang(
+def test_full_shared_memory_is_reported_instead_of_a_hang(
     size: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     args = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
     result = server.run(args, tmp_path, None, SMALL_SHM.format(size))
     assert_error(result, 71, "the shared memory for batches of data workers is full", "/dev/shm")
-    must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    assert_same_command_completes(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -429,14 +429,14 @@ WORKERS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", WORKERS)
-def test_a_dead_data_worker_is_reported(
+def test_a_failing_data_worker_is_reported(
     act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     code, cause = WORKERS[act]
     args = [*BASE, "dataloader.num_workers=1"]
     result = server.run(args, tmp_path, {"ACT": act})
     assert_error(result, code, cause)
-    must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    assert_same_command_completes(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -501,12 +501,12 @@ def test_a_user_without_home_name_or_temporary_folder_can_train(
 ) -> None:
     result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": "/nowhere"}, NOBODY)
     assert_error(result, 0)
-    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_with_a_long_name_serves_data_workers(
+def test_data_workers_work_with_a_long_path_of_the_temporary_folder(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     """A socket path inside it would be too long for workers to send batches."""
@@ -514,7 +514,7 @@ def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     folder.mkdir()
     result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
     assert_error(result, 0)
-    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "outputs" / "mine", reference(""))
     assert list(folder.iterdir()) == []
     tally.tried += 1
 
@@ -539,7 +539,9 @@ PLACES = {
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLACES)
-def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_the_output_root_can_have_any_printable_name(
+    name: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
     place = PLACES[name]
     (tmp_path / "behind").mkdir()
     (tmp_path / "a").mkdir()
@@ -597,22 +599,22 @@ STREAMS = {
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STREAMS)
-def test_unreadable_files_do_not_block_a_run(
+def test_closed_or_full_standard_streams_do_not_affect_a_run(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run(BASE, tmp_path, None, f"import os; {STREAMS[name]}")
     assert result.code == 0, result.err
-    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_makes_the_run_save(
+def test_closing_the_terminal_saves_and_stops_the_run_unless_it_ignores_sighup(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
     assert_error(result, 75)
-    must_go_on(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    assert_same_command_completes(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as with nohup
     (tmp_path / "again").mkdir()
     assert_error(server.run(BASE, tmp_path / "again", {"ACT": "hang-up", "AT": "23"}, ignoring), 0)
@@ -621,8 +623,8 @@ def test_a_closed_terminal_makes_the_run_save(
 
 @pytest.fixture(scope="module")
 def other(server: ForkServer) -> Iterator[ForkServer]:
-    with server.twin() as made:
-        yield made
+    with server.twin() as twin:
+        yield twin
 
 
 TOGETHER = """
@@ -682,13 +684,15 @@ assert libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) == 0
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", [[], ["parallelism=ddp", "parallelism.world_size=2"]], ids=["one", "ranks"])
-def test_a_system_without_proc_is_reported(args: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_missing_proc_file_system_is_reported(
+    args: list[str], server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
     assert_error(server.run([*BASE, *args], tmp_path, before=NO_PROC), 71, "/proc")
     tally.tried += 1
 
 
 @pytest.mark.slow
-def test_a_minimal_environment_with_another_locale_is_enough(
+def test_a_run_works_in_a_minimal_environment_with_the_c_locale(
     reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     """A new process: Python reads these variables at startup, too early for a fork."""
@@ -698,7 +702,7 @@ def test_a_minimal_environment_with_another_locale_is_enough(
     done = subprocess.run(args, cwd=tmp_path, env={**env, "PATH": os.defpath}, capture_output=True, check=False)
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     assert_error(CompletedCommand(done.returncode, out, err), 0)
-    must_equal(tmp_path / "größe-日本" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "größe-日本" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -712,7 +716,7 @@ NO_WANDB = {
 }
 
 
-SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # instead of 60, to end soon
+SHORT_LINGER = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # instead of 60, to end soon
 
 
 def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> CompletedCommand:
@@ -726,17 +730,17 @@ def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str =
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", NO_WANDB)
-def test_a_wandb_that_cannot_be_imported_loses_no_row(
+def test_no_row_is_lost_if_wandb_cannot_be_imported(
     how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
     stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}
-    result = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SOON_ALONE if stop else "")
+    result = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SHORT_LINGER if stop else "")
     assert_error(result, 75 if stop else 0)
     if stop:
         assert server.run(BASE, tmp_path).code == 0
-    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert_equals_reference(tmp_path / "outputs" / "mine", reference(""))
     assert "metrics.jsonl" in result.out
     tally.tried += 1
 
@@ -744,24 +748,24 @@ def test_a_wandb_that_cannot_be_imported_loses_no_row(
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["refused", "black hole"])
-def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
+def test_no_row_is_lost_or_duplicated_if_the_network_does_not_respond(
     how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     pytest.importorskip("wandb")
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        port = listening.getsockname()[1]
         if how == "refused":
-            door.close()
+            listening.close()
         result = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
     assert_error(result, 0)
     run = tmp_path / "outputs" / "mine"
-    must_equal(run, reference(""))
+    assert_equals_reference(run, reference(""))
     actual = [int(row["update"]) for _, row in offline_rows(run)]
     assert len(set(actual)) == len(actual), "no row twice"
     missing = {row["update"] for row in rows_of(run)} - set(
         actual
     )  # if the machine is too busy to import wandb in time
-    is_told = f"{len(missing)} rows" in result.out or "every row" in result.out
-    assert not missing or is_told, "each row is stored or counted"
+    is_reported = f"{len(missing)} rows" in result.out or "every row" in result.out
+    assert not missing or is_reported, "each row is stored or counted"
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     tally.tried += 1

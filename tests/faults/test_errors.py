@@ -111,7 +111,7 @@ def messages() -> list[tuple[Path, ast.Call]]:
     return [(file, node) for file, node in calls() if isinstance(node.func, ast.Name) and node.func.id in kinds]
 
 
-def test_messages_have_a_fix() -> None:
+def test_every_message_states_a_requirement_or_a_fix() -> None:
     def advises(call: ast.Call) -> bool:
         is_problem = isinstance(call.func, ast.Name) and call.func.id == "Problem"
         has_fix = any(keyword.arg in ("fix", None) for keyword in call.keywords) or (is_problem and len(call.args) > 2)
@@ -132,7 +132,7 @@ def test_messages_have_a_fix() -> None:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WAYS)
-def test_exit_codes_are_reachable(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_command_reaches_each_exit_code(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     way = WAYS[name]
     if way.first:
         assert server.run(way.first, tmp_path).code == 0
@@ -143,7 +143,7 @@ def test_exit_codes_are_reachable(name: str, server: ForkServer, tmp_path: Path,
     tally.tried += 1
 
 
-def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_directory_that_is_a_link_is_rejected(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "mine").symlink_to(tmp_path / "elsewhere")
@@ -151,7 +151,7 @@ def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path:
     environment.assert_error(result, Exit.SECURITY, "must be in outputs, but is a link")
 
 
-def test_every_exit_code_is_reached_by_a_fault() -> None:
+def test_every_exit_code_is_covered_by_a_test() -> None:
     """The tests of the watchdog reach HANG."""
     reached = {int(way.code) for way in WAYS.values()}
     reached |= {case.code for case in environment.DISKS.values()}
@@ -179,7 +179,7 @@ def test_every_class_of_error_is_raised_somewhere() -> None:
     assert {kind.exit_code for kind in kinds} <= set(Exit)
 
 
-def test_an_error_keeps_its_place_across_processes() -> None:
+def test_a_pickled_error_keeps_its_place() -> None:
     error = DataError("what", where="where", fix="fix")
     error.place = {"samples": [3]}
     kind, given = error.__reduce__()
@@ -230,7 +230,7 @@ class Mine(Task):
 
 
 @dataclass(frozen=True)
-class Told:
+class ReportedError:
     """A change of the task; the first line of the message must contain `cause`, the complete message `lines`."""
 
     new: str
@@ -250,76 +250,82 @@ def method(*lines: str) -> str:
 
 
 RAISED = {
-    "a cause": Told(
+    "a cause": ReportedError(
         in_loss("try:", "    inner()", "except KeyError as error:", "    raise ValueError('outer') from error"),
         "update 6 of phase train raised ValueError: outer",
         ("from KeyError: 'inner'", 'in inner: return {}["inner"]'),
     ),
-    "while another": Told(
+    "while another": ReportedError(
         in_loss("try:", "    inner()", "except KeyError:", "    raise ValueError('outer')"),
         "raised ValueError: outer",
         ("while handling KeyError: 'inner'",),
     ),
-    "a group": Told(
+    "a group": ReportedError(
         in_loss("raise ExceptionGroup('two', [KeyError('one'), ValueError('other')])"),
         "raised ExceptionGroup: two (2 sub-exceptions)",
         ("1. KeyError: 'one'", "2. ValueError: other"),
     ),
-    "no words": Told(in_loss("raise Unsayable"), "raised Unsayable: (its __str__ raises ValueError)"),
-    "a very long message": Told(in_loss("raise ValueError('x' * 10**6)"), "... (999600 more characters)"),
-    "very many lines": Told(
+    "no words": ReportedError(in_loss("raise Unsayable"), "raised Unsayable: (its __str__ raises ValueError)"),
+    "a very long message": ReportedError(in_loss("raise ValueError('x' * 10**6)"), "... (999600 more characters)"),
+    "very many lines": ReportedError(
         in_loss("raise ValueError('x\\n' * 10**4)"), "raised ValueError: x", ("(9988 more lines)",)
     ),
-    "colors and bells": Told(
+    "colors and bells": ReportedError(
         in_loss("raise ValueError('\\x1b[31mred\\x1b]0;title\\x07 \\r\\b\\x9b2J')"), "raised ValueError: red"
     ),
-    "endless recursion": Told(in_loss("self.loss(model, batch)"), "raised RecursionError: maximum recursion depth"),
-    "a subprocess": Told(
+    "endless recursion": ReportedError(
+        in_loss("self.loss(model, batch)"), "raised RecursionError: maximum recursion depth"
+    ),
+    "a subprocess": ReportedError(
         in_loss("import subprocess", "subprocess.run(['false'], check=True)"), "raised CalledProcessError: Command"
     ),
-    "words like torch's of a worker": Told(
+    "words like torch's of a worker": ReportedError(
         in_loss("raise ValueError('ffmpeg exited unexpectedly')"),
         "raised ValueError: ffmpeg exited",
         ("in loss: raise",),
     ),
-    "words like the system's of memory": Told(
+    "words like the system's of memory": ReportedError(
         in_loss("raise ValueError('cannot allocate memory for this frame')"),
         "update 6 of phase train raised ValueError",
     ),
-    "words like the system's of files": Told(
+    "words like the system's of files": ReportedError(
         in_loss("raise ValueError('too many open files')"), "update 6 of phase train raised ValueError"
     ),
-    "words like torch's of a GPU": Told(
+    "words like torch's of a GPU": ReportedError(
         in_loss("raise RuntimeError('my CUDA error handler is missing')"), "update 6 of phase train raised RuntimeError"
     ),
-    "a class named like torch's": Told(
+    "a class named like torch's": ReportedError(
         in_loss("raise type('OutOfMemoryError', (RuntimeError,), {})('CUDA budget used up')"),
         "raised OutOfMemoryError: CUDA budget used up",
     ),
-    "too much memory": Told(
+    "too much memory": ReportedError(
         in_loss("x.new_empty(1 << 60)"),
         "the machine is out of memory",
         ("in loss: x.new_empty(1 << 60)",),
         code=81,
     ),
-    "no exception": Told(in_loss("raise BaseException('odd')"), "update 6 of phase train raised BaseException: odd"),
-    "no exception, with ranks": Told(
+    "no exception": ReportedError(
+        in_loss("raise BaseException('odd')"), "update 6 of phase train raised BaseException: odd"
+    ),
+    "no exception, with ranks": ReportedError(
         in_loss("raise BaseException('odd')"),
         "raised BaseException: odd",
         words="parallelism=ddp parallelism.world_size=2",
     ),
-    "an interruption of its own": Told(
+    "an interruption of its own": ReportedError(
         in_loss("raise KeyboardInterrupt"), "update 6 of phase train raised KeyboardInterrupt"
     ),
-    "the end of a generator": Told(in_loss("raise GeneratorExit"), "update 6 of phase train raised GeneratorExit"),
-    "an exit": Told(in_loss("raise SystemExit(0)"), "update 6 of phase train raised SystemExit: 0"),
-    "no exception in a sample": Told(
+    "the end of a generator": ReportedError(
+        in_loss("raise GeneratorExit"), "update 6 of phase train raised GeneratorExit"
+    ),
+    "an exit": ReportedError(in_loss("raise SystemExit(0)"), "update 6 of phase train raised SystemExit: 0"),
+    "no exception in a sample": ReportedError(
         "        if index == 37:\n            raise BaseException('odd')\n        return torch.full(",
         "sample 37 cannot be read: BaseException: odd",
         old="        return torch.full(",
         code=65,
     ),
-    "no exception in a sample, in a worker": Told(
+    "no exception in a sample, in a worker": ReportedError(
         "        if index == 37:\n            raise KeyboardInterrupt\n        return torch.full(",
         "sample 37 cannot be read: KeyboardInterrupt",
         old="        return torch.full(",
@@ -327,7 +333,7 @@ RAISED = {
         words="dataloader.num_workers=1 dataloader.bad_samples=skip",
     ),
     **{
-        f"an exit in a sample, {where}": Told(
+        f"an exit in a sample, {where}": ReportedError(
             "        if index == 37:\n            raise SystemExit(3)\n        return torch.full(",
             "sample 37 cannot be read: SystemExit: 3",
             old="        return torch.full(",
@@ -342,7 +348,7 @@ RAISED = {
         }.items()
     },
     **{
-        f"{what}, {where}": Told(
+        f"{what}, {where}": ReportedError(
             method("def collate(self, samples):", f"    {line}"), expected, old="    def loss(", words=words
         )
         for what, line, expected in (
@@ -359,7 +365,7 @@ RAISED = {
             "in a thread": "dataloader=thread",
         }.items()
     },
-    "a batch that a worker cannot send": Told(
+    "a batch that a worker cannot send": ReportedError(
         method(
             "def collate(self, samples):", "    return torch.stack([x for x, _ in samples]), (y for _, y in samples)"
         ),
@@ -367,59 +373,63 @@ RAISED = {
         old="    def loss(",
         words="dataloader.num_workers=1",
     ),
-    "an assertion": Told(in_loss("assert y is None"), "raised AssertionError", ("assert y is None",)),
-    "a module that is missing": Told(in_loss("import nowhere"), "No module named 'nowhere'", ("import nowhere",)),
-    "a helper with a slip": Told(
+    "an assertion": ReportedError(in_loss("assert y is None"), "raised AssertionError", ("assert y is None",)),
+    "a module that is missing": ReportedError(
+        in_loss("import nowhere"), "No module named 'nowhere'", ("import nowhere",)
+    ),
+    "a helper with a syntax error": ReportedError(
         in_loss("import helper"), "raised SyntaxError: '(' was never closed (helper.py, line 1)"
     ),
-    "the evaluation": Told(
+    "the evaluation": ReportedError(
         method("def evaluate(self, model, batch):", "    return inner()"),
         "the evaluation after update 4 of phase train raised KeyError: 'inner'",
         old="    def loss(",
     ),
-    "baselines": Told(
+    "baselines": ReportedError(
         method("def baselines(self):", "    return inner()"),
         "baselines() raised KeyError: 'inner'",
         old="    def loss(",
     ),
-    "blocks": Told(
+    "blocks": ReportedError(
         method("def blocks(self):", "    return inner()"), "blocks() raised KeyError: 'inner'", old="    def loss("
     ),
-    "losses": Told(
+    "losses": ReportedError(
         method("@property", "def losses(self):", "    return inner()"), "raised KeyError: 'inner'", old="    def loss("
     ),
-    "predict": Told(
+    "predict": ReportedError(
         method("def predict(self, model, generator):", "    yield inner()"),
         "predict() raised KeyError: 'inner'",
         old="    def loss(",
         words="both",
     ),
-    "a hook of the state": Told(
+    "a hook of the state": ReportedError(
         "        self.model.register_state_dict_post_hook(lambda *_: inner())\n        self.update = 0\n",
         "raised KeyError: 'inner'",
         old="        self.update = 0\n",
     ),
-    "a hook of a gradient": Told(
+    "a hook of a gradient": ReportedError(
         "        self.model.weight.register_hook(lambda gradient: inner())\n        self.update = 0\n",
         "raised KeyError: 'inner'",
         old="        self.update = 0\n",
     ),
-    "nothing to train": Told("torch.nn.ReLU()", "has no parameter to train", old="torch.nn.Linear(2, 2)", code=78),
-    "collate, in a worker": Told(
+    "nothing to train": ReportedError(
+        "torch.nn.ReLU()", "has no parameter to train", old="torch.nn.Linear(2, 2)", code=78
+    ),
+    "collate, in a worker": ReportedError(
         method("def collate(self, samples):", "    return inner()"),
         "raised KeyError: 'inner'",
         ('in inner: return {}["inner"]',),
         old="    def loss(",
         words="dataloader.num_workers=1",
     ),
-    "collate, in a thread": Told(
+    "collate, in a thread": ReportedError(
         method("def collate(self, samples):", "    return inner()"),
         "raised KeyError: 'inner'",
         ('in inner: return {}["inner"]',),
         old="    def loss(",
         words="dataloader=thread",
     ),
-    "collate, with words like torch's": Told(
+    "collate, with words like torch's": ReportedError(
         method("def collate(self, samples):", "    raise ValueError('a\\nb')"),
         "raised ValueError: a",
         old="    def loss(",
@@ -431,7 +441,7 @@ RAISED = {
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RAISED)
-def test_errors_of_a_task_are_reported_with_its_own_lines(
+def test_errors_of_a_task_are_reported_with_lines_of_the_task_only(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     reported = RAISED[name]
@@ -477,7 +487,7 @@ u.find_spec = lambda name, *rest: None if name == 'tensorboard' else find(name, 
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
+def test_error_json_contains_the_place_of_an_error(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("pass  # HERE", "inner()"))
     server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
     error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())

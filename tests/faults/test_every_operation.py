@@ -1,4 +1,4 @@
-"""Each file operation fails once, or is the last one before the process is killed; promises hold nevertheless."""
+"""Promises hold if any file operation fails, or if the process is killed at any file operation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PAIRS = [("EIO", "EIO"), ("ENOSPC", "killed after"), ("short", "EIO"), ("killed 
 OF_WRITES = ("short", "killed half way")
 
 
-def forget_what_is_held() -> None:
-    """Release locks and open folders, as the end of the process does."""
+def release_locks_and_folders() -> None:
+    """Release locks and close folders, as happens when the process ends."""
     files.close_inherited_locks()
     dirfd.unpin_all()
 
@@ -41,7 +41,7 @@ def forget_what_is_held() -> None:
 class Attempt:
     """A history with injected failures, in a new folder.
 
-    promised  what it had promised when it ended
+    promised  what the history had promised when it ended
     ended     None, the error of the product, or Killed
     """
 
@@ -60,13 +60,13 @@ class Attempt:
                 history.act(root, self.pending_length.__setitem__)
             except (AccelRunError, Killed) as error:
                 self.ended = error
-        forget_what_is_held()
-        assert victim.read_text() == "untouched", "written through a link"
+        release_locks_and_folders()
+        assert victim.read_text() == "untouched", "no file was written through a link"
         for path in [victim, *(path for path in root.rglob("*") if path.is_symlink())]:
             path.unlink()
 
 
-def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
+def run_and_check(history: History, at: Mapping[int, str], root: Path) -> Attempt:
     """Run the history with these failures, and assert that its promises hold."""
     attempt = Attempt(history, at, root)
     messages = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
@@ -87,17 +87,17 @@ def test_every_system_call_can_be_recorded_and_can_fail() -> None:
     calls = {name for name in vars(System) if not name.startswith("_")}
     assert calls <= set(vars(Faults))
     assert calls - set(vars(Recording)) == {"begin_write_back"}, (
-        "a call that changes the state after a crash is recorded"
+        "every call that can change the state after a crash is recorded"
     )
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
-def test_every_operation_fails_once(
+def test_promises_hold_if_any_operation_fails(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    trace = tried(history, {}, memory / "whole").faults.trace
+    trace = run_and_check(history, {}, memory / "whole").faults.trace
     whole = Attempt(history, {}, memory / "once").pending_length
     every = [
         (number, kind)
@@ -106,7 +106,7 @@ def test_every_operation_fails_once(
     ]
     chance = random.Random(f"{seed} {history.name} once")
     for number, kind in chance.sample(every, min(len(every), amount(60, len(every)))):
-        attempt = tried(history, {number: kind}, memory / "attempt")
+        attempt = run_and_check(history, {number: kind}, memory / "attempt")
         assert attempt.faults.met == [number]
         if attempt.ended is None:
             assert attempt.pending_length == whole, (
@@ -129,19 +129,19 @@ class Careless(Quick):
 
 
 @pytest.mark.parametrize(
-    ("without", "is_caught"),
+    ("without", "is_detected"),
     [(os.O_EXCL | os.O_NOFOLLOW, True), (os.O_EXCL, False), (os.O_NOFOLLOW, False)],
     ids=["both", "O_EXCL: O_NOFOLLOW refuses the link", "O_NOFOLLOW: O_EXCL refuses the link"],
 )
 def test_opening_files_without_protection_against_links_is_detected(
-    memory: Path, without: int, is_caught: bool
+    memory: Path, without: int, is_detected: bool
 ) -> None:
     history = next(one for one in SHORT if one.name == "the first save of a run")
     trace = Attempt(history, {}, memory / "whole").faults.trace
     manifest = next(
         at for at, (name, path) in enumerate(trace) if name == "open" and path.endswith(checkpoint.MANIFEST)
     )
-    if is_caught:
+    if is_detected:
         with pytest.raises(AssertionError, match="through a link"):
             Attempt(history, {manifest: "link"}, memory / "attempt", Careless(without))
     else:
@@ -153,21 +153,21 @@ def test_opening_files_without_protection_against_links_is_detected(
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
-def test_every_two_operations_fail(
+def test_promises_hold_if_any_two_operations_fail(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    num_operations = len(tried(history, {}, memory / "whole").faults.trace) + 4  # cleaning up adds some
+    num_operations = len(run_and_check(history, {}, memory / "whole").faults.trace) + 4  # cleaning up adds some
     pairs = list(itertools.product(itertools.combinations(range(num_operations), 2), PAIRS))
     chance = random.Random(f"{seed} {history.name}")
     for numbers, kinds in chance.sample(pairs, min(len(pairs), amount(40, len(pairs)))):
-        attempt = tried(history, dict(zip(numbers, kinds, strict=True)), memory / "attempt")
+        attempt = run_and_check(history, dict(zip(numbers, kinds, strict=True)), memory / "attempt")
         if len(attempt.faults.met) == 2:
             tally.tried += 1
         else:
             tally.skip("ended at the first")
 
 
-def test_a_torn_row_that_cannot_be_truncated_at_once_is_truncated_later(memory: Path) -> None:
+def test_a_torn_row_that_cannot_be_truncated_immediately_is_truncated_later(memory: Path) -> None:
     history = replace(BY_NAME["a log"], act=lambda *_: None)
     failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after opening the file and syncing its folder
     (memory / "run").mkdir()
@@ -183,7 +183,7 @@ def test_a_torn_row_that_cannot_be_truncated_at_once_is_truncated_later(memory: 
     history.check(memory / "run", {"rows": 2})
 
 
-def test_a_log_is_truncated_between_lines(memory: Path) -> None:
+def test_a_log_is_truncated_only_between_lines(memory: Path) -> None:
     with files.AppendLog(memory / "metrics.jsonl") as log:
         log.write(ROWS[0].decode())
         log.write(ROWS[1].decode())
@@ -196,7 +196,7 @@ def test_a_log_is_truncated_between_lines(memory: Path) -> None:
 # A power cut after a failure that the program survived
 
 
-def _go_on(root: Path, promise: Callable[[str, Any], None]) -> None:
+def _start_and_save(root: Path, promise: Callable[[str, Any], None]) -> None:
     with RunDirectory.create_or_open(root / "runs", "one") as run:
         result = checkpoint.recover(run.checkpoints).checkpoint
         num_saved = int(result is not None)
@@ -217,7 +217,7 @@ def _check_run(root: Path, promised: Mapping[str, Any]) -> None:
     )
 
 
-def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
+def start_until_finished(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
     """Start a run repeatedly until it finishes, despite the failures."""
     root.mkdir()
     recording = Recording(root)
@@ -225,11 +225,11 @@ def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
     with faults.active():
         for _ in range(5):
             try:
-                _go_on(root, recording.acknowledge)
+                _start_and_save(root, recording.acknowledge)
                 break
             except Killed:
                 faults.restart()
-                forget_what_is_held()
+                release_locks_and_folders()
             except AccelRunError:
                 continue
     return recording, faults
@@ -239,18 +239,18 @@ NAMED = ("mkdir", "rename", "fsync", "open")  # operations that affect names
 
 
 @pytest.mark.slow
-def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
+def test_guarantees_hold_after_a_failure_followed_by_a_crash(
     memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    history = History("a run that is started until it ends", _go_on, _check_run)
-    trace = with_starts({}, memory / "whole")[1].trace
+    history = History("a run that is started until it ends", _start_and_save, _check_run)
+    trace = start_until_finished({}, memory / "whole")[1].trace
     injections = list(itertools.product(range(len(trace)), ("EIO", "killed after", "killed half way")))
     possible = [(n, kind) for n, kind in injections if kind not in OF_WRITES or trace[n][0] == "write"]
     usual = [(n, kind) for n, kind in possible if trace[n][0] in NAMED]
     count = amount(12, len(possible))
     chosen = possible if count >= len(possible) else random.Random(seed).sample(usual, min(len(usual), count))
     for number, kind in chosen:
-        recording, faults = with_starts({number: kind}, memory / "run")
+        recording, faults = start_until_finished({number: kind}, memory / "run")
         shutil.rmtree(memory / "run")
         assert faults.met == [number]
         done = recording.operations
@@ -263,10 +263,10 @@ def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
     tally.notes["failures"] = len(chosen)
 
 
-def _in_folders_just_made(root: Path, promise: Callable[[str, Any], None]) -> None:
+def _save_in_new_folders(root: Path, promise: Callable[[str, Any], None]) -> None:
     files.new_directory(root / "made")  # like `mkdir -p`, without a sync
     files.new_directory(root / "made" / "by-hand")
-    _go_on(root / "made" / "by-hand", promise)
+    _start_and_save(root / "made" / "by-hand", promise)
 
 
 def _check_in_folders(root: Path, promised: Mapping[str, Any]) -> None:
@@ -274,10 +274,10 @@ def _check_in_folders(root: Path, promised: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("is_synced", [True, False])
-def test_a_run_in_just_created_folders_survives_a_crash(
+def test_a_run_in_newly_created_folders_survives_a_crash(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
 ) -> None:
-    history = History("folders just made", _in_folders_just_made, _check_in_folders)
+    history = History("folders just made", _save_in_new_folders, _check_in_folders)
     if not is_synced:
         monkeypatch.setattr(files, "sync_ancestors", lambda _: None)
     recording = history.record(memory / "run")
@@ -302,7 +302,7 @@ def _sync_again(root: Path, promise: Callable[[str, Any], None]) -> None:
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_log_with_a_failed_sync_makes_no_further_promise(
+def test_no_row_is_promised_after_a_failed_sync_of_a_log(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
 ) -> None:
     history = replace(BY_NAME["a log"], act=_sync_again)
@@ -332,7 +332,7 @@ def failing_read(at: int, code: int) -> Iterator[list[str]]:
     """Let the read operation numbered `at` fail; yield the list of operations."""
     calls: list[str] = []
 
-    def meddle(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def intercept(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(subject: Any, *rest: Any, **keywords: Any) -> Any:
             if name == "open" and rest and rest[0] & (os.O_CREAT | os.O_WRONLY | os.O_DIRECTORY):
                 return real(subject, *rest, **keywords)
@@ -345,13 +345,13 @@ def failing_read(at: int, code: int) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("open", "listdir", "lstat"):
-            patch.setattr(os, name, meddle(name, getattr(os, name)))
+            patch.setattr(os, name, intercept(name, getattr(os, name)))
         yield calls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
-def test_every_read_of_a_recovery_and_of_a_retention_fails_once(memory: Path, code: int, tally: Tally) -> None:
+def test_a_failing_read_during_recovery_or_retention_loses_no_checkpoint(memory: Path, code: int, tally: Tally) -> None:
     def filled(directory: Path) -> Path:
         with files.use_system(Quick()):
             for update in (1, 2, 3, 4):

@@ -1,4 +1,4 @@
-"""Regression tests: files from an untrusted folder that once ran a shell command or Python code."""
+"""Regression tests with files of an untrusted folder that could once execute a shell command or Python code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights", "launcher.partition", "launcher.account"])
-def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: str, tally: Tally) -> None:
+def test_line_breaks_in_settings_cannot_inject_commands_into_a_job_script(
+    cluster: Path, key: str, tally: Tally
+) -> None:
     for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
         for word in (f'{key}="x{end}touch PWNED{end}#"', f"{key}='x{end}touch PWNED{end}#'"):
             with pytest.raises(ConfigError) as caught:
@@ -48,7 +50,7 @@ def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: 
     assert not (cluster / "PWNED").exists()
 
 
-def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
+def test_line_breaks_in_a_config_file_cannot_inject_commands_into_a_job_script(cluster: Path) -> None:
     (cluster / "conf" / "hardware").mkdir(parents=True)
     text = '# @package _global_\noutput_root: "o\\ntouch PWNED\\n#x"\nhardware: {title: x, devices: []}\n'
     file = cluster / "conf" / "hardware" / "mine.yaml"
@@ -59,7 +61,7 @@ def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
     assert not (cluster / "PWNED").exists()
 
 
-def test_the_name_of_the_current_folder_does_not_write_the_script_of_a_job(
+def test_the_name_of_the_current_folder_cannot_inject_commands_into_a_job_script(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cluster / "o\ntouch PWNED\n#x").mkdir()
@@ -72,7 +74,7 @@ def test_the_name_of_the_current_folder_does_not_write_the_script_of_a_job(
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["outputs/b/mt.py", "outputs/mt.py", "outputs/a/mt.py", "outputs/b/link.py"])
-def test_no_run_can_name_code_below_the_output_root(
+def test_a_run_cannot_load_a_task_file_below_the_output_root(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     args = f"train --task {TASK} device=cpu monitor=off updates=1 run=a"
@@ -99,7 +101,7 @@ def test_no_run_can_name_code_below_the_output_root(
     directory = RunDirectory.find(Path("outputs"), "a")
     assert load_run_request(directory, Path("outputs"), Request()).task_file == TASK
     with pytest.raises(SecurityRefusal):
-        load_run_request(directory, tmp_path, Request())  # TASK is not below this root, but the run is not one of it
+        load_run_request(directory, tmp_path, Request())  # the run is not in this output root
 
 
 HOSTILE = (

@@ -1,4 +1,4 @@
-"""Small files that expand when resolved, are slow to parse or leave their folder have a bounded cost and exit code."""
+"""Small files that expand when resolved, are slow to parse or leave their folder are rejected at a bounded cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def files() -> Iterator[tuple[str, str, int, str]]:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "content", "code", "messages"), list(files()), ids=[name for name, *_ in files()])
-def test_files_do_not_grow_without_bound(
+def test_the_cost_of_a_small_file_is_bounded(
     tmp_path: Path, name: str, content: str, code: int, messages: str, tally: Tally
 ) -> None:
     (tmp_path / "hardware").mkdir()
@@ -64,7 +64,7 @@ def test_files_do_not_grow_without_bound(
     tally.tried += 1
 
 
-def test_an_option_cannot_escape_its_folder(tmp_path: Path) -> None:
+def test_an_option_cannot_refer_to_a_file_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "evil.yaml").write_text("option: fp32\n_target_: os.system\n")
     folder = tmp_path / "conf"
     folder.mkdir()
@@ -77,7 +77,7 @@ def test_an_option_cannot_escape_its_folder(tmp_path: Path) -> None:
         assert caught.value.exit_code == 89
 
 
-def test_a_command_line_value_is_not_a_reference(tmp_path: Path) -> None:
+def test_references_on_the_command_line_are_rejected(tmp_path: Path) -> None:
     for word in ("data.path='${oc.env:HOME}'", 'data.path="${seed}"', "data.path=${seed}", "data={path:'${seed}'}"):
         with pytest.raises(AccelRunError) as caught:
             compose(Request((word,)))

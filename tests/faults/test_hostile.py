@@ -106,7 +106,7 @@ def hostile_overrides() -> Iterator[tuple[str, ...]]:
     yield ("run=/etc/cron.d/x",)
 
 
-def test_hostile_overrides_are_refused_and_nothing_is_called(
+def test_hostile_overrides_are_rejected_and_nothing_is_called(
     watch: list[tuple[str, str]], seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     from runner.durable.directory import check_run_name
@@ -123,7 +123,7 @@ def test_hostile_overrides_are_refused_and_nothing_is_called(
         tally.tried += 1
 
 
-def test_values_that_name_code_are_refused(watch: list[tuple[str, str]]) -> None:
+def test_values_that_name_code_are_rejected(watch: list[tuple[str, str]]) -> None:
     for target in TARGETS:
         error = attempt((f"+optimizer._target_={target}",))
         assert error is not None
@@ -198,7 +198,7 @@ def sample_cases(cases: Iterator[Any], count: int, seed: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_hostile_files_are_refused_and_nothing_is_called(
+def test_hostile_files_are_rejected_and_nothing_is_called(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     chosen = sample_cases(hostile_files(), amount(40, 1000), seed)
@@ -214,7 +214,7 @@ def test_hostile_files_are_refused_and_nothing_is_called(
         tally.tried += 1
 
 
-def test_a_hostile_config_yaml_is_refused(
+def test_a_hostile_config_yaml_is_rejected(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     for name, content, _ in sample_cases(hostile_files(), amount(30, 1000), seed + 1):
@@ -227,7 +227,7 @@ def test_a_hostile_config_yaml_is_refused(
         tally.tried += 1
 
 
-def test_non_files_and_escaping_links_are_refused(watch: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_special_files_and_escaping_links_are_rejected(watch: list[tuple[str, str]], tmp_path: Path) -> None:
     outside = tmp_path / "outside.yaml"
     outside.write_text("option: adamw\n")
     folder = tmp_path / "conf" / "optimizer"
@@ -329,7 +329,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_importable_callable_passes_the_guard_of_files(
+def test_the_guard_of_files_rejects_the_name_of_any_callable(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
     """Write each name to a separate file, once as a `_target_` and once as a resolver."""
@@ -358,14 +358,14 @@ def test_no_importable_callable_passes_the_guard_of_files(
 
 
 @pytest.mark.slow
-def test_no_importable_callable_is_called_by_its_name(
+def test_the_name_of_a_callable_never_calls_it(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Write the names as values, many per file; write a few of them alone, in each position that a name can have."""
     (tmp_path / "optimizer").mkdir()
     file = tmp_path / "optimizer" / "evil.yaml"
 
-    def must_be_refused(content: str, what: str) -> None:
+    def assert_rejected(content: str, what: str) -> None:
         file.write_text(content)
         before = set(sys.modules)
         error = attempt(("optimizer=evil",), tmp_path)
@@ -378,13 +378,13 @@ def test_no_importable_callable_is_called_by_its_name(
     file.write_text("option: nothing\n")
     assert attempt(("optimizer=evil",), tmp_path) is not None  # reading the first file imports modules
     for name in names[: amount(2, 2000)]:
-        must_be_refused(f"option: adamw\n_target_: {name}\n", f"_target_ {name}")
-        must_be_refused(f"option: {name}\n", f"option {name}")
-        must_be_refused(f"option: adamw\nkernel: {name}\n", f"value {name}")
-        must_be_refused(f"option: adamw\nlr: ${{{name}:1}}\n", f"resolver {name}")
+        assert_rejected(f"option: adamw\n_target_: {name}\n", f"_target_ {name}")
+        assert_rejected(f"option: {name}\n", f"option {name}")
+        assert_rejected(f"option: adamw\nkernel: {name}\n", f"value {name}")
+        assert_rejected(f"option: adamw\nlr: ${{{name}:1}}\n", f"resolver {name}")
     for first in range(0, len(names), NAMES_PER_FILE):
         many = names[first : first + NAMES_PER_FILE]
-        must_be_refused(f"option: adamw\nbetas: {json.dumps(many)}\n", f"{len(many)} from {many[0]}")
+        assert_rejected(f"option: adamw\nbetas: {json.dumps(many)}\n", f"{len(many)} from {many[0]}")
 
 
 # ---------------------------------------------------------------- checkpoints and run folders
@@ -517,7 +517,7 @@ def test_the_audit_hook_detects_calls(watched: Watched, tmp_path: Path) -> None:
         assert f"\n{event} " in f"\n{seen}", (event, seen)
 
 
-def test_a_hostile_run_ends_every_command_with_a_message(
+def test_a_hostile_run_ends_every_command_without_a_traceback(
     watched: Watched, trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
 ) -> None:
     outside = tmp_path / "outside"
@@ -558,7 +558,7 @@ def test_a_hostile_run_ends_every_command_with_a_message(
     tally.notes["codes"] = " ".join(f"{code}:{count}" for code, count in sorted(codes.items()))
 
 
-def test_a_hostile_checkpoint_is_refused_or_equal(
+def test_a_hostile_checkpoint_is_rejected_or_equal(
     trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
 ) -> None:
     """A checkpoint that is accepted has the bits of the original in each file that was not attacked."""

@@ -29,7 +29,7 @@ def test_an_acknowledged_checkpoint_survives_a_kill(
     assert not campaign.bad, "\n".join(campaign.bad)
 
 
-def test_torch_save_does_not_survive_a_kill(
+def test_the_test_detects_that_torch_save_does_not_survive_a_kill(
     server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
     campaign = server.call(kills.kill_in_place, tmp_path, amount(3, 20), seed)
@@ -44,7 +44,7 @@ def test_torch_save_does_not_survive_a_kill(
     [((), 0.7), (("dataloader.num_workers=2", "dataloader.start_method=fork"), 0.3)],
     ids=["alone", "workers"],
 )
-def test_a_run_that_is_killed_again_and_again_ends_bit_identical(
+def test_a_repeatedly_killed_run_ends_bitwise_equal(
     args: tuple[str, ...], share: float, server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
     count = round(share * amount(4, 1000))

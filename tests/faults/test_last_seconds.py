@@ -44,7 +44,7 @@ output.finish = finish
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "watchdog"), [(1, "default"), (1, "off"), (2, "default"), (2, "off")])
-def test_a_second_signal_after_the_last_save_keeps_the_exit_code(
+def test_a_second_signal_after_the_last_save_does_not_change_the_exit_code(
     num_ranks: int, watchdog: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ranks = ["parallelism=ddp", "parallelism.world_size=2"] if num_ranks > 1 else []

@@ -25,7 +25,7 @@ raise SystemExit(main())
 @pytest.mark.parametrize(
     ("name", "value"), [("RLIMIT_NOFILE", 14), ("RLIMIT_AS", 400 << 20)], ids=["open files", "address space"]
 )
-def test_a_fresh_process_under_a_limit_ends_with_one_problem(name: str, value: int, tmp_path: Path) -> None:
+def test_a_limit_reached_during_an_import_is_reported_as_one_problem(name: str, value: int, tmp_path: Path) -> None:
     program = [sys.executable, "-c", LIMITED.format(name=name, value=value), *LINE]
     result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == Exit.SYSTEM, result.stderr

@@ -80,10 +80,10 @@ def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
             while going:
                 put(path, outside)
                 pause(rng)
-                take_away(path)
+                restore(path)
                 pause(rng)
         finally:
-            take_away(path)
+            restore(path)
             os._exit(0)
     try:
         yield
@@ -103,7 +103,7 @@ def put(path: Path, outside: Path) -> None:
         os.symlink(outside, path)
 
 
-def take_away(path: Path) -> None:
+def restore(path: Path) -> None:
     """Remove the link and restore `path`."""
     with suppress(OSError):
         os.unlink(path)
@@ -125,12 +125,12 @@ def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> 
         if number == first:
             put(path, outside)
         if number == last:
-            take_away(path)
+            restore(path)
 
     system = saver.Interrupted(lambda: None, -1, "before", real, before)
     with files.use_system(system):
         yield system
-    take_away(path)
+    restore(path)
 
 
 def work(root: Path, times: int = 1) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def num_operations(root: Path, outside: Path, real: System) -> int:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_link_placed_before_an_operation_touches_nothing_outside(
+def test_a_link_that_appears_before_an_operation_changes_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
     root, outside, known = prepared
@@ -201,7 +201,7 @@ def test_a_link_placed_before_an_operation_touches_nothing_outside(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_racing_links_touch_nothing_outside(
+def test_racing_links_change_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
     root, outside, known = prepared
@@ -214,7 +214,7 @@ def test_racing_links_touch_nothing_outside(
         assert load(save(run.checkpoints, snapshot(10**6))).update == 10**6
 
 
-def test_a_program_that_trusts_paths_is_caught(prepared: Prepared, seed: int) -> None:
+def test_the_test_detects_a_program_that_follows_links(prepared: Prepared, seed: int) -> None:
     """Without pinned folders, the same attack writes, renames or removes files outside."""
     root, outside, known = prepared
     count = num_operations(root, outside, Trusting())
@@ -223,11 +223,11 @@ def test_a_program_that_trusts_paths_is_caught(prepared: Prepared, seed: int) ->
             work(root)
         if seen_in(outside) != known:
             return
-    pytest.fail("the attack never came between a look and its use")
+    pytest.fail("no attack fell between the check of a path and its use")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "predictions", "plots", "export", "profile"])
-def test_a_folder_of_the_run_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_the_run_that_is_a_link_is_rejected(tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "outputs" / "run").mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_a_folder_of_the_run_that_is_a_link_is_refused(tmp_path: Path, name: str
     assert list(outside.iterdir()) == []
 
 
-def test_an_output_root_that_is_a_link_is_followed_and_a_run_that_is_one_is_not(tmp_path: Path) -> None:
+def test_the_output_root_can_be_a_link_but_a_run_cannot(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "outputs").symlink_to(tmp_path / "disk")
     with RunDirectory.create_or_open(tmp_path / "outputs", "run") as run:
@@ -252,7 +252,7 @@ def test_an_output_root_that_is_a_link_is_followed_and_a_run_that_is_one_is_not(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
-def test_a_hostile_lock_is_reported(tmp_path: Path, kind: str) -> None:
+def test_a_lock_that_is_not_a_regular_file_is_rejected(tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "canary"
     outside.write_text("untouched")
     lock = tmp_path / "outputs" / "run" / ".lock"

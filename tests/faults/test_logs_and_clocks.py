@@ -58,7 +58,7 @@ def test_restarting_a_finished_run_does_not_change_it(
 
 
 @pytest.mark.slow
-def test_repeated_failed_starts_do_not_change_a_run(
+def test_repeated_rejected_starts_do_not_change_a_run(
     tmp_path: Path, server: ForkServer, amount: Amount, tally: Tally
 ) -> None:
     run, refused = tmp_path / "outputs" / "mine", [*FAULTS, "seed=5"]
@@ -78,7 +78,7 @@ def test_repeated_failed_starts_do_not_change_a_run(
     assert after["run.json"] == before["run.json"]
 
 
-def test_logs_are_bounded_and_restart_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_rotated_at_their_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_LOG_BYTES", 5000)
     for _ in range(200):
         log, console = events.Events(tmp_path / "events.jsonl"), events.Console(tmp_path / "console.log", level="error")
@@ -93,7 +93,7 @@ def test_logs_are_bounded_and_restart_beyond_the_bound(tmp_path: Path, monkeypat
     assert all(json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
 
 
-def test_a_row_after_a_torn_one_is_a_separate_line(tmp_path: Path) -> None:
+def test_a_row_after_a_torn_row_starts_a_new_line(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "en')
     log = events.Events(tmp_path / "events.jsonl")
     log.record("resume", update=3)
@@ -106,7 +106,7 @@ def test_a_row_after_a_torn_one_is_a_separate_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("step_s", [10 * 365 * 86400, -10 * 365 * 86400, 3600])
-def test_a_clock_that_jumps_changes_nothing_that_is_computed(
+def test_jumps_of_the_system_clock_do_not_change_results(
     step_s: int, tmp_path: Path, server: ForkServer, tally: Tally
 ) -> None:
     args = [*CLOCKS, "checkpoint.every=30min"]
@@ -156,7 +156,7 @@ def test_run_states_do_not_depend_on_the_clock(
     assert capsys.readouterr().out.startswith("mine: running" if is_ours else "mine: killed")
 
 
-def test_runs_of_any_time_are_found_and_ordered(tmp_path: Path) -> None:
+def test_runs_with_any_modification_time_are_found_and_ordered(tmp_path: Path) -> None:
     times = {"future": 4e9, "now": 1.8e9, "past": 1e6, "at-zero": 0.0, "before": -1e6}
     for name, written in times.items():
         (tmp_path / name).mkdir()

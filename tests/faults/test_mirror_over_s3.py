@@ -73,7 +73,7 @@ def assert_an_empty_machine_receives(update: int, mirror: Mirror, run: RunDirect
         assert content(newest.path) == content(checkpoint_path(run.checkpoints, update))
 
 
-def test_an_upload_cut_anywhere_is_never_valid_and_the_next_one_completes_it(
+def test_an_interrupted_upload_never_counts_as_complete_and_the_next_upload_completes_it(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
@@ -92,11 +92,11 @@ def test_an_upload_cut_anywhere_is_never_valid_and_the_next_one_completes_it(
             copied(mirror, run, 2)
             assert numbers(mirror) == [2, 1]
             assert_complete_copies_are_equal(mirror, run)
-        assert server.num_cuts >= tally.tried // 2, "in others, less was left to copy"
+        assert server.num_cuts >= tally.tried // 2, "in the other cases, less than this was left to copy"
         assert_an_empty_machine_receives(2, mirror, run, tmp_path / "b")
 
 
-def test_a_download_cut_anywhere_leaves_no_partial_checkpoint(
+def test_an_interrupted_download_leaves_no_partial_checkpoint(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     with machine(tmp_path / "a", 1) as run:
@@ -115,7 +115,7 @@ def test_a_download_cut_anywhere_leaves_no_partial_checkpoint(
                 assert content(checkpoint_path(there.checkpoints, 1)) == content(checkpoint_path(run.checkpoints, 1))
 
 
-def test_no_checkpoint_is_lost_while_requests_are_throttled_and_connections_cut(
+def test_no_checkpoint_is_lost_if_requests_are_throttled_and_connections_reset(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     """One of 30 requests is answered with 503 SlowDown, about one for each copy, and connections are cut."""
@@ -143,10 +143,10 @@ def test_no_checkpoint_is_lost_while_requests_are_throttled_and_connections_cut(
         assert_an_empty_machine_receives(last, mirror, run, tmp_path / "b")
 
 
-def test_clients_repeat_throttled_requests_without_a_failure_of_the_copy(
+def test_clients_retry_throttled_requests_and_no_copy_fails(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings that users have: one request of five is throttled."""
+    """Clients have the settings of users, and one of five requests is throttled."""
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")
     count = [0]
 
@@ -162,7 +162,7 @@ def test_clients_repeat_throttled_requests_without_a_failure_of_the_copy(
         assert numbers(mirror) == [1]
 
 
-def test_an_upload_in_parts_that_is_cut_is_not_visible(server: S3Server, mirror: Mirror, tmp_path: Path) -> None:
+def test_an_interrupted_multipart_upload_is_not_visible(server: S3Server, mirror: Mirror, tmp_path: Path) -> None:
     """s3fs sends files above 100 MB in parts of 50 MB (2026.6)."""
     file = tmp_path / "large"
     with file.open("wb") as opened:

@@ -29,9 +29,7 @@ def saved(run: Path) -> list[int]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", ["move", "replace"])
-def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
-    server: ForkServer, tmp_path: Path, act: str
-) -> None:
+def test_a_run_continues_in_its_moved_folder(server: ForkServer, tmp_path: Path, act: str) -> None:
     result = run(server, tmp_path, act)
     assert result.code == 0, result.err
     moved, old = tmp_path / "outputs" / "moved", tmp_path / "outputs" / "mine"
@@ -39,7 +37,7 @@ def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
     assert json.loads((moved / "run.json").read_text())["state"] == "done"
     rows = [json.loads(line)["update"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert max(rows) == 60
-    assert (result.out + result.err).count(str(moved)) == 1, "the new location, once"
+    assert (result.out + result.err).count(str(moved)) == 1, "the new location is reported once"
     assert [path.name for path in old.iterdir()] == ["kept"] if act == "replace" else not old.exists()
     again = server.run(["resume", "moved", "updates=70", "resume_allow=[updates]"], tmp_path)
     assert again.code == 0, again.err
@@ -71,7 +69,9 @@ def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_without_a_lock_a_running_run_is_not_started_twice(server: ForkServer, tmp_path: Path, is_alive: bool) -> None:
+def test_a_running_run_is_not_started_twice_even_if_its_lock_is_missing(
+    server: ForkServer, tmp_path: Path, is_alive: bool
+) -> None:
     assert run(server, tmp_path, "none").code == 0
     folder = tmp_path / "outputs" / "mine"
     (folder / ".lock").unlink()

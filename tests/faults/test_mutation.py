@@ -1,6 +1,6 @@
-"""A save with an omitted sync or with two steps swapped is caught: the crash tests can fail.
+"""The crash tests detect a save with an omitted sync or with two swapped steps.
 
-Each recorded history is changed at one operation, in turn at all of them, and the crash states of the result are
+Each recorded history is mutated at one operation, at each of them in turn, and the crash states of the result are
 checked. Mutating recorded operations instead of code works for any implementation of a save.
 """
 
@@ -41,7 +41,7 @@ NUM_STATES = 150  # crash states per mutant; extreme states are never left out
 class Mutant:
     """A recording with one change."""
 
-    told: str
+    description: str
     place: int
     operations: Sequence[Operation]
     equivalent: str  # why no crash distinguishes it from the original; "" if a crash must
@@ -55,7 +55,7 @@ class Judge:
         self.num_checked = 0
         self._verdicts: dict[tuple[object, ...], str] = {}
 
-    def what_is_wrong(self, state: State) -> str:
+    def failure_of(self, state: State) -> str:
         """Return the failure of the history's check, "" if none."""
         if state.identity not in self._verdicts:
             self.num_checked += 1
@@ -70,14 +70,14 @@ class Judge:
         """Return whether one of `count` crash states of the mutant breaks a promise."""
         later = range(mutant.place, len(mutant.operations) + 1)
         result = states(start, mutant.operations, count, 0, points=later)
-        return any(self.what_is_wrong(state) for state in result)
+        return any(self.failure_of(state) for state in result)
 
 
 # The mutants
 
 
 def mutants(recording: Recording) -> Iterator[Mutant]:
-    """Yield the history without each sync, and with each two adjacent operations swapped, if still executable."""
+    """Yield the history without each sync, and with each pair of adjacent operations swapped if still executable."""
     names = Names(recording)
     done = recording.operations
     for place, operation in enumerate(done):
@@ -95,14 +95,14 @@ def mutants(recording: Recording) -> Iterator[Mutant]:
 def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
     """Return whether every operation finds its file or folder."""
     folders = {node: dict(content) for node, content in start.items() if isinstance(content, dict)}
-    made = set(start)
+    created = set(start)
     for operation in operations:
         match operation:
             case Make(node, folder, name, is_folder):
                 if folder not in folders or name in folders[folder]:
                     return False
                 folders[folder][name] = node
-                made.add(node)
+                created.add(node)
                 if is_folder:
                     folders[node] = {}
             case Rename(node, folder, name, new_name):
@@ -115,7 +115,7 @@ def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -
                     return False
                 del folders[folder][name]
             case Write(node) | Truncate(node) | Sync(node):
-                if node not in made:
+                if node not in created:
                     return False
             case _:
                 pass
@@ -153,7 +153,7 @@ class Names:
         node = self.done[place].node  # type: ignore[union-attr]
         if self._is_transient(self.done[place]):
             return OF_REPORTS
-        if not self._waits(node, place):
+        if not self._has_unsynced_changes(node, place):
             return "nothing is new since the sync before; it is for what a start before may have left"
         if self._is_synced_again(node, place):
             return "the same is synced again before anything is promised or removed"
@@ -171,7 +171,7 @@ class Names:
                 )
                 return "" if is_weaker else "what follows a promise may come before it"
             case (_, Acknowledge()):
-                is_needed = isinstance(first, Sync) and self._waits(first.node, place)
+                is_needed = isinstance(first, Sync) and self._has_unsynced_changes(first.node, place)
                 return "" if is_needed else "the promise does not rest on it"
             case (Write(), Write()) | (Write(), Make()):
                 return "neither is on disk before a sync that comes after both"
@@ -180,17 +180,17 @@ class Names:
             case (Sync(), Sync()):
                 return "two syncs with nothing between them"
             case (Sync(node), other) | (other, Sync(node)):
-                return self._why_beside(node, other, place)
+                return self._why_sync_in_either_order(node, other, place)
         return ""
 
-    def _why_beside(self, node: int, other: Operation, place: int) -> str:
+    def _why_sync_in_either_order(self, node: int, other: Operation, place: int) -> str:
         """Return why the sync of `node` may come before or after `other`, "" if it may not."""
         at = place if self.done[place] is not other else place + 1
         if self._touches(other, node):
             return self.why_not_needed(at) if at == place + 1 else "the sync of it comes later, before any promise"
         if isinstance(other, Rename) and other.new_name.startswith("replaced-"):
             return "what is replaced may go sooner: recovery gives its name back"
-        if isinstance(other, Rename | Remove) and self._waits(node, at):
+        if isinstance(other, Rename | Remove) and self._has_unsynced_changes(node, at):
             return ""  # content before its name, and removal of the name before that of the content
         return "they concern different files or folders, and no name appears or goes"
 
@@ -203,7 +203,7 @@ class Names:
                 return file == node
         return False
 
-    def _waits(self, node: int, place: int) -> bool:
+    def _has_unsynced_changes(self, node: int, place: int) -> bool:
         """Return whether `node` has changes that are not synced yet."""
         for operation in reversed(self.done[:place]):
             if isinstance(operation, Sync) and operation.node == node:
@@ -221,16 +221,16 @@ class Names:
         return False
 
     def _is_transient(self, operation: Operation) -> bool:
-        """Return whether it is about a file that is removed before any promise, and before its folder is renamed."""
+        """Return whether it concerns a file that is removed before any promise and before its folder is renamed."""
         node = getattr(operation, "node", None)
-        made = next((at for at, one in enumerate(self.done) if isinstance(one, Make) and one.node == node), None)
+        created = next((at for at, one in enumerate(self.done) if isinstance(one, Make) and one.node == node), None)
         gone = next((at for at, one in enumerate(self.done) if isinstance(one, Remove) and one.node == node), None)
-        if made is None or gone is None or node in self.folders:
+        if created is None or gone is None or node in self.folders:
             return False
-        folder = self.done[made].folder  # type: ignore[union-attr]
+        folder = self.done[created].folder  # type: ignore[union-attr]
         return not any(
             isinstance(one, Acknowledge) or (isinstance(one, Rename) and one.node == folder)
-            for one in self.done[made:gone]
+            for one in self.done[created:gone]
         )
 
 
@@ -240,16 +240,16 @@ OF_REPORTS = "the report of a rank's part is removed before anything is promised
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
-def test_every_omitted_sync_and_swapped_step_is_caught(history: History, memory: Path, tally: Tally) -> None:
+def test_every_omitted_sync_and_every_swapped_step_is_detected(history: History, memory: Path, tally: Tally) -> None:
     recording = history.record(memory / "recorded")
     judge = Judge(history, memory / "state")
     wrong, counts = [], Counter[str]()
     for mutant in mutants(recording):
-        is_caught = judge.finds(recording.start, mutant, NUM_STATES)
+        is_detected = judge.finds(recording.start, mutant, NUM_STATES)
         tally.tried += 1
-        counts["caught" if is_caught else "equivalent"] += 1
-        if is_caught == bool(mutant.equivalent):
-            wrong.append(f"{'caught' if is_caught else 'NOT CAUGHT'}: {mutant.told} ({mutant.equivalent})")
+        counts["caught" if is_detected else "equivalent"] += 1
+        if is_detected == bool(mutant.equivalent):
+            wrong.append(f"{'caught' if is_detected else 'NOT CAUGHT'}: {mutant.description} ({mutant.equivalent})")
     assert not wrong, f"{history.name}:\n" + "\n".join(wrong)
     tally.notes |= {**counts, "states": judge.num_checked}
 
@@ -275,9 +275,9 @@ def early_rename(recording: Recording) -> list[Operation]:
     """Move the first rename right after the creation of what it renames."""
     done = list(recording.operations)
     rename = next(one for one in done if isinstance(one, Rename))
-    made = next(place for place, one in enumerate(done) if isinstance(one, Make) and one.node == rename.node)
+    created = next(place for place, one in enumerate(done) if isinstance(one, Make) and one.node == rename.node)
     done.remove(rename)
-    done.insert(made + 1, rename)
+    done.insert(created + 1, rename)
     return done
 
 
@@ -306,7 +306,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("history", SHORT[:3], ids=lambda history: history.name)
-def test_a_different_save_protocol_is_caught(
+def test_an_incorrect_save_protocol_is_detected(
     history: History,
     name: str,
     change: Callable[[Recording], list[Operation]],

@@ -76,7 +76,7 @@ def run(server: ForkServer, folder: Path, args: str = "", **env: str) -> Complet
     return server.run([*BASE, *args.split()], folder, env)
 
 
-def checked(result: CompletedCommand, run_dir: Path, fault: Fault) -> dict[str, Any]:
+def check_outcome(result: CompletedCommand, run_dir: Path, fault: Fault) -> dict[str, Any]:
     """Check the exit code, the message, error.json, no traceback, and that checkpoints have finite values only."""
     assert result.code == fault.code, result.err
     assert fault.cause in result.err
@@ -100,10 +100,10 @@ def checked(result: CompletedCommand, run_dir: Path, fault: Fault) -> dict[str, 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_run_ends_with_the_first_update_that_is_not_finite(
+def test_a_run_ends_at_the_first_update_with_non_finite_values(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
-    checked(run(server, tmp_path, FAULTS[name].words), tmp_path / "outputs" / "mine", FAULTS[name])
+    check_outcome(run(server, tmp_path, FAULTS[name].words), tmp_path / "outputs" / "mine", FAULTS[name])
     tally.tried += 1
 
 
@@ -126,11 +126,13 @@ WITH_BAD_SAMPLES = ("missing labels", "mask in the batch")
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", BY_DESIGN)
-def test_intentional_infinities_are_not_reported(mode: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_the_report_does_not_blame_intentional_infinities(
+    mode: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
     args = [*BASE, f"task.mode={mode!r}"]
     args[2] = str(TASK.with_name("task_of_masks.py"))
     fault = Fault("", BY_DESIGN[mode], saved=5)
-    error = checked(server.run(args, tmp_path), tmp_path / "outputs" / "mine", fault)
+    error = check_outcome(server.run(args, tmp_path), tmp_path / "outputs" / "mine", fault)
     assert error["place"]["update"] == 7
     assert error["place"]["samples"]
     assert ("samples that" in error["cause"]) == (mode in WITH_BAD_SAMPLES)
@@ -139,9 +141,9 @@ def test_intentional_infinities_are_not_reported(mode: str, server: ForkServer, 
 
 LATE = """
 from runner.axes.precision import Precision
-made = Precision.__init__
+original = Precision.__init__
 def late(self, *given, **named):
-    made(self, *given, **named)
+    original(self, *given, **named)
     self.checks_immediately = False
 Precision.__init__ = late
 """
@@ -157,7 +159,9 @@ def test_the_report_states_if_an_update_was_applied_before_its_values_were_known
     kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     args = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]
-    error = checked(server.run(args, tmp_path, {}, LATE), tmp_path / "outputs/mine", Fault("", LATE_KERNELS[kernel]))
+    error = check_outcome(
+        server.run(args, tmp_path, {}, LATE), tmp_path / "outputs/mine", Fault("", LATE_KERNELS[kernel])
+    )
     assert error["place"]["update"] == 12
     assert ("optimizer.kernel=fused" in error["fix"]) == (kernel == "foreach")
     tally.tried += 1
@@ -166,7 +170,7 @@ def test_the_report_states_if_an_update_was_applied_before_its_values_were_known
 # ---------------------------------------------------------------- statistics of batch normalization
 
 
-def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
+def test_a_skipped_update_does_not_change_batch_norm_statistics(
     server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     args = [*BASE, "precision=fp16", "log_every=1"]
@@ -182,11 +186,11 @@ def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
     tally.tried += 1
 
 
-def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_non_finite_batch_norm_statistics_are_not_saved(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     args = [*BASE, "task.large=0", "task.breaks_at=12"]
     args[2] = str(TASK.with_name("task_of_norms.py"))
     cause = "not finite, and therefore not saved: 1.running_var"
-    checked(server.run(args, tmp_path), tmp_path / "outputs" / "mine", Fault("", cause))
+    check_outcome(server.run(args, tmp_path), tmp_path / "outputs" / "mine", Fault("", cause))
     tally.tried += 1
 
 
@@ -198,11 +202,11 @@ def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, t
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    assert run(server, whole, "task.fault=module", MENDED="1").code == 0
+    assert run(server, whole, "task.fault=module", FIXED="1").code == 0
     run(server, broken, "task.fault=module")
     messages = json.loads((broken / "outputs" / "mine" / "error.json").read_text())
     assert (messages["last_checkpoint"], messages["updates_repeated"]) == ("update-0000000010", 1)
-    again = run(server, broken, "task.fault=module", MENDED="1")
+    again = run(server, broken, "task.fault=module", FIXED="1")
     assert again.code == 0, again.err
     assert "resumes after update 10" in again.out
     states = [folder / "outputs" / "mine" / "checkpoints" / "update-0000000030" for folder in (whole, broken)]
@@ -218,12 +222,12 @@ WITH_RANKS = [("module", "on rank 0, first in the output of middle ("), ("sample
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("fault", "cause"), WITH_RANKS)
-def test_ranks_stop_together_and_the_rank_is_named(
+def test_all_ranks_stop_and_the_failing_rank_is_reported(
     strategy: str, fault: str, cause: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     args = f"task.fault={fault} parallelism={strategy} parallelism.world_size=2 parallelism.timeout_s=60"
     result = run(server, tmp_path, args)
-    error = checked(result, tmp_path / "outputs" / "mine", Fault(args, cause, saved=-1))
+    error = check_outcome(result, tmp_path / "outputs" / "mine", Fault(args, cause, saved=-1))
     assert re.search(r"update \d+: on rank [01]", error["cause"]), error["cause"]
     tally.tried += 1
 
@@ -237,9 +241,11 @@ STAGES = {
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", STAGES)
-def test_the_samples_of_a_pipeline_are_searched(fault: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_the_search_in_a_pipeline_covers_samples_but_not_modules(
+    fault: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
     args = f"task.fault={fault} parallelism=pipeline parallelism.world_size=2 parallelism.timeout_s=60"
-    checked(run(server, tmp_path, args), tmp_path / "outputs" / "mine", Fault(args, STAGES[fault], saved=-1))
+    check_outcome(run(server, tmp_path, args), tmp_path / "outputs" / "mine", Fault(args, STAGES[fault], saved=-1))
     tally.tried += 1
 
 
@@ -266,7 +272,7 @@ def updated(precision: Precision, losses: list[float], fused: bool = True) -> li
     return weights
 
 
-def test_device_values_are_checked_one_update_later_and_fused_kernels_skip_them() -> None:
+def test_device_values_are_checked_one_update_later_and_fused_kernels_skip_non_finite_updates() -> None:
     precision, nan = Late(), float("nan")
     first, second = updated(precision, [1.0, nan])
     assert torch.equal(first, second), "weights stay finite"
@@ -295,8 +301,8 @@ def test_a_skipped_update_does_not_change_the_optimizer() -> None:
     assert is_finite(list(optimizer.state[weight].values()))
 
 
-def test_without_the_check_weights_are_lost() -> None:
-    """The faults of this file are real: without a check, training continues with NaN weights."""
+def test_the_injected_faults_make_weights_nan_without_the_check() -> None:
+    """Without a check, training would continue with NaN weights."""
 
     class Blind(Precision):
         def step(self, optimizer: torch.optim.Optimizer, loss: Any = None, grad_norm: Any = None) -> None:
@@ -348,7 +354,7 @@ class Root(nn.Module):
         (Root(), "the model itself"),
     ],
 )
-def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: nn.Module, name: str) -> None:
+def test_the_innermost_module_with_a_non_finite_backward_pass_is_reported(model: nn.Module, name: str) -> None:
     with record_calls(model) as calls:
         calls.begin()
         loss = model(torch.ones(1, 2, requires_grad=True)).sum()
@@ -366,7 +372,7 @@ def test_a_single_non_finite_value_is_found(bad: float, dtype: torch.dtype) -> N
     assert not is_finite([tensor])
 
 
-def test_non_finite_tensors_are_named() -> None:
+def test_non_finite_tensors_are_reported_by_name() -> None:
     named = [("a", torch.ones(2)), ("b", torch.tensor(float("nan"))), ("c", torch.tensor(float("inf")))]
     with pytest.raises(NumericError, match="not saved: b, c"):
         check_finite(named, "update 3")

@@ -1,4 +1,4 @@
-"""When memory runs out, the update is repeated with smaller micro-batches, and equals that of a run started with them.
+"""An update that is out of memory is repeated with smaller micro-batches, and equals that of a run started with them.
 
 Short form: one case of each test, by seed. Long: all combinations.
 """
@@ -95,12 +95,12 @@ def trained(
             with short(*shortages), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo reads this attribute
                 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # from an import of inductor
-                return _made(Request(args, TASK), world, run, shortages)
+                return _trained(Request(args, TASK), world, run, shortages)
 
         return run_ranks(one, course.ranks, limit_s=120.0)
 
 
-def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
+def _trained(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
     error, laps = None, list[str]()
     with opening.open_phase(request, world if world.world_size > 1 else None) as phase:
         lap = phase.stopwatch.lap
@@ -128,7 +128,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "update": phase.position.update,
         "rows": [(row["update"], row.get("train/loss")) for row in rows if "train/loss" in row],
         "metrics": [{key: row[key] for key in row if key.startswith("val/")} for row in rows if "val/loss" in row],
-        "said": (run / "console.log").read_text() if world.is_first else "",
+        "messages": (run / "console.log").read_text() if world.is_first else "",
         "remembered": [vars(row) for row in oom_history.read_reductions(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
@@ -145,14 +145,14 @@ def digest(value: Any) -> str:
     return repr(value)
 
 
-def until(limit: int, size: int) -> int:
+def halved_to(limit: int, size: int) -> int:
     """Return the micro-batch size at most `limit` that halving reaches from `size`, the first to fail."""
     while size > limit:
         size = halve(size) or 1
     return size
 
 
-def began_so(course: Course, shortage: Shortage, size: int) -> tuple[ReducedMicroBatch, ...]:
+def initial_reduction(course: Course, shortage: Shortage, size: int) -> tuple[ReducedMicroBatch, ...]:
     return (ReducedMicroBatch("train", shortage.at, shortage.rank, size, course.micro, course.ranks),)
 
 
@@ -206,8 +206,8 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
     result = trained(cell.course, shortage)
     struck = result[shortage.rank]["struck"][0]
     assert struck, f"the fault did not occur; {result[shortage.rank]['error']}"
-    size = until(shortage.limit, struck[0])  # on two ranks, the third update is smaller
-    wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
+    size = halved_to(shortage.limit, struck[0])  # on two ranks, the third update is smaller
+    wanted = trained(cell.course, begins_with=initial_reduction(cell.course, shortage, size))
     for rank, (there, reference) in enumerate(zip(result, wanted, strict=True)):
         assert there["error"] is None, (rank, there["error"])
         assert there["state"] == reference["state"], rank
@@ -216,7 +216,7 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
     rows = [row for row in result[0]["remembered"] if row["use"] == "training"]  # an evaluation is compiled, too
     (last,) = rows[-1:]
     assert (last["size"], last["update"], last["rank"]) == (size, shortage.at, shortage.rank)
-    assert result[0]["said"].count(f"in update {shortage.at + 1}") == len(rows)
+    assert result[0]["messages"].count(f"in update {shortage.at + 1}") == len(rows)
     assert result[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
 
 
@@ -224,12 +224,12 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
 
 
 @pytest.mark.slow
-def test_remembered_sizes_equal_a_smaller_micro_batch() -> None:
+def test_a_remembered_size_gives_the_results_of_that_micro_batch_size() -> None:
     """The reference of the other tests equals a run with this micro_batch_size."""
-    asked = trained(Course(micro=4))
+    configured = trained(Course(micro=4))
     remembered = trained(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
-    assert remembered[0]["state"] == asked[0]["state"]
-    assert "4 samples instead of 8" in remembered[0]["said"]
+    assert remembered[0]["state"] == configured[0]["state"]
+    assert "4 samples instead of 8" in remembered[0]["messages"]
 
 
 @pytest.mark.sampled(1)
@@ -240,10 +240,10 @@ def test_remembered_sizes_equal_a_smaller_micro_batch() -> None:
         ReducedMicroBatch("mean", 0, 0, 4, MICRO, 1),
         ReducedMicroBatch("train", 0, 0, 4, MICRO, 1, "evaluation"), ReducedMicroBatch("train", 0, 1, 4, MICRO, 1),
     ],
-    ids=["asked for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
+    ids=["configured for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
 )  # fmt: skip
 def test_sizes_remembered_for_other_settings_are_ignored(row: ReducedMicroBatch) -> None:
-    assert usual()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
+    assert undisturbed()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
 
 
 DAMAGED = (
@@ -265,7 +265,7 @@ def test_invalid_remembered_sizes_are_ignored(text: str, tmp_path: Path) -> None
 
 
 @lru_cache(maxsize=1)
-def usual() -> list[dict[str, Any]]:
+def undisturbed() -> list[dict[str, Any]]:
     return trained(Course())
 
 
@@ -284,15 +284,15 @@ def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_two_ranks_may_be_out_of_memory_in_one_update(where: str) -> None:
+def test_two_ranks_can_be_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
     result = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
     rows = (ReducedMicroBatch("train", 0, 0, 4, MICRO, 2), ReducedMicroBatch("train", 0, 1, 2, MICRO, 2))
     assert [there["state"] for there in result] == [there["state"] for there in trained(course, begins_with=rows)]
 
 
-def test_one_rank_may_run_out_of_memory_while_another_is_one_update_behind() -> None:
-    """With unequal shares, too: micro-batches of 6 are halved to 3, those of 10 stay."""
+def test_a_rank_can_run_out_of_memory_while_another_is_one_update_behind() -> None:
+    """Shares are unequal: micro-batches of 6 are halved to 3, those of 10 are not changed."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
     result = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
     wanted = trained(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
@@ -301,7 +301,7 @@ def test_one_rank_may_run_out_of_memory_while_another_is_one_update_behind() -> 
 
 
 @pytest.mark.slow
-def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
+def test_ranks_that_need_equal_micro_batch_counts_use_the_smallest_size() -> None:
     """One rank of ddp was out of memory; resumed with fsdp, all ranks need the same number of micro-batches."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=60",))
     of_one = (
@@ -315,10 +315,10 @@ def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
 
 
 def test_a_model_with_constant_buffers_continues_with_smaller_micro_batches() -> None:
-    """Like most models: after the first update has shown that buffers are constant, no copies are kept."""
+    """As in most models, the first update shows that buffers are constant, and no copies of them are kept."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
     (result,) = trained(course, shortage)
-    (wanted,) = trained(course, begins_with=began_so(course, shortage, 4))
+    (wanted,) = trained(course, begins_with=initial_reduction(course, shortage, 4))
     assert (result["error"], result["state"]) == (None, wanted["state"])
 
 
@@ -327,12 +327,12 @@ def test_a_model_with_constant_buffers_continues_with_smaller_micro_batches() ->
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
 def test_allocation_failures_are_recognized_by_their_messages(library: str, wanted: str) -> None:
     (result,) = trained(Course(), Limited("backward", 4, at=2, library=library))
-    assert (result["error"], result["state"]) == (None, of_four()[0]["state"])
-    assert f"update 3 (backward): {wanted}" in result["said"]
+    assert (result["error"], result["state"]) == (None, with_micro_batches_of_4()[0]["state"])
+    assert f"update 3 (backward): {wanted}" in result["messages"]
 
 
 @lru_cache(maxsize=1)
-def of_four() -> list[dict[str, Any]]:
+def with_micro_batches_of_4() -> list[dict[str, Any]]:
     return trained(Course(), begins_with=(ReducedMicroBatch("train", 2, 0, 4, MICRO, 1),))
 
 
@@ -340,11 +340,11 @@ def of_four() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_code_has_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
+def test_compiled_code_repeats_an_update_with_equal_results(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
     result = trained(course, shortage)
-    size = until(4, result[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
-    wanted = trained(course, begins_with=began_so(course, shortage, size))
+    size = halved_to(4, result[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
+    wanted = trained(course, begins_with=initial_reduction(course, shortage, size))
     tally.tried += 1
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
@@ -389,13 +389,13 @@ def test_the_setting_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path
     assert code == Exit.GPU_MEMORY, messages
     listed = (tmp_path / "outputs/mine/memory.txt").read_text()
     for name in ("gradient of 0.weight", "exp_avg of 0.weight"):
-        assert name in listed, "memory is freed before it is listed"
+        assert name in listed, "memory is listed before it is freed"
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(what: str) -> None:
-    """A pass changes state that no earlier one changed: the update cannot be repeated in place."""
+    """A forward pass changes state that no earlier one changed, so the update cannot be repeated in place."""
     result = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert result["error"][:2] == ["DeviceMemoryError", 80]
     assert "micro-batches of 4" in result["error"][2]
@@ -410,7 +410,7 @@ def test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task() -> No
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_continues_with_smaller_batches(ranks: int) -> None:
+def test_an_evaluation_out_of_memory_continues_with_smaller_batches(ranks: int) -> None:
     result = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
     wanted = trained(Course(ranks))
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
@@ -419,7 +419,7 @@ def test_an_evaluation_continues_with_smaller_batches(ranks: int) -> None:
     )
     row = vars(ReducedMicroBatch("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
     assert result[0]["remembered"] == [row]
-    assert "4 samples instead of 8" in result[0]["said"]
+    assert "4 samples instead of 8" in result[0]["messages"]
 
 
 # ---------------------------------------------------------------- complete runs that resume from a checkpoint
@@ -515,7 +515,7 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
 
 
 @pytest.mark.slow
-def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
+def test_a_data_worker_out_of_memory_gets_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     fields = {"place": "reading", "limit": 4, "at": 0, "on_host": True}
     code, out, messages = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
     assert code == 0, messages
@@ -531,7 +531,7 @@ def test_a_fit_out_of_memory_is_repeated_with_smaller_batches(server: ForkServer
 
 
 @pytest.mark.slow
-def test_predictions_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
+def test_predictions_out_of_memory_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     assert whole(server, tmp_path)[0] == 0
     plant = PLANT.format(fields={"place": "predict", "limit": 2})
     result = server.run("inference run=mine device=cpu monitor=off", tmp_path, before=plant)

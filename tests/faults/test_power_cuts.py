@@ -47,7 +47,7 @@ def test_an_acknowledged_checkpoint_survives_a_power_cut(
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_power_ends_bit_identical(
+def test_a_run_that_loses_power_ends_bitwise_equal(
     server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
     count = amount(1, 300)

@@ -1,4 +1,4 @@
-"""A failing rank is named in one message, no process is left, and the same command resumes.
+"""A failing rank is reported in one message, no process remains, and the same command resumes.
 
 Short form: two of the faults, by seed, on two or three ranks of a random strategy.
 """
@@ -90,7 +90,7 @@ def curves(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Call
         if (strategy, size) not in known:
             folder = tmp_path_factory.mktemp("curve")
             (folder / "task.py").write_text(TASK)
-            result = server.run(line("whole", strategy, size), folder)
+            result = server.run(arguments("whole", strategy, size), folder)
             assert result.code == 0, result.err
             known[strategy, size] = rows(folder, "whole")
         return known[strategy, size]
@@ -98,7 +98,7 @@ def curves(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Call
     return of
 
 
-def line(run: str, strategy: str, size: int) -> str:
+def arguments(run: str, strategy: str, size: int) -> str:
     return f"{BASE} parallelism={strategy} parallelism.world_size={size} parallelism.restarts=0".replace("RUN", run)
 
 
@@ -121,7 +121,7 @@ def processes(word: str) -> list[int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_ranks(
+def test_a_failing_rank_is_reported_and_the_run_resumes(
     fault: str,
     server: ForkServer,
     curves: Callable[[str, int], dict[str, float]],
@@ -139,14 +139,14 @@ def test_ranks(
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "task.py").write_text(TASK)
-        args = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
+        args = f"{arguments(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
         args += LIMITS if fault in HANGING else ""
-        code = _one(fault, args, rank, size, at, folder, server, curves(strategy, size))
+        code = _inject_fault(fault, args, rank, size, at, folder, server, curves(strategy, size))
         tally.tried += 1
         tally.notes[f"ended_{code}"] = int(tally.notes.get(f"ended_{code}", 0)) + 1
 
 
-def _one(
+def _inject_fault(
     fault: str, args: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
 ) -> int:
     """Inject one fault, check the outcome, and return the exit code.
@@ -207,7 +207,9 @@ def _shows_the_stacks(path: Path, size: int, messages: str) -> None:
 
 
 @pytest.mark.long  # three new interpreters that import torch
-def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally) -> None:
+def test_a_hanging_rank_of_torchrun_reports_itself(
+    tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
     """No process supervises all ranks: the hanging rank reports itself by number and exits with 83."""
     chance = random.Random(f"{seed} torchrun")
     for number in range(amount(1, 10)):

@@ -362,7 +362,7 @@ def distance(result: Result, wanted: Result) -> float:
 def format_command(cell: Cell) -> str:
     """Return a shell command that reruns one cell."""
     named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
-    test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one[0]"
+    test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_run[0]"
     return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest '{test}'"
 
 
@@ -380,7 +380,7 @@ def cells(count: int, part: int, is_covering: bool) -> list[Cell]:
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_interrupted_run_equals_an_uninterrupted_one(
+def test_every_interrupted_run_equals_an_uninterrupted_run(
     part: int, server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
@@ -408,7 +408,7 @@ def test_every_interrupted_run_equals_an_uninterrupted_one(
         matrix.assert_enough_interruptions(len(chosen))
 
 
-def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
+def test_drawing_runs_do_not_depend_on_data_workers_and_kills(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Samples use random numbers from all global generators.
@@ -435,7 +435,7 @@ def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
 READERS = {name: overrides for name, overrides in AXES["workers"].items() if name in ("1", "3", "thread")}
 
 
-def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
+def test_random_numbers_of_samples_do_not_depend_on_data_workers_and_ranks(
     server: ForkServer, fast_disk: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     dice = random.Random(f"{seed} readers")
@@ -474,7 +474,7 @@ def plain(**levels: str) -> Cell:
         ("resumes older", "on disk, but the run resumed from update"),
     ],
 )
-def test_an_incorrect_resume_is_caught(
+def test_the_matrix_detects_an_incorrect_resume(
     broken: str, message: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
@@ -495,7 +495,7 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resumin
     tally.tried += 1
 
 
-def test_an_evaluation_that_is_stopped_twice_is_run_before_the_next_update(
+def test_an_evaluation_that_is_stopped_twice_runs_before_the_next_update(
     server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     """The second process is stopped while it repeats the evaluation of the first, before its first update."""
@@ -505,7 +505,7 @@ def test_an_evaluation_that_is_stopped_twice_is_run_before_the_next_update(
     tally.tried += 1
 
 
-def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
+def test_the_matrix_detects_that_no_run_was_interrupted(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
     with pytest.raises(AssertionError, match="0 of 1 cells were interrupted"):
@@ -516,7 +516,7 @@ def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("keeps", ["batch norm", "moving average"])
 @pytest.mark.parametrize("ranks", ["ddp 2", "fsdp 2"])
-def test_buffers_of_ranks_are_restored_exactly(
+def test_buffers_that_differ_between_ranks_are_restored_exactly(
     ranks: str, keeps: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     """Ranks see different samples, so buffers must be synchronized, whether checkpoints are saved on the way or not.

@@ -56,7 +56,7 @@ HELD: dict[str, tuple[Cell, list[dict[str, Any]]]] = {
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", HELD)
-def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(held: str, server: ForkServer, memory: Path, tally: Tally) -> None:
     cell, ends = HELD[held]
     matrix = Matrix(server, memory, tally)
     matrix.check(cell, ends)
@@ -64,12 +64,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer
     tally.tried += 1
 
 
-def drawn() -> tuple[float, float, float]:
+def draw_random_numbers() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.random(), random.random()
 
 
 @pytest.mark.slow
-def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_a_new_rank_draws_its_own_random_numbers(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A run saved by two ranks resumes with four: the first two continue their draws, and all four draw differently."""
     cell = plain(ranks="ddp 2", saves="1")
     result = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
@@ -77,11 +77,11 @@ def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: T
     path = newest_valid(memory / "outputs/mine/checkpoints")
     assert path is not None
     start = load(path)
-    before = drawn()
+    before = draw_random_numbers()
     actual = []
     for rank in (0, 1, 2, 3, 2):
         restore_rank_random_state(World(CPU, rank, rank, 4, 4), start, 0)
-        actual.append(drawn())
+        actual.append(draw_random_numbers())
     assert actual[2] == actual.pop()  # deterministic
     assert before not in actual
     for kind in range(3):
@@ -118,7 +118,7 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
         ("plateau", "train", 0, 6),
     ],
 )
-def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
+def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_run(
     args: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
 ) -> None:
     """Every later checkpoint is compared, because an evaluation, a save or the end of a phase replaces state."""
@@ -169,7 +169,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_phases_run_one_by_one_equal_all_phases_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A finished phase passes on weights, loss scale, skipped updates, generators and the best metric."""
     cell = plain(precision="fp16 overflowing", phases="three", saves="1")
     matrix = Matrix(server, memory, tally)
@@ -192,7 +192,7 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
 
 
 @pytest.mark.slow
-def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_training_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A failed run records its time in run.json; the resumed run continues from there."""
     cell = plain(saves="1")
     matrix = Matrix(server, memory, tally)

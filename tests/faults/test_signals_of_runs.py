@@ -38,12 +38,12 @@ Send = Callable[[int, signal.Signals], None]
 
 
 def to_the_group(pid: int, number: signal.Signals) -> None:
-    """As a terminal and `timeout` do."""
+    """Send the signal like a terminal and `timeout`."""
     os.killpg(pid, number)
 
 
 def to_every_process(pid: int, number: signal.Signals) -> None:
-    """As `scancel --full` and service managers do."""
+    """Send the signal like `scancel --full` and service managers."""
     for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
         try:
             process.send_signal(number)
@@ -89,7 +89,7 @@ def last_update(run: Path) -> int:
     return max((int(json.loads(line)["update"]) for line in lines if line.endswith("}")), default=0)
 
 
-def family(pid: int) -> list[psutil.Process]:
+def processes_of(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
@@ -106,7 +106,7 @@ def stopped(
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, *args, "run=mine"], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
-    processes = family(pid)
+    processes = processes_of(pid)
     reached = last_update(run)
     send(pid)
     result = server.wait()
@@ -164,7 +164,7 @@ PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
 
 
 @pytest.mark.slow
-def test_signals_sent_to_all_processes_of_a_run(
+def test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals(
     server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
 ) -> None:
     generator = random.Random(seed)
@@ -205,8 +205,10 @@ def test_signals_sent_to_all_processes_of_a_run(
 
 
 @pytest.mark.slow
-def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Path, straight: Any) -> None:
-    """If workers died from a stop signal, the run would end like this one, a worker of which is killed."""
+def test_the_suite_would_detect_workers_that_exit_on_a_stop_signal(
+    server: ForkServer, tmp_path: Path, straight: Any
+) -> None:
+    """If a stop signal ended data workers, the run would end like this run, a worker of which is killed."""
 
     args = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
     result, _ = stopped(server, tmp_path, args, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
@@ -217,7 +219,7 @@ def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Pat
 # Saves without enough time
 
 
-def interrupted(server: ForkServer, folder: Path, *args: str, at_update: int = 8) -> CompletedCommand:
+def run_and_send_sigterm(server: ForkServer, folder: Path, *args: str, at_update: int = 8) -> CompletedCommand:
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, "run=mine", *args], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
@@ -232,7 +234,7 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
     num_ranks: int, server: ForkServer, tmp_path: Path, straight: Any
 ) -> None:
     args = [*ranks(num_ranks), "checkpoint.every=5"]
-    result = interrupted(server, tmp_path, *args, LOW_GRACE, at_update=12)
+    result = run_and_send_sigterm(server, tmp_path, *args, LOW_GRACE, at_update=12)
     assert result.code == 75, result
     assert_no_error(result)
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
@@ -251,14 +253,14 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
 
 @pytest.mark.slow
 def test_a_save_of_unknown_duration_is_started(server: ForkServer, tmp_path: Path) -> None:
-    result = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
+    result = run_and_send_sigterm(server, tmp_path, LOW_GRACE, "checkpoint=off")
     assert result.code == 75, result
     assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is not None
 
 
 @pytest.mark.slow
 def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path, straight: Any) -> None:
-    result = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
+    result = run_and_send_sigterm(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
     assert result.code == 75, result
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
@@ -266,8 +268,8 @@ def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path
     assert_resumes(server, tmp_path, ["checkpoint.every=5"], straight(1, "checkpoint.every=5"))
 
 
-def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Path) -> None:
-    result = interrupted(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
+def test_a_due_save_that_cannot_finish_in_time_is_not_started(server: ForkServer, tmp_path: Path) -> None:
+    result = run_and_send_sigterm(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
     assert result.code == 75, result
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
@@ -277,11 +279,13 @@ def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path: Path) -> None:
-    first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # measures the duration of a save
+def test_a_stopped_run_without_a_checkpoint_exits_with_130(server: ForkServer, tmp_path: Path) -> None:
+    first = run_and_send_sigterm(
+        server, tmp_path, "checkpoint.every=5", at_update=12
+    )  # measures the duration of a save
     assert first.code == 75
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
-    result = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
+    result = run_and_send_sigterm(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
     assert result.code == 130, result
     assert_no_error(result)
     record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
@@ -339,7 +343,7 @@ PLACES = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_stop_before_the_first_update_does_not_wait_for_it(
+def test_a_stop_before_the_first_update_does_not_wait_for_that_update(
     place: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     (tmp_path / "blocked.py").write_text(BLOCKED)
@@ -360,7 +364,9 @@ def test_a_stop_before_the_first_update_does_not_wait_for_it(
         assert result.code == code, result
         assert len(list(saved.glob("update-*"))) == bool(num_updates)
         recorded = read_record(saved.parent).process
-        assert (recorded.state, recorded.exit_code) in ((STATES[code], code), (None, None)), "or it had not begun"
+        assert (recorded.state, recorded.exit_code) in ((STATES[code], code), (None, None)), (
+            "or the run had not started yet"
+        )
     assert server.run([*args, "updates=4", "resume_allow=[updates]"], tmp_path).code == 0
     tally.tried += 1
 
@@ -402,7 +408,7 @@ class Waiting(Task):
     [("inference", signal.SIGTERM), ("evaluate", signal.SIGTERM), ("evaluate", signal.SIGUSR1)],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_ends_a_command_that_saves_nothing_at_once(
+def test_a_signal_immediately_ends_a_command_that_saves_no_state(
     num_ranks: int, command: str, number: signal.Signals, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
@@ -416,7 +422,7 @@ def test_a_signal_ends_a_command_that_saves_nothing_at_once(
         summary.unlink()
     pid = server.start(args, tmp_path, {"WAITS": "yes"})
     wait_until(lambda: len(list(tmp_path.glob("waits-*"))) == num_ranks, "all ranks wait")
-    processes = family(pid)
+    processes = processes_of(pid)
     os.kill(pid, number)
     result = server.wait()
     assert result.code == 130, result

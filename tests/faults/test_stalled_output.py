@@ -100,7 +100,9 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_second_signal_exits_at_once_while_output_is_stalled(server: ForkServer, tmp_path: Path, place: str) -> None:
+def test_a_second_signal_exits_immediately_while_output_is_stalled(
+    server: ForkServer, tmp_path: Path, place: str
+) -> None:
     with PLACES[place](tmp_path) as path:
         args = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
         pid = server.start(args, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)

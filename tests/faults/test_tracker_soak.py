@@ -1,4 +1,4 @@
-"""A wandb server that fails at random requests, or a killed wandb process, loses no row and duplicates none.
+"""No row is lost or duplicated if a wandb server fails at random requests or a wandb process is killed.
 
 tests/trackers/test_trackers.py tests that neither the start nor a row waits for wandb.
 """
@@ -24,7 +24,7 @@ from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows,
 NUM_ROWS = 120
 
 
-def test_a_randomly_failing_wandb_loses_and_duplicates_no_row(
+def test_no_row_is_lost_or_duplicated_if_wandb_fails_randomly(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
@@ -44,13 +44,13 @@ def test_a_randomly_failing_wandb_loses_and_duplicates_no_row(
         mark = uuid.uuid4().hex
         monkeypatch.setenv(MARK, mark)
         try:
-            must_keep_every_row(folder, dice, mark, monkeypatch)
+            assert_every_row_is_kept(folder, dice, mark, monkeypatch)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, number {number}: {error}") from error
         tally.tried += 1
 
 
-def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_every_row_is_kept(folder: Path, dice: random.Random, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = dice.choice([0.0, 0.1, 0.4, 0.9])
 
     def mood() -> tuple[int, float]:

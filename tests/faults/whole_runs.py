@@ -70,14 +70,14 @@ class End:
     """When and how a command is killed.
 
     at, moment  at this file operation, counted from 1; 0: at none
-    heard       by another process, once this operation has started (0: at once); None: never
+    after_operation  by another process, once this operation has started (0: immediately); None: never
     environment  environment variables for the task
     whole_group  kill the workers together with the command; otherwise they become orphans
     """
 
     at: int = 0
     moment: str = "before"
-    heard: int | None = None
+    after_operation: int | None = None
     environment: Mapping[str, str] | None = None
     whole_group: bool = True
 
@@ -105,11 +105,11 @@ def run(
             cut()
         os.killpg(os.getpid(), signal.SIGKILL) if end.whole_group else os.kill(os.getpid(), signal.SIGKILL)
 
-    def work(tell: Callable[[str, int], None]) -> None:
+    def work(report: Callable[[str, int], None]) -> None:
         assert os.getpid() != here
-        real = Acknowledging(tell)
-        system = saver.Interrupted(die, end.at, end.moment, real, is_told=end.heard is not None)
-        system.tell = lambda number: tell("operations", number)
+        real = Acknowledging(report)
+        system = saver.Interrupted(die, end.at, end.moment, real, reports_operations=end.after_operation is not None)
+        system.report = lambda number: report("operations", number)
         with files.use_system(system):
             code = _main(args, folder, output, end.environment or {})
         (output.with_suffix(".operations")).write_text(str(system.count))
@@ -117,10 +117,10 @@ def run(
 
     pid, listener = saver.start(work, System(), before)
     pids = (pid,)
-    if end.heard is not None:
-        listener.wait_for("operations", end.heard)
+    if end.after_operation is not None:
+        listener.wait_for("operations", end.after_operation)
         pids = (pid, *session_of(pid))
-        listener.hear()
+        listener.receive()
         if cut is not None:
             cut()
         if end.whole_group:
@@ -128,12 +128,12 @@ def run(
                 os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    if end.heard is None:
-        listener.hear()
+    if end.after_operation is None:
+        listener.receive()
     listener.close()
     text = output.read_text(errors="replace") if output.exists() else ""
     code = os.waitstatus_to_exitcode(status)
-    return KilledCommand(code, text, listener.told.saved, pids)
+    return KilledCommand(code, text, listener.acknowledged.saved, pids)
 
 
 def session_of(leader: int) -> list[int]:
@@ -157,7 +157,7 @@ def assert_same(uninterrupted: Path, other: Path) -> None:
     ours, theirs = (_final(folder) for folder in (other, uninterrupted))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), f"{name} is another one"
+        assert torch.equal(ours[name], tensor), f"{name} differs"
     assert metric_rows(other) == metric_rows(uninterrupted), "metrics.jsonl has other rows"
 
 
@@ -220,8 +220,8 @@ def random_end(generator: random.Random, operations: int) -> tuple[str, End]:
         end = End(generator.randint(1, operations), generator.choice(saver.MOMENTS), whole_group=whole_group)
         return f"operation {end.at} {end.moment}", end
     if kind == "other":
-        end = End(heard=generator.randint(0, operations), whole_group=whole_group)
-        return f"other process, operation {end.heard} begun", end
+        end = End(after_operation=generator.randint(0, operations), whole_group=whole_group)
+        return f"other process, operation {end.after_operation} begun", end
     number = generator.choice((1, 2, 3, 11, 30))
     return f"{kind} {number}", End(environment={"ACCEL_RUN_END": f"{kind} {number}"}, whole_group=whole_group)
 

@@ -113,7 +113,7 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
 ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
 HOURS = pytest.mark.timeout(7200)  # the long form repeats a test, with other moments of the fault
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
-test_ranks = copied(faults.test_ranks, ONE, SLOW, HOURS)
+test_ranks = copied(faults.test_a_failing_rank_is_reported_and_the_run_resumes, ONE, SLOW, HOURS)
 test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
 test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
 test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_reported_as_lost, LONG)
@@ -131,15 +131,15 @@ test_a_wrong_sum = copied(own_tables.test_an_incorrect_custom_all_reduce_ends_th
 test_a_sum_that_returns_its_result = copied(
     own_tables.test_a_custom_all_reduce_that_returns_its_result_ends_the_run, SLOW
 )
-test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
-test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
+test_not_finite = copied(numeric.test_all_ranks_stop_and_the_failing_rank_is_reported, LONG)
+test_a_pipeline_that_is_not_finite = copied(numeric.test_the_search_in_a_pipeline_covers_samples_but_not_modules, LONG)
 
-test_signals = copied(signals.test_signals_sent_to_all_processes_of_a_run, LONG, HOURS)
+test_signals = copied(signals.test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals, LONG, HOURS)
 test_no_time_to_save = copied(
     signals.test_a_save_that_cannot_finish_in_time_is_not_started, LONG, pytest.mark.parametrize("num_ranks", [2])
 )
 test_a_late_signal = copied(
-    last_seconds.test_a_second_signal_after_the_last_save_keeps_the_exit_code,
+    last_seconds.test_a_second_signal_after_the_last_save_does_not_change_the_exit_code,
     LONG,
     pytest.mark.parametrize(("num_ranks", "watchdog"), [(2, "default"), (2, "off")]),
 )
@@ -147,10 +147,10 @@ test_stalled_output = copied(
     stalled.test_a_stop_signal_is_handled_while_output_is_stalled, LONG, pytest.mark.parametrize("num_ranks", [2])
 )
 test_exit_code = copied(
-    errors.test_exit_codes_are_reachable, LONG, pytest.mark.parametrize("name", ["a rank that is killed"])
+    errors.test_a_command_reaches_each_exit_code, LONG, pytest.mark.parametrize("name", ["a rank that is killed"])
 )
 test_errors_of_a_task = copied(
-    errors.test_errors_of_a_task_are_reported_with_its_own_lines,
+    errors.test_errors_of_a_task_are_reported_with_lines_of_the_task_only,
     LONG,
     pytest.mark.parametrize("name", ["no exception, with ranks", "an exit in a sample, with ranks"]),
 )
@@ -165,7 +165,7 @@ IN_PROCESS = (
 # Tests of failing ranks that cannot run over NCCL -> the reason.
 GLOO_ONLY = {
     "launch/test_local.py::test_a_limit_on_open_files_that_is_too_small_is_reported": "its ranks join over gloo",
-    "faults/test_ranks.py::test_ranks_of_torchrun": "see the test of torchrun over NCCL below",
+    "faults/test_ranks.py::test_a_hanging_rank_of_torchrun_reports_itself": "see the test of torchrun over NCCL below",
     "launch/test_start.py::test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0": (
         "forks of the tests, started as by torchrun: see the test of torchrun below"
     ),
@@ -200,7 +200,7 @@ GLOO_ONLY = {
         "compared over gloo in any case"
     ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
-    "faults/test_signals_of_runs.py::test_a_signal_ends_a_command_that_saves_nothing_at_once": (
+    "faults/test_signals_of_runs.py::test_a_signal_immediately_ends_a_command_that_saves_no_state": (
         "the launcher kills its ranks, which need not meet"
     ),
     "launch/test_two_nodes.py::test_a_machine_without_peers_times_out": "there is no process group yet",
@@ -216,17 +216,17 @@ GLOO_ONLY = {
     "distributed/test_network_interface.py::"
     "test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network": ("there is no process group yet"),
     "launch/test_start.py::test_an_error_on_another_machine_is_reported_there": "there is no process group yet",
-    "faults/test_environment.py::test_a_system_without_proc_is_reported": "there is no process group yet",
+    "faults/test_environment.py::test_a_missing_proc_file_system_is_reported": "there is no process group yet",
     "faults/test_limits.py::test_a_run_under_a_limit_works_or_ends_with_a_message": (
         "limits of the host's memory, in which the stand-in keeps that of its devices"
     ),
-    "faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one": (
+    "faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_run": (
         "its ranks end as in test_ranks; it adds readers and state on disk, on which the group has no influence"
     ),
 }
 # Found by `find_failing`, but no rank fails.
 NO_FAILURE = {
-    "faults/test_errors.py::test_every_exit_code_is_reached_by_a_fault",
+    "faults/test_errors.py::test_every_exit_code_is_covered_by_a_test",
     "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
     "faults/test_out_of_memory.py::test_the_setting_on_oom_stop_ends_the_run",
     "faults/test_secrets.py::test_an_option_or_a_choice_that_is_also_a_password_can_be_used",
@@ -234,8 +234,8 @@ NO_FAILURE = {
     "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
     "faults/test_secrets.py::test_subprocesses_get_only_needed_secrets",
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
-    "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_it",
-    "faults/test_signals_of_runs.py::test_the_suite_detects_a_worker_that_exits",
+    "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_that_update",
+    "faults/test_signals_of_runs.py::test_the_suite_would_detect_workers_that_exit_on_a_stop_signal",
     "distributed/test_pipelined.py::test_the_error_for_a_task_without_layers_says_what_to_define",
     "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process",
     "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects",
