@@ -17,7 +17,7 @@ class FaultyStorage(MemoryFileSystem):
     """Records each read or write and passes it to `fault`, which may raise.
 
     half     a failing write stores the first half of the content
-    changed  (path, content) -> content that is stored instead
+    changed  function of (path, content) that returns the content to store instead
     """
 
     protocol = "faulty"
@@ -37,28 +37,28 @@ class FaultyStorage(MemoryFileSystem):
         cls.half = False
         cls.changed = staticmethod(lambda path, data: data)
 
-    def _asked(self, operation: str, path: str) -> None:
+    def _record(self, operation: str, path: str) -> None:
         with _guard:
             self.calls.append((operation, path))
         type(self).fault(operation, path)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        self._asked("list", path)
+        self._record("list", path)
         return super().ls(path, detail, **kwargs)
 
     def info(self, path: str, **kwargs: Any) -> Any:
-        self._asked("info", path)
+        self._record("info", path)
         return super().info(path, **kwargs)
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         if mode == "rb":
-            self._asked("read", path)
+            self._record("read", path)
         return super().open(path, mode, **kwargs)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         data = type(self).changed(path, value)
         try:
-            self._asked("write", path)
+            self._record("write", path)
         except Exception:
             if self.half:
                 super().pipe_file(path, data[: len(data) // 2], mode, **kwargs)
@@ -69,7 +69,7 @@ class FaultyStorage(MemoryFileSystem):
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def rm(self, path: str, *args: Any, **kwargs: Any) -> None:
-        self._asked("remove", path)
+        self._record("remove", path)
         super().rm(path, *args, **kwargs)
 
 

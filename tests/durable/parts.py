@@ -1,4 +1,4 @@
-"""Snapshots of ranks that save together, as shards of the snapshot of a single process."""
+"""Divide the snapshot of a single process into the snapshots of ranks that save a checkpoint together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANKS = 3
 
 
 def parts_of(given: Snapshot, num_ranks: int = RANKS, token: str = "abcd") -> list[Snapshot]:
-    """Return each rank's part: rows of each tensor, possibly none; scalars are on rank 0."""
+    """Return the part of each rank: rows of each tensor, possibly zero; scalars belong to rank 0."""
     facts = {**given.facts, "world_size": num_ranks}
     return [
         replace(

@@ -51,7 +51,7 @@ def snapshot(update: int) -> Snapshot:
 
 
 def assert_is(loaded: checkpoint.LoadedCheckpoint | None, update: int) -> None:
-    """Assert that the loaded checkpoint is, bit for bit, the snapshot of `update`."""
+    """Assert that the loaded checkpoint is bitwise equal to the snapshot of `update`."""
     assert loaded is not None
     expected = snapshot(update)
     assert loaded.update == update
@@ -365,7 +365,7 @@ def test_an_unreadable_checkpoint_is_moved_aside_if_another_one_is_valid(
         recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 1)
     assert recovery.skipped[0][0] == "update-0000000002"
-    # Under its old name it could be taken for the checkpoint of another computation at the same update.
+    # Under its old name, it could be mistaken for a checkpoint of another computation at the same update.
     assert_is(checkpoint.load(tmp_path / "unreadable-update-0000000002-1"), 2)
     assert_is(recover(tmp_path).checkpoint, 1)
     changed = save(tmp_path, dataclasses.replace(snapshot(2), facts={"run_id": "another"}))
@@ -418,7 +418,7 @@ def test_saving_an_update_again_keeps_a_valid_checkpoint_and_replaces_a_damaged_
     assert files.list_names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
 
 
-# Fault injection: each system call in turn fails, or is the last one before the process dies
+# Fault injection: each system call in turn fails, or is the last call before the process is killed
 
 
 KINDS = ["EIO", "ENOSPC", "killed before", "killed half way", "killed after"]
@@ -524,7 +524,9 @@ def test_metric_rows_of_a_checkpoint_are_synced_before_it_gets_its_name(tmp_path
         log.write("another")
         del faults.trace[:]
         save(tmp_path / "checkpoints", snapshot(1), sync_first=log.sync)
-        assert ("fsync", str(tmp_path / "metrics")) in faults.trace, "even if the checkpoint already exists"
+        assert ("fsync", str(tmp_path / "metrics")) in faults.trace, (
+            "rows are synced even if the checkpoint already exists"
+        )
     assert target.name == "update-0000000001"
 
 

@@ -42,7 +42,7 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
 def test_the_list_of_best_checkpoints_includes_one_that_was_written_late(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
-    assert bests(run, 5) == [(0.9, 5)], "later checkpoints are not known yet"
+    assert bests(run, 5) == [(0.9, 5)], "later checkpoints are unknown at that update"
 
 
 @pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])

@@ -1,4 +1,4 @@
-"""Checkpoints written by several ranks are valid only if all parts are durable, and are read as one."""
+"""A checkpoint written by several ranks is valid only if all parts are durable, and is read like a single file."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_sharded_checkpoints_are_read_like_complete_ones(tmp_path: Path, num_ran
     assert result.state == snapshot(1).state
     names = {file.name for file in path.iterdir()}
     assert len([name for name in names if name.startswith("model-part")]) == num_ranks
-    assert len(names) == 3 * num_ranks + 2, "reports are removed"
+    assert len(names) == 3 * num_ranks + 2, "the reports of ranks are removed"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_rank_hashes_only_the_shards_that_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    """Rank 0 verifies all parts. If every rank did, they would read n * n parts of n ranks."""
+    """Rank 0 verifies all parts. If every rank did so, n ranks would read n * n parts."""
     path = saved(tmp_path, 1, num_ranks)
     hashed: list[str] = []
     hash_file = files.file_sha256
@@ -141,7 +141,7 @@ def test_a_shard_that_cannot_be_written_fails_the_save_and_keeps_the_older_check
     assert len(failures) == 1
     assert "rank 2" in str(failures[0])
     assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
-    saved(tmp_path, 3)  # the next one works
+    saved(tmp_path, 3)  # the next save succeeds
     assert recover(tmp_path).checkpoint is not None
 
 

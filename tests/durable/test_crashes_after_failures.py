@@ -1,4 +1,4 @@
-"""What a crash may leave of a save that fails, and of a part that was reported to rank 0."""
+"""Files that remain if a crash follows a failed save, or a part that was reported to rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.faults.recording import Faults, Quick, Recording
 
 
 def test_a_crash_after_a_save_whose_last_sync_fails_leaves_no_damaged_checkpoint(tmp_path: Path) -> None:
-    """The checkpoint has its final name by then: before its files are removed, the name must be."""
+    """The checkpoint already has its final name, which must be removed before its files."""
     run = tmp_path / "run"
     with files.use_system(Quick()):
         save(run, snapshot(1))

@@ -50,7 +50,7 @@ def mirror() -> Mirror:
 
 
 def machine(root: Path, *updates: int, uid: str = UID) -> RunDirectory:
-    """Return the run's folder on one machine, with these checkpoints and their metrics."""
+    """Return the folder of the run on one machine, with the given checkpoints and their metrics."""
     run = RunDirectory.create_or_open(root, "mine")
     add(run, *updates, uid=uid)
     return run
@@ -100,7 +100,7 @@ def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path
 
 def test_metrics_in_a_copy_end_at_its_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
-        run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued since
+        run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued since that checkpoint
         copied(mirror, run, 1)
         with fetched(mirror, tmp_path / "b")[0] as there:
             assert there.metrics.read_bytes() == b"123456789\n"
@@ -309,7 +309,7 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
 
 def test_a_slow_mirror_copies_the_newest_checkpoint_and_counts_those_it_skips(mirror: Mirror, tmp_path: Path) -> None:
     with stalled(mirror, tmp_path) as (gate, run, copies):
-        for update in range(2, 7):  # does not block on the mirror
+        for update in range(2, 7):  # must not block on the mirror
             path = add(run, update)
             assert path is not None
             copies.notify(path)

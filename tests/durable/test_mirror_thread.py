@@ -1,4 +1,4 @@
-"""What the thread of a mirror reports, retries and leaves out, and how a store converts errors of file systems."""
+"""The thread of a mirror: reports, retries and skipped copies; and the conversion of file system errors by a store."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _new_storage() -> Iterator[None]:
 
 
 def fail(action: Callable[[str, str], object] | None) -> None:
-    """Call this for each operation from now on; None: operations work."""
+    """From now on, call `action` for each operation; None: no operation fails."""
     FaultyStorage.fault = staticmethod(lambda operation, path: action(operation, path) and None if action else None)
 
 
 class Copies:
-    """A thread that copies a run, with its warnings and the pauses after failures, which take no time."""
+    """A thread that copies a run. It records warnings and the pauses after failures, which are skipped."""
 
     def __init__(self, mirror: Mirror, run: RunDirectory, patch: pytest.MonkeyPatch, **options: Any) -> None:
         self.warnings: list[str] = []
@@ -103,7 +103,7 @@ def test_repeated_failures_warn_once_and_pause_longer(
         copies.thread.start(is_required=False)
         copies.finish()
         assert numbers(mirror) == [1]
-        assert copies.pauses == [0.0, 5.0, 30.0, 30.0, 30.0, 30.0], "the first is that of the start"
+        assert copies.pauses == [0.0, 5.0, 30.0, 30.0, 30.0, 30.0], "the first warning is from the start"
         assert len(copies.warnings) == 1
         assert "cut during" in copies.warnings[0]
         assert (copies.recorded["failed"], copies.recorded["problem"]) == (6, "")
@@ -334,7 +334,7 @@ def test_pruning_keeps_the_newest_the_selected_and_any_newer_checkpoints(mirror:
 def test_the_number_of_requests_for_pruning_does_not_grow_with_the_number_of_copies(
     mirror: Mirror, tmp_path: Path
 ) -> None:
-    """After each copy: otherwise, a run that keeps a thousand checkpoints would need thousands of requests for one."""
+    """Copies are pruned after each copy; otherwise, one copy could need a thousand requests if a run keeps many."""
 
     def requests(names: list[str]) -> int:
         FaultyStorage.calls.clear()
@@ -447,7 +447,7 @@ class CredentialRetrievalError(Exception):
 
 
 class Unauthenticated(Exception):
-    """A name that contains none of the words."""
+    """An error class whose name does not indicate a permission problem."""
 
 
 class HttpAuthError(Exception):
@@ -455,7 +455,7 @@ class HttpAuthError(Exception):
 
 
 class HttpResponseError(Exception):
-    """With a status, as azure-core reports an answer of the server."""
+    """An error with an HTTP status, like those of azure-core."""
 
     def __init__(self, status_code: int) -> None:
         super().__init__("Server failed to authenticate the request")
@@ -463,7 +463,7 @@ class HttpResponseError(Exception):
 
 
 class HttpError(Exception):
-    """With a status, as gcsfs reports an answer of the server."""
+    """An error with an HTTP status, like those of gcsfs."""
 
     def __init__(self, code: int) -> None:
         super().__init__("Invalid Credentials")

@@ -17,14 +17,14 @@ from tests.faults.recording import Quick
 
 
 def test_checkpoints_are_not_restored_if_a_newer_one_was_saved_meanwhile(tmp_path: Path) -> None:
-    said: list[str] = []
+    reported: list[str] = []
     with files.use_system(Quick()):
         RETURN.prepare(tmp_path)
         run = RunDirectory.find(tmp_path / "runs", "one")
-        with pytest.raises(ConfigError), rewind_run(run, "1", said.append):
+        with pytest.raises(ConfigError), rewind_run(run, "1", reported.append):
             save(run.checkpoints, snapshot(4))
             raise ConfigError(Problem("is refused", "task", "use another one"))
-    assert len(said) == 1, "nothing is reported as restored"
+    assert len(reported) == 1, "nothing is reported as restored"
     assert [path.name for path in newest_first(run.checkpoints)] == ["update-0000000004", "update-0000000001"]
 
 

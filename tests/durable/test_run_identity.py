@@ -45,7 +45,7 @@ def test_an_invalid_uid_is_ignored(tmp_path: Path, value: Any) -> None:
     assert read_identity(record, "mine").adopted == {OTHERS}
     assert read_identity(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
     loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
-    assert verify(loaded.path, RUN) == [], "as in an earlier version"
+    assert verify(loaded.path, RUN) == [], "as in checkpoints of an earlier version"
 
 
 def test_the_owner_of_a_run_directory_is_in_its_run_json(tmp_path: Path) -> None:

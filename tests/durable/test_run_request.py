@@ -14,7 +14,7 @@ from runner.durable.run_request import RunRequest, load_run_request
 TRUSTED = Request(task_file=Path("/where/task.py"))
 
 
-def left_by(folder: Path, record: str) -> RunDirectory:
+def run_with_record(folder: Path, record: str) -> RunDirectory:
     """Return a run directory with this run.json."""
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(record)
@@ -36,19 +36,19 @@ def left_by(folder: Path, record: str) -> RunDirectory:
 )
 def test_a_damaged_record_is_an_error_instead_of_a_different_task(tmp_path: Path, record: str) -> None:
     with pytest.raises(DataError, match="the settings of run damaged are unknown"):
-        load_run_request(left_by(tmp_path / "damaged", record), tmp_path, TRUSTED)
+        load_run_request(run_with_record(tmp_path / "damaged", record), tmp_path, TRUSTED)
 
 
 def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
-    made = left_by(tmp_path / "run", '{"task": "gpt", "overrides": [], "task_file": null}')
-    assert load_run_request(made, tmp_path, Request()) == RunRequest((), None, None)
+    run = run_with_record(tmp_path / "run", '{"task": "gpt", "overrides": [], "task_file": null}')
+    assert load_run_request(run, tmp_path, Request()) == RunRequest((), None, None)
 
 
 def test_given_overrides_replace_those_of_the_run() -> None:
     origin = RunRequest(("optimizer=sgd", "optimizer.lr=1", "run=first", "resume=fresh"), Path("/a.py"), None)
     given = Request(("seed=1", "optimizer=adamw"), None, Path("/conf"), ("budget_s",))
-    asked = origin.request(given)
-    assert asked == Request(("seed=1", "optimizer=adamw"), Path("/a.py"), Path("/conf"), ("budget_s",))
+    request = origin.request(given)
+    assert request == Request(("seed=1", "optimizer=adamw"), Path("/a.py"), Path("/conf"), ("budget_s",))
 
 
 def test_paths_of_a_run_refer_to_its_working_directory(tmp_path: Path) -> None:
@@ -69,18 +69,18 @@ def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(tmp_path
     task = tmp_path / "task.py"
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
     (tmp_path / "outputs").mkdir()
-    run = left_by(tmp_path / "outputs" / "first", record)
+    run = run_with_record(tmp_path / "outputs" / "first", record)
     assert load_run_request(run, tmp_path / "outputs", Request()) == RunRequest((), task, None, tmp_path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         load_run_request(run, tmp_path / "elsewhere", Request())
-    inner = left_by(run.path / "first-1", record)
+    inner = run_with_record(run.path / "first-1", record)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         load_run_request(inner, tmp_path / "outputs", Request())
     (run.path / "sweep.json").touch()
     assert load_run_request(inner, tmp_path / "outputs", Request()).task_file == task, (
-        "a trial of an own sweep is an own run"
+        "a trial of the user's sweep is the user's run"
     )
-    (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
+    (run.path / "away").symlink_to(run_with_record(tmp_path / "away", record).path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         load_run_request(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
     assert load_run_request(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path

@@ -36,7 +36,7 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
-    """A live process with that PID does not matter: the PID was reused."""
+    """A live process with the recorded PID is ignored, because the PID was reused."""
     for pid in (os.getpid(), 2**22 + 1):
         result = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
         assert (result.word, result.exit_code) == (word, 3)

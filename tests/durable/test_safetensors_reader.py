@@ -1,4 +1,4 @@
-"""Tensors are read from safetensors files row by row, and invalid files are refused as the library refuses them."""
+"""Tensors are read from safetensors files row by row, and files that the library rejects are rejected."""
 
 from __future__ import annotations
 
@@ -129,6 +129,6 @@ def test_a_file_that_shrinks_after_opening_raises_an_error_instead_of_crashing(f
 
 
 def test_bytes_of_a_strided_view_with_one_element_equal_those_of_a_copy() -> None:
-    """Its only dimension has the stride of the column."""
+    """The only dimension of the view keeps the stride of the column."""
     column = torch.arange(6.0).view(3, 2)[:1, 0]
     assert bytes(view_bytes(column)) == bytes(view_bytes(column.clone()))

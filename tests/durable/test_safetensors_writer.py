@@ -32,27 +32,27 @@ def some_tensor(word: str, shape: tuple[int, ...]) -> Tensor:
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WORDS), st.lists(st.integers(0, 3), max_size=3)), max_size=12))
 @settings(max_examples=200 if IS_LONG else 50)
 def test_the_bytes_equal_those_of_the_safetensors_library(drawn: dict[str, tuple[str, list[int]]]) -> None:
-    made = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
-    assert b"".join(serialize_tensors(made)) == bytes_of(made)
+    tensors = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
+    assert b"".join(serialize_tensors(tensors)) == bytes_of(tensors)
 
 
 def test_names_of_a_large_model_are_ordered_as_by_safetensors() -> None:
     names = [f"blocks.{number}.{part}" for number in range(24) for part in ("weight", "bias", "running_mean")]
     random.Random(0).shuffle(names)
-    made = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
-    assert b"".join(serialize_tensors(made)) == bytes_of(made)
+    tensors = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
+    assert b"".join(serialize_tensors(tensors)) == bytes_of(tensors)
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_views_of_any_kind_are_written_by_value(word: str) -> None:
     square = some_tensor(word, (4, 4))
-    made = {"tied": square, "again": square, "part": square[1:3], "turned": square.t(), "one": square[0, 0]}
-    made["many"] = square[0, :1].expand(5)
+    tensors = {"tied": square, "again": square, "part": square[1:3], "turned": square.t(), "one": square[0, 0]}
+    tensors["many"] = square[0, :1].expand(5)
     if word == "complex64":
-        made |= {"conjugated": torch.randn(3, dtype=torch.complex64).conj(), "imaginary": square.conj().imag}
-    back = load(b"".join(serialize_tensors(made)))
-    assert back.keys() == made.keys()
-    for name, tensor in made.items():
+        tensors |= {"conjugated": torch.randn(3, dtype=torch.complex64).conj(), "imaginary": square.conj().imag}
+    back = load(b"".join(serialize_tensors(tensors)))
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert back[name].shape == tensor.shape
         assert torch.equal(back[name].to(torch.complex64), tensor.to(torch.complex64)), name
 
@@ -152,7 +152,7 @@ def test_the_memory_of_a_copy_is_not_inherited_by_a_forked_child() -> None:
             start, end = (int(word, 16) for word in first.split("-"))
         elif first == "VmFlags:" and start <= place < end:
             flags = line.split()
-    assert "dc" in flags, "must not be copied on a fork"
+    assert "dc" in flags, "a fork must not copy the memory"
 
 
 @pytest.mark.slow

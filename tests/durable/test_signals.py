@@ -51,7 +51,7 @@ def test_old_handlers_are_always_restored() -> None:
 def test_an_ignored_signal_stays_ignored_and_others_are_handled(
     number: signal.Signals, requests: type[StopRequest | LocalPool]
 ) -> None:
-    """`nohup` starts programs with SIGHUP ignored, a shell script its background jobs with SIGINT ignored."""
+    """`nohup` starts programs with SIGHUP ignored, and a shell script starts background jobs with SIGINT ignored."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with requests() as stop:

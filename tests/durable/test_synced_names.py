@@ -1,4 +1,4 @@
-"""Names that a function has changed in the folder of a run are durable when it returns, or nothing depends on them."""
+"""When a function that changes names in a run folder returns, the names are durable or nothing depends on them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def removes_all_but_two(run: Path) -> None:
 
 
 def recording_of(act: Callable[[Path], object], folder: Path, *, root: str = "run") -> Recording:
-    """Record what `act` does in a folder with the durable checkpoints 1, 2 and 3."""
+    """Record the operations of `act` in a folder with the durable checkpoints 1, 2 and 3."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
             save(folder / "run", snapshot(number))
@@ -72,13 +72,16 @@ def recording_of(act: Callable[[Path], object], folder: Path, *, root: str = "ru
 
 
 def crashes_of(recording: Recording, *, after: int | None = None) -> Iterator[State]:
-    """Yield the states that a crash may leave; after: of a crash after so many operations."""
+    """Yield the states that a crash can leave.
+
+    after  number of operations before the crash
+    """
     points = None if after is None else [after]
     return states(recording.start, recording.operations, 60, "names", points=points)
 
 
 def check_visible_checkpoints(recording: Recording, root: Path) -> None:
-    """Assert that each checkpoint that has its name after a crash has all its files."""
+    """Assert that each checkpoint that is visible after a crash is complete."""
     for state in crashes_of(recording):
         with on_disk(state, root) as found:
             for path in checkpoint.newest_first(found):
@@ -110,7 +113,7 @@ def test_a_visible_checkpoint_is_complete_after_a_crash(act: Callable[[Path], ob
 
 
 def test_a_checkpoint_is_not_removed_before_its_hidden_name_is_durable(tmp_path: Path) -> None:
-    """The call after a failed sync finds the hidden name, which a crash may still undo."""
+    """The call after a failed sync finds the hidden name, which a crash can still revert."""
 
     with files.use_system(Quick()):
         for number in (1, 2, 3):
@@ -125,7 +128,7 @@ def test_a_checkpoint_is_not_removed_before_its_hidden_name_is_durable(tmp_path:
 
 
 def test_a_replaced_checkpoint_is_removed_after_the_new_one_is_durable(tmp_path: Path) -> None:
-    """The process that replaced it was killed before it could sync the new name."""
+    """The process that replaced the checkpoint was killed before it could sync the new name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
             save(tmp_path / "run", snapshot(number))
@@ -148,7 +151,7 @@ def test_a_replaced_checkpoint_is_removed_after_the_new_one_is_durable(tmp_path:
 
 
 def test_a_checkpoint_loses_its_name_before_its_files_are_removed(tmp_path: Path) -> None:
-    """The process that hid it was killed before it could sync the name."""
+    """The process that hid the checkpoint was killed before it could sync the name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
             save(tmp_path / "run", snapshot(number))
@@ -206,14 +209,14 @@ def test_folders_can_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) 
 
 
 def test_a_run_whose_folder_cannot_be_synced_is_not_opened(tmp_path: Path) -> None:
-    for counted in (Faults(), Faults()):  # the first one creates it
+    for counted in (Faults(), Faults()):  # the first attempt creates the folder
         with counted.active(), RunDirectory.create_or_open(tmp_path, "run"):
             pass
     last = max(number for number, (operation, _) in enumerate(counted.trace) if operation == "fsync")
     with Faults({last: "EIO"}).active(), pytest.raises(CannotCreate):
         RunDirectory.create_or_open(tmp_path, "run")
     with RunDirectory.create_or_open(tmp_path, "run"):
-        pass  # it is not locked any more
+        pass  # the run is not locked anymore
 
 
 def written_together(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that `weights=` names, and folders, runs and checkpoints that it refuses, each with an error of its own."""
+"""Files, folders, runs and checkpoints that `weights=` accepts, and a specific error for each that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under system limits of any size, a run either works or ends with a message, and leaves no process.
+"""Under system limits of any size, a run either completes or ends with a message, and no process remains.
 
 Processes and threads (pids of a cgroup), open files (RLIMIT_NOFILE), address space (RLIMIT_AS), with one and two ranks
 and up to three data workers. The default run tries some values; `scripts/faults.sh --long limits` tries all. The tally
@@ -28,7 +28,7 @@ TASK = Path(__file__).with_name("task_to_attack.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine", "updates=10", "backend.threads=1"]
 LIMIT_S = 60.0  # reached only if a run hangs
 
-# Processes of the fork server exit with os._exit; a real one terminates and joins its children first.
+# Processes of the fork server exit with os._exit; a normal process terminates and joins its children first.
 ENDS = """
 import multiprocessing.util, runner.cli
 def main(words, real=runner.cli.main):
@@ -67,20 +67,20 @@ CODES_OF_RANKS = CODES | {Exit.RANK_LOST}
 
 @pytest.fixture
 def group() -> Iterator[Callable[[int], Path]]:
-    """Return a function that creates a cgroup with this limit of processes and threads."""
+    """Return a function that creates a cgroup with the given limit of processes and threads."""
     root = next((place for place in map(Path, ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")) if _grants(place)), None)
     if root is None:
-        pytest.skip("no cgroup for processes can be made here")
-    made: list[Path] = []
+        pytest.skip("cannot create a cgroup that limits processes")
+    groups: list[Path] = []
 
     def of(value: int) -> Path:
-        made.append(root / f"accel-run-test-{os.getpid()}-{len(made)}")
-        made[-1].mkdir()
-        (made[-1] / "pids.max").write_text(str(value))
-        return made[-1]
+        groups.append(root / f"accel-run-test-{os.getpid()}-{len(groups)}")
+        groups[-1].mkdir()
+        (groups[-1] / "pids.max").write_text(str(value))
+        return groups[-1]
 
     yield of
-    for place in made:
+    for place in groups:
         place.rmdir()
 
 
@@ -95,7 +95,7 @@ def _grants(root: Path) -> bool:
     return result
 
 
-def left_in(folder: Path) -> list[str]:
+def processes_in(folder: Path) -> list[str]:
     """Return the processes with this working folder; ranks and workers lead their own sessions."""
     result = []
     for process in psutil.process_iter():
@@ -116,7 +116,7 @@ def plans(kind: Kind, seed: int, count: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_under_a_limit_works_or_ends_with_a_message(
+def test_a_run_under_a_system_limit_completes_or_ends_with_a_message(
     server: ForkServer, tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally,
     request: pytest.FixtureRequest, name: str,
 ) -> None:  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_run_under_a_limit_works_or_ends_with_a_message(
         result = server.wait()
         timer.cancel()
         plan = f"{name} {value}, {ranks} ranks, {workers} workers, seed {seed}"
-        wait_until(lambda: not left_in(folder), f"{plan}: no process outlives the run")  # noqa: B023 - called here
+        wait_until(lambda: not processes_in(folder), f"{plan}: no process outlives the run")  # noqa: B023 - called here
         taken_s = round(time.monotonic() - began, 1)
         for note in ("longest_s", "longest_failed_s") if result.code else ("longest_s",):
             tally.notes[note] = max(tally.notes.get(note, 0.0), taken_s)

@@ -1,4 +1,4 @@
-"""Fake secrets must not appear in anything a run writes, prints or starts; and other users cannot read its files."""
+"""Fake secrets must not appear in files, output and subprocesses of a run, and other users must not read its files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from tests.forkserver import CompletedCommand, ForkServer
 # ruff: noqa: E501 - exact texts are compared
 
 TASK = Path(__file__).with_name("task_to_attack.py")
-# A task that leaks all it knows: in output of this process and of data workers, in warnings, and in an exception with
-# the key in its message and in the source line of the traceback, as raised by clients of services.
+# A task that leaks all secrets: in the output of this process and of data workers, in warnings, and in an exception with
+# the key in its message and in the source line of the traceback, like exceptions of clients of services.
 FAILS = """\
 import json
 import os
@@ -56,7 +56,7 @@ KNOWN = [os.environ.get(name, "") for name in json.loads(Path("names.json").read
 KNOWN += json.loads(Path("shapes.json").read_text())
 
 
-class Talking:
+class Leaking:
     def __init__(self, inner):
         self.inner = inner
 
@@ -65,11 +65,11 @@ class Talking:
 
     def __getitem__(self, index):
         if index == 0:
-            tell_all()
+            leak_all()
         return self.inner[index]
 
 
-def tell_all():
+def leak_all():
     for each in KNOWN:
         print("read with", each)
         print("read with", each, file=sys.stderr)
@@ -78,9 +78,9 @@ def tell_all():
 """ + TASK.read_text().replace(
     "        points, wanted = batch\n",
     "        points, wanted = batch\n        key = os.environ['MY_PASSWORD']\n"
-    "        if os.environ.get('FAIL'):\n            tell_all()\n"
+    "        if os.environ.get('FAIL'):\n            leak_all()\n"
     "            raise ConnectionError(f'401: {key} is not valid at https://host/?token={key}\\\\n' + '\\\\n'.join(KNOWN))\n",
-).replace("        return torch.utils.data.TensorDataset(", "        return Talking(torch.utils.data.TensorDataset(").replace(
+).replace("        return torch.utils.data.TensorDataset(", "        return Leaking(torch.utils.data.TensorDataset(").replace(
     "(points.sum(1) > 2).long())", "(points.sum(1) > 2).long()))"
 )  # fmt: skip
 
@@ -119,17 +119,17 @@ def home(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str]) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str], texts: dict[str, list[str]]) -> Path:
-    made = tmp_path_factory.mktemp("work")
-    (made / ".git").mkdir()
-    (made / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
-    (made / ".git" / "config").write_text(f'[remote "origin"]\n\turl = https://me:{canaries["remote"]}@host/x.git\n')
-    (made / ".git" / "config").write_text(
-        (made / ".git" / "config").read_text() + "".join(f'[remote "{each}"]\n\turl = {each}\n' for each in texts)
+    work = tmp_path_factory.mktemp("work")
+    (work / ".git").mkdir()
+    (work / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (work / ".git" / "config").write_text(f'[remote "origin"]\n\turl = https://me:{canaries["remote"]}@host/x.git\n')
+    (work / ".git" / "config").write_text(
+        (work / ".git" / "config").read_text() + "".join(f'[remote "{each}"]\n\turl = {each}\n' for each in texts)
     )
-    (made / "mine.py").write_text(FAILS)
-    (made / "names.json").write_text(json.dumps(list(NAMES)))
-    (made / "shapes.json").write_text(json.dumps(list(texts)))
-    return made
+    (work / "mine.py").write_text(FAILS)
+    (work / "names.json").write_text(json.dumps(list(NAMES)))
+    (work / "shapes.json").write_text(json.dumps(list(texts)))
+    return work
 
 
 def descendants_of(pid: int) -> Iterator[int]:
@@ -138,11 +138,11 @@ def descendants_of(pid: int) -> Iterator[int]:
         yield from descendants_of(child)
 
 
-def families(pid: int, seen: dict[int, tuple[str, str]], result: threading.Event) -> None:
+def record_processes(pid: int, seen: dict[int, tuple[str, str]], result: threading.Event) -> None:
     """Record the command line and the environment of every process that the command starts."""
     while not result.is_set():
         for child in descendants_of(pid):
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 process = Path(f"/proc/{child}")
                 command = process.joinpath("cmdline").read_text(errors="replace").replace("\0", " ").strip()
                 if child not in seen or seen[child][0] != command:
@@ -165,7 +165,7 @@ SLOW = (1, 7, 8)  # two of them, by seed, are left out in the short form
 
 
 @pytest.fixture(scope="module")
-def told(
+def outputs_and_processes(
     server: ForkServer, folder: Path, home: Path, variables: dict[str, str]
 ) -> tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]]:
     """Run all commands with umask 0; return their outputs and the processes that they started."""
@@ -178,7 +178,7 @@ def told(
         on_cpu = ["device=cpu", "monitor=off"] if args.startswith(("train", "inference")) else []
         pid = server.start([*args.split(), *on_cpu], folder, {**env, **more}, "import os; os.umask(0)")
         result = threading.Event()
-        watch = threading.Thread(target=families, args=(pid, seen, result))
+        watch = threading.Thread(target=record_processes, args=(pid, seen, result))
         watch.start()
         messages = server.wait()
         result.set()
@@ -190,16 +190,16 @@ def told(
 
 @pytest.mark.slow
 def test_no_secret_is_in_files_and_output_of_a_run(
-    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
+    outputs_and_processes: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
     folder: Path,
     home: Path,
     canaries: dict[str, str],
     tally: Tally,
 ) -> None:
-    messages, _ = told
+    messages, _ = outputs_and_processes
     for args, result in messages:
         for name, canary in canaries.items():
-            assert canary not in result.out + result.err, f"{name} in what {args} says"
+            assert canary not in result.out + result.err, f"{name} in the output of {args}"
             tally.tried += 1
     num_files = 0
     for path in (*folder.rglob("*"), *home.rglob("*")):
@@ -220,9 +220,10 @@ def test_no_secret_is_in_files_and_output_of_a_run(
 
 @pytest.mark.slow
 def test_subprocesses_get_only_needed_secrets(
-    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], canaries: dict[str, str]
+    outputs_and_processes: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
+    canaries: dict[str, str],
 ) -> None:
-    _, seen = told
+    _, seen = outputs_and_processes
     trackers = [environment for command, environment in seen.values() if "tracker_process.py" in command]
     assert trackers, "the tracker's process was not seen"
     for name, canary in canaries.items():
@@ -231,8 +232,10 @@ def test_subprocesses_get_only_needed_secrets(
 
 
 @pytest.mark.slow
-def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
-    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
+def test_other_users_cannot_read_files_of_a_run_with_any_umask(
+    outputs_and_processes: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
+    folder: Path,
+    tally: Tally,
 ) -> None:
     kinds = set()
     for path in [folder / "outputs", *(folder / "outputs").rglob("*")]:
@@ -252,10 +255,10 @@ def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
         "wandb",
         "answer-0.npy",
     ):
-        assert name in kinds, f"{name} was not among the searched files"
+        assert name in kinds, f"{name} is not among the checked files"
 
 
-def test_the_search_finds_a_canary(folder: Path, canaries: dict[str, str]) -> None:
+def test_the_search_detects_a_leaked_canary(folder: Path, canaries: dict[str, str]) -> None:
     path = folder / "leak"
     path.write_text(canaries["HF_TOKEN"])
     try:
@@ -295,7 +298,7 @@ TYPED = (
         "",
     ],
 )
-def test_a_secret_on_the_command_line_is_refused_and_not_repeated(
+def test_a_secret_on_the_command_line_is_rejected_and_not_repeated(
     server: ForkServer, tmp_path: Path, command: str, tally: Tally
 ) -> None:
     for typed in TYPED if command in ("train", "") else TYPED[:3]:
@@ -317,7 +320,7 @@ def test_the_error_for_a_rejected_secret_has_a_fix(
     screen(result.err)
 
 
-def test_a_secret_in_the_settings_of_a_task_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_a_secret_in_the_settings_of_a_task_is_rejected(server: ForkServer, tmp_path: Path) -> None:
     source = (
         TASK.read_text()
         .replace('"optimizer.lr": 0.01', f'"task.api_key": "{SECRET}"')
@@ -364,7 +367,7 @@ def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(server: Fo
         assert "environment" in result.err or key == "task.hiden"
 
 
-INNOCENT = (
+HARMLESS = (
     "optimizer.lr=0.1", "task.pad_token=0", "inference.stop_token=x", "inference.prompt='the password: is'", "task.num_tokens=3",
     "task.class_token=true", "lr_scales.class_token=0.1", "optimizer.lr_scales={class_token:0.1}", "task.loss_per_token=sum",
     "data.path=/data/opus-sk-cs-parallel-corpus-2024", "run=sk-learn-baseline-2026-01-a", "task.token=3",
@@ -378,7 +381,7 @@ INNOCENT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("word", INNOCENT)
+@pytest.mark.parametrize("word", HARMLESS)
 def test_harmless_names_similar_to_secrets_are_accepted(word: str) -> None:
     refuse_secrets([word])
 
@@ -388,13 +391,13 @@ def test_harmless_names_similar_to_secrets_are_accepted(word: str) -> None:
     ["pwd", "pwd1", "otp", "pin", "session_id", "sshkey", "ghtoken", "conn_str", "db_url", "redis_url", "slack_hook",
      "sas", "pem", "openai_key", "pat", "ssh_key", "master_key", "license_key"],
 )  # fmt: skip
-def test_a_random_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
+def test_a_random_value_of_a_key_that_may_name_a_secret_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.{name}=a1b2c3d4e5f6g7h8i9"])
 
 
 @pytest.mark.parametrize("name", ["ssh_key", "master_key", "license_key", "openai_key", "conn_str", "ghtoken"])
-def test_any_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
+def test_any_value_of_a_key_that_names_a_secret_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.{name}=wonderful"])
 
@@ -452,7 +455,7 @@ def test_secrets_are_recognized_by_name_and_shape() -> None:
         refuse_secrets(["--password", "x"])
 
 
-def test_messages_neither_show_secrets_nor_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_neither_show_secrets_nor_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", "correct horse")
     shown = sanitize("\x1b[31mred\x07 correct horse \u202egnp\tok\n")
     wanted = r"\x1b[31mred\x07 (MY_PASSWORD) \x202egnp" + "\tok\n"
@@ -464,7 +467,7 @@ def test_messages_neither_show_secrets_nor_steer_the_terminal(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_path: Path) -> None:
+def test_a_configuration_does_not_control_the_terminal(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(
         '# @package _global_\ndata: {path: "\\e[2Jgone"}\nhardware: {title: "\\e]0;evil\\a", devices: []}\n'
@@ -489,7 +492,7 @@ def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
     ["PGPASSWORD", "SSHPASS", "DB_PASS", "DBPASSWORD", "GITHUB_PAT", "AZURE_STORAGE_CONNECTION_STRING", "DATABASE_URL",
      "DOCKER_AUTH_CONFIG", "AWS_BEARER_TOKEN_BEDROCK", "REDIS_PASSWORD", "MYSQL_PASS"],
 )  # fmt: skip
-def test_names_of_services_are_known_and_their_values_hidden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_the_variables_of_services_are_redacted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_secret_name(name)
     monkeypatch.setenv(name, SECRET)
     assert SECRET not in sanitize(f"no login with {SECRET}")
@@ -511,7 +514,7 @@ def test_values_with_the_shape_of_a_secret_are_redacted(text: str) -> None:
 @pytest.mark.parametrize(
     "where", ["def build(*, api_key: str = SECRET, ", "def predict(self, model, generator, *, hf_token: str = SECRET, "]
 )
-def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp_path: Path, where: str) -> None:
+def test_a_secret_as_a_default_value_of_a_task_is_rejected(server: ForkServer, tmp_path: Path, where: str) -> None:
     lead = where.partition("*,")[0] + "*, "
     assert lead in TASK.read_text()
     (tmp_path / "mine.py").write_text(TASK.read_text().replace(lead, where.replace("SECRET", repr(SECRET))))
@@ -525,7 +528,9 @@ def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("method", ["evaluate", "summarize"])
-def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_secret_in_the_name_of_a_metric_is_not_written_to_files(
+    method: str, server: ForkServer, tmp_path: Path
+) -> None:
     answer = "(1.0, 1)" if method == "evaluate" else "1.0"
     arguments = "self, model, batch" if method == "evaluate" else "self, metrics"
     body = f"    def {method}({arguments}):\n        return {{'m_' + os.environ['MY_PASSWORD']: {answer}}}\n\n"
@@ -540,7 +545,7 @@ def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server:
 
 
 @pytest.mark.slow
-def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_a_secret_in_a_referenced_environment_variable_is_rejected(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     text = "# @package _global_\ndata: {path: '${oc.env:DATA}'}\nhardware: {title: x, devices: []}\n"
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(text)
@@ -551,7 +556,7 @@ def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_pat
     assert server.run(args, tmp_path, {"DATA": "/data"}).code == 0
 
 
-def test_recognized_secrets_equal_redacted_ones() -> None:
+def test_a_text_is_recognized_as_secret_exactly_if_it_is_redacted() -> None:
     parts = ["-----BEGIN ", "RSA ", "PRIVATE KEY", "://", "a:b@", "u", "-", " ", ".", "A" * 16, "a1" * 20, "9" * 31]
     parts += [re.split("{", shape)[0] for shape in SHAPES]
     dice, num_found = random.Random(SEED), 0
@@ -563,19 +568,19 @@ def test_recognized_secrets_equal_redacted_ones() -> None:
     assert num_found > 300
 
 
-def test_each_shape_is_refused_as_input_and_redacted_in_output(texts: dict[str, list[str]]) -> None:
+def test_each_shape_is_rejected_as_input_and_redacted_in_output(texts: dict[str, list[str]]) -> None:
     for text, parts in texts.items():
         assert parts, f"{text} has no part to search for"
         shown = sanitize(f"no login with {text}, sorry")
         assert not [part for part in parts if part in shown], shown
         assert shown.startswith("no login with "), shown
-        if redact(text) != text:  # else only its variable name identifies it
+        if redact(text) != text:  # otherwise, only the name of its variable identifies it
             with pytest.raises(ConfigError) as refused:
                 refuse_secrets([f"task.note={text}"])
             assert not [part for part in parts if part in str(refused.value)]
 
 
-def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
+def test_the_value_of_each_name_is_rejected_as_input_and_redacted_in_every_notation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in of_names(random.Random(SEED + 1)).items():
@@ -594,7 +599,7 @@ def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
         assert core not in str(refused.value)
 
 
-def test_a_password_that_left_the_environment_stays_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_removed_from_the_environment_is_still_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_DSN", f"postgres://me:{SECRET}9@host/db")
     assert SECRET not in sanitize(f"password {SECRET}9 is wrong")
     monkeypatch.delenv("SOME_DSN")
@@ -658,7 +663,7 @@ def test_a_short_alphanumeric_password_is_accepted_as_input_and_redacted(
 
 
 @pytest.mark.parametrize("value", ["aB3dE5fGh7", "a1b2c3d4", "Winter2024", "tr0ub4dor&3", "hunter2hunter2", "x9-y8-z7"])
-def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_looking_passwords_are_rejected_as_input(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASSWORD", value)
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.model={value}"])
@@ -666,8 +671,8 @@ def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
-    """Also on resume; another value of the same kind is still refused."""
+def test_an_option_or_a_choice_that_equals_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
+    """This includes a resume. A password that is not the value of an option or a choice is still rejected."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
     source = (
         TASK.read_text()
@@ -686,8 +691,8 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
         result = server.run(args, tmp_path, env)
         assert result.code == 0, result.err
         assert choice not in result.out + result.err
-    told = json.loads((tmp_path / "outputs" / "a" / "run.json").read_text())
-    assert f"task.model={choice}" in told["overrides"]
+    record = json.loads((tmp_path / "outputs" / "a" / "run.json").read_text())
+    assert f"task.model={choice}" in record["overrides"]
     other = {"DB_PASSWORD": "vit_large_patch16_224"}
     args = f"plan --task mine.py task.model={choice}"
     assert server.run(args, tmp_path, other).code == 0
@@ -696,13 +701,13 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
     assert "like a secret" in result.err
 
 
-def test_a_secret_is_recognized_once_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_added_to_the_environment_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         monkeypatch.setenv("SOME_TOKEN", f"{SECRET}-{number}x")
         assert SECRET not in sanitize(f"with {SECRET}-{number}x")
 
 
-def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_environment_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     redact("x" * 20)
     names: list[bytes] = []
     decode = os.environ.decodevalue
@@ -716,13 +721,15 @@ def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) 
     ("name", "value"),
     [("CACHE_KEY", "py311-linux"), ("EXP_KEY", "exp-run42"), ("COMET_EXPERIMENT_KEY", "f0e1d2c3b4a59687")],
 )
-def test_a_value_that_is_not_a_secret_may_name_a_run(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_name_can_contain_a_value_that_is_not_a_secret(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     refuse_secrets([f"run={value}-lr3"])
     assert redact_message(f"outputs/{value}-lr3") == f"outputs/{value}-lr3"
 
 
-def test_random_looking_harmless_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_looking_harmless_values_are_not_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     commit, digest, uuid = "0f" * 20, hashlib.sha256(b"x").hexdigest(), "550e8400-e29b-41d4-a716-446655440000"
     monkeypatch.setenv("DB_PASSWORD", "postgres")
     monkeypatch.setenv("KEY_COOKIE", str(Path(__file__)))
@@ -758,7 +765,7 @@ def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> 
 
 
 @pytest.mark.slow
-def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
+def test_nothing_in_shipped_settings_and_tasks_is_taken_for_a_secret() -> None:
     from runner.config.configuration import compose
     from runner.config.options import list_options
     from runner.config.request import Request
@@ -775,7 +782,7 @@ def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
         assert redact_message(text) == text, file
 
 
-def test_no_text_file_of_a_run_has_a_secret(
+def test_secrets_are_redacted_in_text_files_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, list[str]]
 ) -> None:
     monkeypatch.setenv("MY_PASS", f"{SECRET}1")
@@ -794,7 +801,7 @@ def test_no_text_file_of_a_run_has_a_secret(
         assert json.loads(kept)["update"] == 1
 
 
-def test_compiled_code_is_in_a_folder_closed_to_others(server: ForkServer, tmp_path: Path) -> None:
+def test_compiled_code_is_stored_in_the_cache_folder_of_the_user(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def build(", "import os\n\n\ndef build(", 1)
     shown = 'print("kept in", os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])'
     (tmp_path / "mine.py").write_text(

@@ -217,7 +217,7 @@ GLOO_ONLY = {
     "test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network": ("there is no process group yet"),
     "launch/test_start.py::test_an_error_on_another_machine_is_reported_there": "there is no process group yet",
     "faults/test_environment.py::test_a_missing_proc_file_system_is_reported": "there is no process group yet",
-    "faults/test_limits.py::test_a_run_under_a_limit_works_or_ends_with_a_message": (
+    "faults/test_limits.py::test_a_run_under_a_system_limit_completes_or_ends_with_a_message": (
         "limits of the host's memory, in which the stand-in keeps that of its devices"
     ),
     "faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_run": (
@@ -229,8 +229,8 @@ NO_FAILURE = {
     "faults/test_errors.py::test_every_exit_code_is_covered_by_a_test",
     "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
     "faults/test_out_of_memory.py::test_the_setting_on_oom_stop_ends_the_run",
-    "faults/test_secrets.py::test_an_option_or_a_choice_that_is_also_a_password_can_be_used",
-    "faults/test_secrets.py::test_files_of_a_run_are_unreadable_for_others_with_any_umask",
+    "faults/test_secrets.py::test_an_option_or_a_choice_that_equals_a_password_can_be_used",
+    "faults/test_secrets.py::test_other_users_cannot_read_files_of_a_run_with_any_umask",
     "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
     "faults/test_secrets.py::test_subprocesses_get_only_needed_secrets",
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
