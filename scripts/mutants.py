@@ -1,23 +1,24 @@
 """Mutation testing: change the runner in one place at a time, and count the changes that the tests detect.
 
     python scripts/mutants.py collect              # once: which tests execute which statements, and how long they take
-    python scripts/mutants.py run --count 140      # a seeded selection, and every restored field of a checkpoint
+    python scripts/mutants.py run --count 140      # a random selection, and every restored field of a checkpoint
     python scripts/mutants.py run --only runner/durable --count 30 --seed 1
     python scripts/mutants.py run --keys KEY --tests tests/base/test_batch.py  # with chosen tests, without a map
     python scripts/mutants.py run --resume FILE    # only those that FILE does not list as killed
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
-Messages and asserts are not changed, nor is `strict=True` of zip, an assertion. Tests that execute the changed
-statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
-the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
-fails for the first time runs again, once with the mutant and once without it; it counts only if it fails with the
-mutant and passes without it. Mutants "not restored" are made from the functions that restore state (RESTORING): each
-assignment and each call in them is left out in turn, so a new field gets its mutant without an edit here.
+Messages and asserts are not changed, nor is the `strict=True` of `zip`, which is an assertion. Tests that execute the
+changed statement run in a fork of a process that has imported torch, but not the runner. Tests that have killed another
+mutant of the function come first, then those in the file that mirrors the module, then the others, the fastest first,
+up to `--budget` seconds of recorded test time. A test that fails for the first time runs again, once with the mutant
+and once without it; it counts only if it fails with the mutant and passes without it. The "not restored" mutants are
+made from the functions that restore state (RESTORING): each assignment and each call in them is removed in turn, so a
+new field gets its mutant without an edit here.
 
-The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
-by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
-Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
+The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are matched by
+their text, so the map survives edits elsewhere in a file; `collect` runs only test files that have changed since the
+last call. Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
 
 Exit 0: at least --least percent of the mutants that are not equivalent were killed. 1: fewer. 2: invalid command line.
 """
@@ -55,7 +56,7 @@ TARGETS = (
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 
-# Functions that restore state: by name, of any class in the targets, or by module and qualified name.
+# Functions that restore state, given as a bare name, which matches in every module, or as module.qualified_name.
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
     "restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
@@ -102,7 +103,7 @@ SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
 RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # detects most fields that are not restored
 UNKNOWN_S = 120.0
 NONE_LEFT = 5  # pytest: all tests were deselected
-PROCESS_LIMIT_S = 45.0  # in addition to four times the recorded time, because a busy machine is not a hang
+PROCESS_LIMIT_S = 45.0  # in addition to four times the recorded time, because tests are slower on a busy machine
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.utils.data", "numpy", "numpy.testing", "safetensors.torch", "hydra", "omegaconf", "rich.live", "rich.table",
@@ -140,7 +141,7 @@ class Mutant:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line} {self.operator}: {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.path}:{self.line} {self.operator}: {abbreviate(self.before)} -> {abbreviate(self.after)}"
 
 
 COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
@@ -332,8 +333,8 @@ def is_none(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def shown(text: str) -> str:
-    """Return a text on one line."""
+def abbreviate(text: str) -> str:
+    """Return the text on one line of at most 70 characters."""
     text = re.sub(r"\s+", " ", text)
     return text if len(text) < 70 else text[:67] + "..."
 
@@ -349,7 +350,7 @@ def target_files(root: Path, only: Sequence[str] = ()) -> list[str]:
 
 
 def selection(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return all mutants "not restored", and about `count` others.
+    """Return all "not restored" mutants, and about `count` others.
 
     Targets get shares in proportion to the square root of their number of mutants. Within a target, operators are
     interleaved, so that frequent ones do not crowd out the rest.
@@ -376,8 +377,8 @@ def selection(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 # ---------------------------------------------------------------- the copy of the checkout
 
 
-def copied(tree: Path) -> None:
-    """Copy tracked files and files that git does not ignore; equal existing files are kept."""
+def copy_checkout(tree: Path) -> None:
+    """Make `tree` a copy of the tracked files and of the untracked files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
@@ -497,7 +498,7 @@ class Recorder:
         self.tests: dict[str, dict[str, Any]] = {}
         self.fixtures: dict[str, set[int]] = defaultdict(set)
 
-    def taken(self) -> set[int]:
+    def take_marks(self) -> set[int]:
         data = self.marks[:]
         self.marks[:] = bytes(len(data))
         return {found.start() for found in re.finditer(b"\1", data)}
@@ -513,17 +514,17 @@ class Recorder:
                 if fixturedef.scope == "function":
                     yield
                     return
-                before = recorder.taken()
+                before = recorder.take_marks()
                 yield
-                recorder.fixtures[fixturedef.argname] |= recorder.taken()
+                recorder.fixtures[fixturedef.argname] |= recorder.take_marks()
                 for number in before:
                     recorder.marks[number] = 1
 
             @pytest.hookimpl(hookwrapper=True)
             def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
-                recorder.taken()
+                recorder.take_marks()
                 yield
-                found = recorder.taken().union(*(recorder.fixtures[name] for name in item.fixturenames))
+                found = recorder.take_marks().union(*(recorder.fixtures[name] for name in item.fixturenames))
                 recorder.tests.setdefault(item.nodeid, {})["hits"] = sorted(found)
                 recorder.tests[item.nodeid]["alone"] = bool(item.get_closest_marker("alone"))
 
@@ -536,14 +537,14 @@ class Recorder:
 
 
 def collect(cache: Path, only: Sequence[str], *, is_slow: bool) -> None:
-    """Run each test file whose map is missing or outdated, and store its map; is_slow: run slow tests, too."""
+    """Run each test file whose map is missing or outdated, and store its map; `is_slow` includes slow tests."""
     tree, maps = cache / "collected", cache / "maps"
     maps.mkdir(parents=True, exist_ok=True)
     tree.mkdir(exist_ok=True)
-    copied(tree)
+    copy_checkout(tree)
     keys = instrument(tree, cache / "reached")
     warm()
-    for name in files_of_tests(tree, only):
+    for name in list_test_files(tree, only):
         digest, kept = digest_of(tree / name), map_of(maps, name)
         if kept.exists() and json.loads(kept.read_text())["digest"] == digest:
             continue
@@ -575,14 +576,14 @@ def map_of(maps: Path, name: str) -> Path:
     return maps / (name.replace("/", "+") + ".json")
 
 
-def files_of_tests(tree: Path, only: Sequence[str] = ()) -> list[str]:
+def list_test_files(tree: Path, only: Sequence[str] = ()) -> list[str]:
     names = sorted(str(path.relative_to(tree)) for path in (tree / "tests").rglob("test_*.py"))
     ranked = sorted(names, key=lambda name: not any(f"tests/{Path(target).name}/" in name for target in TARGETS))
     return [name for name in ranked if not only or any(name.startswith(one) for one in only)]
 
 
 def mirror_of(tree: Path, path: str) -> str:
-    """Return the test file that mirrors a module; if there is none, the closest folder with tests, and a slash."""
+    """Return the test file that mirrors a module; else the closest folder with tests, with a final slash."""
     module = Path("tests", *Path(path).parts[1:])
     file = module.with_name(f"test_{module.name}")
     if (tree / file).exists():
@@ -595,7 +596,7 @@ def digest_of(path: Path) -> str:
 
 
 class Known:
-    """Facts about the tests: which ones execute a statement, and how long they take."""
+    """Which tests execute a statement, and how long they take."""
 
     def __init__(self, cache: Path, tree: Path) -> None:
         self.seconds: dict[str, float] = {}
@@ -605,7 +606,7 @@ class Known:
         self.by_file: dict[str, set[str]] = defaultdict(set)
         self.stale: list[str] = []
         sources = {path: digest_of(tree / path) for path in target_files(tree)}
-        for name in files_of_tests(tree):
+        for name in list_test_files(tree):
             kept = map_of(cache / "maps", name)
             if not kept.exists():
                 self.stale.append(name)
@@ -635,9 +636,9 @@ class Known:
         if place not in self.by_function:  # a class, or a function that no test called when the map was made
             inside = (tests for key, tests in self.by_function.items() if key.startswith(f"{place}."))
             return set().union(*inside) or self.by_file[mutant.path]
-        if not mutant.statement:  # a default value, which the tests of signatures read without a call
+        if not mutant.statement:  # a default value, which the tests of signatures read without calling the function
             return self.by_function[place] | {test for test in self.seconds if test.startswith(SIGNATURES)}
-        # A test whose map is older than the statement may execute it if it executes the function.
+        # A test whose map was made from another version of the file may execute the statement if it calls the function.
         key = statement_key(mutant.path, mutant.function, mutant.statement)
         return self.by_statement[key] | self.by_function_before[place]
 
@@ -646,7 +647,7 @@ class Known:
 
 
 def warm() -> None:
-    """Import other packages that tests need, but nothing of the runner, whose current state each fork imports."""
+    """Import the third-party packages that tests need, but not the runner: each fork imports its current source."""
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY="/nonexistent")
     for name in WARM:
         with suppress(ImportError):
@@ -685,7 +686,7 @@ def run_pytest(tree: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> 
 
 
 def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Run a function in a fork that logs to a file; return its exit code (None after a timeout) and its seconds."""
+    """Run a function in a fork that logs to a file; return its exit code (None after a timeout) and duration."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -761,7 +762,8 @@ class Ordered:
 class Result:
     """The result of the tests of a mutant.
 
-    status    killed, survived, not reached (by any test), no verdict (tests left out for the budget)
+    status    killed, survived, not reached (by any test), no verdict (the budget was too small),
+              invalid (cannot be compiled)
     by        the test that failed in two runs
     """
 
@@ -785,16 +787,16 @@ class Judge:
     def __init__(self, cache: Path, budget_s: float) -> None:
         self.cache, self.tree, self.budget_s = cache, cache / "tree", budget_s
         self.tree.mkdir(parents=True, exist_ok=True)
-        copied(self.tree)
+        copy_checkout(self.tree)
         self.known = Known(cache, self.tree)
-        self.chosen: Sequence[str] = ()  # tests or files of tests to run instead of those of the map
+        self.chosen: Sequence[str] = ()  # tests or test files to run instead of those that the map selects
         self.sound: dict[str, bool] = {}  # failed test -> whether it fails again, and passes without the mutant
         self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # function -> tests that killed a mutant of it
         for path in target_files(self.tree):
             apply(self.tree, path, (self.tree / path).read_bytes())
         warm()
 
-    def judged(self, mutant: Mutant) -> Result:
+    def judge(self, mutant: Mutant) -> Result:
         """Apply a mutant, run its tests, and revert it."""
         began = time.monotonic()
         result = Result(
@@ -910,7 +912,7 @@ def reasons() -> dict[tuple[str, str, str, str], str]:
 
 
 def reason_of(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], str]) -> str:
-    return known.get((row["path"], row["function"], shown(row["before"]), shown(row["after"])), "")
+    return known.get((row["path"], row["function"], abbreviate(row["before"]), abbreviate(row["after"])), "")
 
 
 def is_equivalent(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], str]) -> bool:
@@ -920,14 +922,14 @@ def is_equivalent(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, st
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the page: killed by target, survivors with their reasons."""
+    """Yield the lines of the page: a table of results per target, and one of the survivors with their reasons."""
     rows = [row for row in rows if row["status"] != "invalid"]
     known = reasons()
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         target = next(target for target in TARGETS if row["path"].startswith(target))
         groups["fields of a checkpoint, not restored" if row["operator"] == "not restored" else target].append(row)
-    yield "| changed in | mutants | killed | survived | of these equivalent |"
+    yield "| changed in | mutants | killed | survived | of which equivalent |"
     yield "|---|---|---|---|---|"
     for name, group in [*sorted(groups.items()), ("all", list(rows))]:
         alive = [row for row in group if row["status"] != "killed"]
@@ -940,7 +942,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "| survivor | change | reason |"
         yield "|---|---|---|"
         for row in alive:
-            change = f"{shown(row['before'])} -> {shown(row['after'])}".replace("|", "\\|")
+            change = f"{abbreviate(row['before'])} -> {abbreviate(row['after'])}".replace("|", "\\|")
             why = reason_of(row, known) or f"{row['status']}: no reason known"
             yield f"| {row['path']}, {row['function'] or 'module'} | `{change}` | {why} |"
 
@@ -951,7 +953,8 @@ def run(options: argparse.Namespace) -> int:
     judge = Judge(cache, options.budget)
     judge.chosen = options.tests
     if judge.known.stale:
-        print(f"{len(judge.known.stale)} test files lack a current map, such as {judge.known.stale[0]}: run `collect`")
+        stale = judge.known.stale
+        print(f"{len(stale)} test files, such as {stale[0]}, lack an up-to-date map: run `collect`")
     every = [
         mutant for path in target_files(judge.tree, options.only)
         for mutant in mutants_of(path, (judge.tree / path).read_text())
@@ -973,7 +976,7 @@ def run(options: argparse.Namespace) -> int:
         if done is not None and done["status"] in ("killed", "invalid"):
             rows.append(done)
             continue
-        row = asdict(judge.judged(mutant))
+        row = asdict(judge.judge(mutant))
         rows.append(row)
         row_of_log = [row["status"], row["by"], f"({row['num_tests']} tests, {row['seconds']} s)", str(mutant)]
         print(f"{number}/{len(chosen)} {mutant.key}", *filter(None, row_of_log), flush=True)
@@ -1004,19 +1007,23 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     mapped = verbs.add_parser("collect", help="map statements to tests")
     mapped.add_argument("--only", action="append", default=[], metavar="PATH", help="test files or folders")
-    mapped.add_argument("--slow", action="store_true", help="also the tests marked slow; use another --cache for them")
+    mapped.add_argument("--slow", action="store_true", help="include tests marked slow; use another --cache for them")
     runs = verbs.add_parser("run", help="apply mutants and run tests")
     runs.add_argument("--seed", type=int, default=0)
-    runs.add_argument("--count", type=int, default=140, help="mutants besides those of restored fields")
+    runs.add_argument(
+        "--count", type=int, default=140, help="number of mutants in addition to those of restored fields"
+    )
     runs.add_argument("--only", action="append", default=[], metavar="PATH", help="files or folders to change")
     runs.add_argument("--no-fields", action="store_true", help="leave out the mutants of restored fields")
     runs.add_argument("--operator", help="only mutants of this kind, such as 'not restored'")
     runs.add_argument("--keys", nargs="+", default=[], help="only these mutants, as printed")
     runs.add_argument(
-        "--tests", nargs="+", default=[], help="tests or files of tests to run instead of those of the map"
+        "--tests", nargs="+", default=[], help="tests or test files to run instead of those that the map selects"
     )
-    runs.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds of recorded test time for each")
-    runs.add_argument("--resume", type=Path, metavar="FILE", help="a result: what it lists as killed is not run again")
+    runs.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds of test time per mutant")
+    runs.add_argument(
+        "--resume", type=Path, metavar="FILE", help="a result file: mutants that it lists as killed are not run again"
+    )
     runs.add_argument("--again", action="store_true", help="with --resume: only the mutants of that result")
     runs.add_argument("--least", type=float, default=95.0, metavar="PERCENT", help="share that must be killed")
     runs.add_argument("--out", type=Path, default=Path("mutants.json"))

@@ -1,4 +1,4 @@
-"""Stand-ins for the commands of SLURM: small scripts, which store the state of the cluster in the folder $PLAYED.
+"""Stubs of the SLURM commands: small scripts, which store the state of the cluster in the folder $PLAYED.
 
 sbatch stores the script and runs the jobs of an array one after the other, in the background; each job is a file in
 `queue` until it ends. Files in the folder change what happens:
@@ -10,7 +10,8 @@ interrupt    squeue sends SIGTERM to the command that waits for the jobs
 cancel       squeue removes the job with this name from the queue
 unreachable  squeue fails once while jobs are in the queue
 
-A job of an array leaves the files of a run that `task.act` describes. scripts/test_slurm.sh uses a real SLURM.
+In an array job, srun does not train: it only writes the `run.json` of a run. `task.act` determines how the run ends:
+`fail` (unless $MENDED is set), `killed`, or otherwise success. scripts/test_slurm.sh uses a real SLURM.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ echo "$*" >"$PLAYED/scontrol"
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the commands on the PATH, and make `folder` the current folder and that of the cluster."""
+    """Put the stubs on the PATH; `folder` becomes the working directory and $PLAYED."""
     commands = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}
     for name, text in commands.items():
         file = folder / "bin" / name

@@ -59,7 +59,7 @@ def handlers() -> list[Any]:
 
 
 def files_of(directory: Path) -> set[str]:
-    """Return what training wrote; another test may have evaluated the run that tests share."""
+    """Return the files that training wrote, without the evaluations of the shared run by other tests."""
     files = {file.relative_to(directory) for file in directory.rglob("*")}
     return {str(file) for file in files if file.parts[0] != "evaluations"}
 
@@ -77,7 +77,7 @@ def test_a_run_from_python_equals_a_run_of_the_command_bit_for_bit(run: Run, fol
     assert files_of(folder / "first") == files_of(folder / "typed")
 
 
-def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) -> None:
+def test_properties_of_a_run_agree_with_its_files(run: Run, folder: Path) -> None:
     assert run.state == "finished"
     losses = {row["update"]: row["val/loss"] for row in run.history() if "val/loss" in row}
     assert list(losses) == [2, 4, 6]
@@ -97,8 +97,8 @@ def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) 
 
 
 @pytest.mark.slow
-def test_opening_a_model_changes_neither_random_numbers_nor_the_environment(run: Run, folder: Path) -> None:
-    """In a new process, because modules may draw random numbers when they are imported."""
+def test_loading_a_model_changes_neither_random_states_nor_the_environment(run: Run, folder: Path) -> None:
+    """This test needs a new process, because modules may draw random numbers when they are imported."""
     program = (
         "import os, random; from runner import open_run\n"
         "def state(): return random.getstate(), dict(os.environ)\n"
@@ -139,7 +139,7 @@ def test_an_error_in_the_task_is_raised_with_file_and_line(tmp_path: Path) -> No
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_open_run_lists_newer_runs_without_updates(tmp_path: Path) -> None:
+def test_open_run_warns_about_newer_runs_that_it_skips(tmp_path: Path) -> None:
     for name, files in (("first", ("run.json", "metrics.jsonl")), ("broken", ("run.json",))):
         (tmp_path / name).mkdir()
         for file in files:
@@ -177,10 +177,10 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
     assert not err
 
 
-def test_output_reaches_a_file_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program whose output is redirected to a file would otherwise show the progress of a run in blocks of 8 KB.
+def test_output_of_a_command_is_flushed_to_a_redirected_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flushing, the progress of a run would appear in a file in blocks of 8 KB.
 
-    In a new interpreter, as for users.
+    The command runs in a new interpreter, as it does for users.
     """
     monkeypatch.setattr(command_process, "subprocess", subprocess)
     with (tmp_path / "log").open("w") as log:
@@ -189,7 +189,7 @@ def test_output_reaches_a_file_before_the_command_ends(tmp_path: Path, monkeypat
         assert (tmp_path / "log").read_text().strip()
 
 
-def test_output_may_be_replaced_by_an_object_that_can_only_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_may_be_replaced_by_an_object_that_only_has_write(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
     assert command_process.run_command(["--help"]).code == 0
@@ -238,7 +238,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_an_optuna_study_trains_one_run_per_trial(tmp_path: Path, server: ForkServer) -> None:
-    optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
+    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def objective(trial: Any) -> float:
@@ -304,7 +304,7 @@ def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_keyword_values_become_overrides_that_compose_to_the_same_values(tmp_path: Path) -> None:
+def test_overrides_built_from_keywords_give_the_same_values(tmp_path: Path) -> None:
     from runner.api import build_argv
     from runner.config.configuration import compose
     from runner.config.request import Request
@@ -379,7 +379,7 @@ def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path, server: Fork
 
 
 def reply_to(client: Any, request: str) -> dict[str, Any]:
-    """Return the reply of a kernel to a request."""
+    """Return the reply of a Jupyter kernel to a request."""
     while (message := client.get_shell_msg(timeout=300))["parent_header"]["msg_id"] != request:
         pass
     content: dict[str, Any] = message["content"]
@@ -387,7 +387,7 @@ def reply_to(client: Any, request: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_stop_button_of_a_notebook_saves_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_stopped_by_the_button_of_a_notebook_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     words = tuple(word for word in WORDS if not word.startswith("updates="))
@@ -413,7 +413,7 @@ def test_the_stop_button_of_a_notebook_saves_the_run_which_can_be_resumed(tmp_pa
     assert open_run("cell", output_root=tmp_path / "outputs").state == "finished"
 
 
-def test_metrics_include_only_those_of_the_last_evaluation(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_last_evaluation(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "first")
     rows = [
         {"update": 2, "val/loss": 3.0, "val/accuracy": 0.5},
@@ -447,7 +447,7 @@ class Points(Task):
 """
 
 
-def test_opening_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points.py").write_text(POINTS)
     run = train("--task", Path("points.py"), "backend.threads=1", updates=1, device="cpu", monitor="off", run="r")
@@ -463,10 +463,10 @@ def test_opening_a_model_restores_the_state_of_the_process(tmp_path: Path, monke
     assert len(folders) == len(set(folders))
 
 
-def test_opening_a_model_keeps_modules_that_the_program_imported(
+def test_loading_a_model_keeps_modules_that_the_program_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing a module again would create new classes, to which existing objects of the program do not belong."""
+    """Importing a module again would create new classes, of which the program's existing objects are not instances."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "points_to_keep.py").write_text(POINTS)
     (tmp_path / "tools_of_program.py").write_text("class Result: pass\n")
@@ -488,21 +488,24 @@ def test_a_run_can_be_used_after_the_working_directory_changes(
         assert torch.equal(next(other.model().parameters()), next(run.model().parameters()))
 
 
-def test_open_run_accepts_paths_and_train_refuses_other_types(run: Run, folder: Path) -> None:
+def test_open_run_accepts_a_path(run: Run, folder: Path) -> None:
     assert open_run(folder / "first").path == run.path
+
+
+def test_train_rejects_positional_arguments_that_are_neither_strings_nor_paths() -> None:
     for wrong in ({"updates": 3}, 3, None):
         with pytest.raises(ConfigError, match="updates=200"):
             train(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [{1}, object(), Run, np.longdouble(0.5)])
-def test_values_that_cannot_be_written_as_overrides_are_refused(value: object) -> None:
+def test_values_that_cannot_be_written_as_overrides_are_rejected(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         train(max_grad_norm=value)
     assert [problem.where for problem in caught.value.problems] == ["max_grad_norm"]
 
 
-def test_train_refuses_a_run_as_positional_argument(run: Run) -> None:
+def test_train_rejects_a_run_as_a_positional_argument(run: Run) -> None:
     with pytest.raises(ConfigError):
         train(run, updates=4)
 
@@ -514,7 +517,7 @@ def test_a_task_file_may_open_a_run_when_it_is_imported(run: Run, tmp_path: Path
     assert train(*WORDS[2:], "updates=1", task=file, output_root=tmp_path).state == "finished"
 
 
-def test_a_task_object_is_refused() -> None:
+def test_a_task_object_is_rejected() -> None:
     for task in (runner.Task(), runner.Task):
         with pytest.raises(ConfigError) as caught:
             train(task=task)
@@ -529,7 +532,7 @@ def test_a_task_object_is_refused() -> None:
         (OmegaConf.create([1, 2]), [1, 2]), (torch.tensor(3), 3), (np.bool_(True), True),
     ],
 )  # fmt: skip
-def test_keyword_strings_and_arrays_keep_their_type(given: Any, expected: object) -> None:
+def test_keyword_strings_stay_strings_and_arrays_become_plain_values(given: Any, expected: object) -> None:
     from runner.api import build_argv
     from runner.config.override_grammar import parse_override
 
@@ -550,7 +553,7 @@ def test_functions_accept_a_run_instead_of_its_name(run: Run, tmp_path: Path, mo
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("call", ["train(task=__file__)", "evaluate('last')"], ids=["train", "evaluate"])
-def test_a_task_file_that_trains_or_evaluates_itself_when_imported_is_refused(call: str, tmp_path: Path) -> None:
+def test_a_task_file_that_trains_or_evaluates_itself_when_imported_is_rejected(call: str, tmp_path: Path) -> None:
     file = tmp_path / "trains_itself.py"
     again = "import os\nassert not os.environ.get('AGAIN')\nos.environ['AGAIN'] = '1'\n"
     calls = f"from runner.api import evaluate, train\n{call}\n"

@@ -63,7 +63,7 @@ def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 @pytest.mark.slow
-def test_outcomes_and_failure_texts_of_worker_tests_reach_the_session(session: Any) -> None:
+def test_the_session_reports_outcomes_and_errors_of_tests_in_workers(session: Any) -> None:
     outcomes = {name: outcome for name, (outcome, _) in session.found.items()}
     assert outcomes["test_good.py::test_one"] == outcomes["test_good.py::test_two"] == "passed"
     assert outcomes["test_bad.py::test_fails"] == "failed"
@@ -74,7 +74,7 @@ def test_outcomes_and_failure_texts_of_worker_tests_reach_the_session(session: A
 
 
 @pytest.mark.slow
-def test_a_test_that_kills_its_process_fails_and_the_other_files_run(session: Any) -> None:
+def test_if_a_test_kills_its_process_it_fails_and_other_files_still_run(session: Any) -> None:
     outcome, text = session.found["test_dies.py::test_dies"]
     assert outcome == "failed"
     assert "code 3" in text

@@ -1,4 +1,4 @@
-"""`accel-run evaluate`: compute the metrics of a trained run on a split."""
+"""`accel-run evaluate`: evaluate a checkpoint of a run, or a weights file, on a split."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from runner.commands.arguments import (
 HELP = f"""usage: accel-run evaluate [last|NAME|DIR] [split=val] [checkpoint=best|last|N] [key=value ...] [--json]
        accel-run evaluate weights=FILE [split=val] [key=value ...] [--json]
 
-Computes the task's metrics on a split with a trained run, or with given weights, on all devices and ranks that
-training uses. On the val split, the metrics equal those of the evaluation during training. They are also saved in
-evaluations/SPLIT-CHECKPOINT.json of the run directory.
+Evaluates a checkpoint of a run, or a weights file, on one split, using the same devices and ranks as training. On the
+val split, the metrics equal those of the evaluation during training. They are also saved in the run directory, in
+evaluations/SPLIT-CHECKPOINT.json.
 
-  last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
+  last, NAME or DIR            the most recent run (default), the name of a run, or its folder; run=NAME also works
   split=val                    the split: train, val, test, or one that the task declares in `splits`
 {CHECKPOINT_HELP}
   weights=FILE                 evaluate these weights instead of a run; run=NAME names the results folder
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     from runner.durable.directory import is_safe_path
 
     if "/" in keys["split"] or not is_safe_path(keys["split"]):
-        what = "must be a name of letters, digits, '.', '_' and '-'"
+        what = "must consist of letters, digits, '.', '_' and '-'"
         raise ConfigError(Problem(what, f"split={keys['split']}", "use split=test"))
     from runner.host.output import stdout_to_stderr
     from runner.launch.trained_ranks import start_evaluation

@@ -37,7 +37,7 @@ class PhaseKeys:
     keys: Keys
 
     def tuned_option(self, group: str, run_options: Mapping[str, str]) -> str:
-        """Return the option of the group to which the declared values apply."""
+        """Return the option, within the group, that the declared values are for."""
         return str(self.declared.settings.get(group, run_options[group]))
 
     def has_key(self, name: str) -> bool:
@@ -55,7 +55,7 @@ class PhaseKeys:
         }
 
     def is_for_other_option(self, name: str, tuned: Mapping[str, str]) -> bool:
-        """Return whether the declared value of a key is for another option than the one in use."""
+        """Return whether the declared value of a key is for an option other than the one in use."""
         group = name.partition(".")[0]
         is_of_option = self.declared.kind == "train" and group in PHASE_GROUPS and name != group
         return is_of_option and self.options[group] != self.tuned_option(group, tuned)
@@ -69,7 +69,7 @@ class Schema:
                    a shipped one
     tuned_options  group -> option for which the task's values were tuned
     phases         the task's phases
-    command_keys   keys and flags of the command besides settings
+    command_keys   keys and flags of the command that are not settings
     task_file      the user's task file, which may define options
     """
 
@@ -140,7 +140,7 @@ def build_schema(
 
 
 def settings_for_auto(settings: Mapping[str, Any], schema: Schema, problems: list[Problem]) -> dict[str, Any]:
-    """Return the task's values for options that the plan may choose where `auto` is selected."""
+    """Return the task's values that apply only if the plan chooses a certain option for a group set to `auto`."""
     result = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -154,7 +154,7 @@ def settings_for_auto(settings: Mapping[str, Any], schema: Schema, problems: lis
 
 
 def explain_unused(key: str, choices: Mapping[str, str], schema: Schema) -> str:
-    """Return why a task's value does not apply: it was tuned for another option. Return "" if it applies."""
+    """Return why a task's value does not apply to the chosen option, or "" if it applies."""
     group, _, name = key.partition(".")
     if group not in AXES or not name:
         return ""
@@ -163,11 +163,11 @@ def explain_unused(key: str, choices: Mapping[str, str], schema: Schema) -> str:
     tuned = schema.tuned_options[group]
     signature = schema.signature(group, tuned)
     is_for_tuned = signature is not None and name.partition(".")[0] in signature.keys
-    return f"it is for {group}={tuned}" if is_for_tuned and choices[group] != tuned else ""
+    return f"it applies only to {group}={tuned}" if is_for_tuned and choices[group] != tuned else ""
 
 
 def check_phases(schema: Schema, problems: list[Problem]) -> list[str]:
-    """Report unknown keys of the declared phases; return a note for each value that is for another option."""
+    """Report unknown keys of the declared phases; return a note for each value that is not for the option in use."""
     notes = []
     for phase in schema.phases:
         declared = phase.declared
@@ -176,15 +176,15 @@ def check_phases(schema: Schema, problems: list[Problem]) -> list[str]:
                 group = name.partition(".")[0]
                 assignment = f"{declared.key(name)}={format_value(value)}"
                 option = phase.tuned_option(group, schema.tuned_options)
-                notes.append(f"{assignment} of the task is not used: it is for {group}={option}")
+                notes.append(f"the task's {assignment} is not used: it applies only to {group}={option}")
             elif not phase.has_key(name):
-                what = f"unknown key of a phase of kind {declared.kind}"
+                what = f"unknown key for a phase of kind {declared.kind}"
                 problems.append(Problem(what, f"PHASES[{declared.name!r}][{name!r}]", did_you_mean(name, phase.keys)))
     return notes
 
 
 def unknown_key_problem(key: str, argument: str, schema: Schema) -> Problem:
-    """Return the problem of an unknown key, with the key that was probably meant."""
+    """Return the error for an unknown key, with a suggestion of the intended key."""
     value = to_one_line(argument.partition("=")[2], MAX_SHOWN)
     group, _, name = key.partition(".")
     is_option_key = group in AXES and name
@@ -214,5 +214,5 @@ def _find_function(group: str, option: str, content: Mapping[str, Any], request:
     ]
     if function in available:
         return function
-    what = f"must name the option that it is a variant of, such as `option: {available[-1]}`"
+    what = f"must name the option of which it is a variant, such as `option: {available[-1]}`"
     return Problem(what, f"{group}/{option}.yaml", did_you_mean(function, available))

@@ -227,7 +227,7 @@ def find_unused_keys(chosen: Merged, profile: str, schema: Schema, folder: Path 
             current = chosen[group].value
             source = f"profile {profile}" if rank == Rank.PROFILE else str(find_config_file("", "config", folder))
             if selected.get(group, current) != current:
-                reasons[key] = f"{source} is not used: it is for {group}={selected[group]}"
+                reasons[key] = f"{source} is not used: it applies only to {group}={selected[group]}"
             elif schema.canonical_key(key) not in schema.keys and schema.option_with_key(group, name):
                 reasons[key] = f"{source} is not used: {group}={current} has no such key"
     return reasons
@@ -267,7 +267,7 @@ def task_file_settings(
     for key, value in values.items():
         reason = "" if key in for_auto else explain_unused(key, choices, schema)
         if reason:
-            notes.append(f"{key}={format_value(value)} of the task is not used: {reason}")
+            notes.append(f"the task's {key}={format_value(value)} is not used: {reason}")
         elif key not in for_auto and key not in GROUPS:  # options that a task may not select are reported elsewhere
             setting = Setting(key, value, Rank.TASK, task.label, f"SETTINGS[{key!r}]")
             settings += expand_setting(setting, schema, problems)
@@ -414,7 +414,7 @@ def unused_setting_notes(settings: Iterable[Setting], run: Merged, schema: Schem
         assignment = f"{setting.key}={format_value(setting.value)}"
         winner, group = run.get(setting.key, setting), setting.key.partition(".")[0]
         if setting.rank == Rank.TASK and winner.rank in (Rank.FOLDER_OPTION, Rank.PROFILE):
-            yield f"{assignment} of the task is not used: {winner.file or winner.source} sets it"
+            yield f"the task's {assignment} is not used: {winner.file or winner.source} sets it"
         for phase in schema.phases if setting.rank == Rank.COMMAND_LINE and group in PHASE_GROUPS else ():
             if phase.declared.kind == "train" and phase.options[group] != schema.functions[group]:
                 option = phase.options[group]

@@ -36,7 +36,9 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
     for argument in _read_assignments(request, problems):
         if len(problems) >= MAX_PARSE_PROBLEMS:
             what = "this and later arguments were not parsed, because too many earlier ones are invalid"
-            problems.append(Problem(what, argument, "fix the earlier arguments first; put many settings into a file"))
+            problems.append(
+                Problem(what, argument, "fix the earlier arguments first; put long lists of settings into a file")
+            )
             break
         # Rejected here, because the parser would take seconds.
         if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:

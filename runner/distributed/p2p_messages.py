@@ -1,4 +1,4 @@
-"""Send tensors, in nested tuples, lists and mappings, to ranks that do not know their number and shapes.
+"""Send nested tuples, lists and mappings of tensors to ranks that do not know the number or shapes of the tensors.
 
 send_object_list of torch.distributed is not used: its receiver unpickles, and so executes, what another process sends.
 """
@@ -19,16 +19,16 @@ from runner.distributed.world import World
 from runner.tensors.bitwise import view_bytes
 
 
-class SendFailed(NamedTuple):
-    """Sent instead of a value that could not be computed."""
+class RemoteFailure(NamedTuple):
+    """Sent instead of a value that could not be computed or sent; `text` describes the error."""
 
     text: str
 
 
 def send(value: Any, rank: int, world: World, device: torch.device) -> None:
     """Send a value to a rank, which must call `receive`. Tensors are moved to `device` first."""
-    head, tensors = _pack(value)
-    for message in (torch.tensor([len(head)]), head, *(view_bytes(tensor.to(device)) for tensor in tensors)):
+    header, tensors = _pack(value)
+    for message in (torch.tensor([len(header)]), header, *(view_bytes(tensor.to(device)) for tensor in tensors)):
         dist.send(message, group=world.group, group_dst=rank)
 
 
@@ -36,9 +36,9 @@ def receive(rank: int, world: World, device: torch.device) -> Any:
     """Receive a value from a rank, with its tensors on `device`."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, group=world.group, group_src=rank)
-    head = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(head, group=world.group, group_src=rank)
-    tensors, structure = _allocate(head, device)
+    header = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(header, group=world.group, group_src=rank)
+    tensors, structure = _allocate(header, device)
     for tensor in tensors:
         dist.recv(view_bytes(tensor), group=world.group, group_src=rank)
     return _unpack(structure, tensors)
@@ -46,16 +46,16 @@ def receive(rank: int, world: World, device: torch.device) -> Any:
 
 def broadcast(value: Any, source: int, world: World) -> Any:
     """Return the value of rank `source` on all ranks; values of other ranks are ignored."""
-    head, tensors = _pack(value if world.rank == source else None)
-    size = torch.tensor([len(head)])
+    header, tensors = _pack(value if world.rank == source else None)
+    size = torch.tensor([len(header)])
     world.broadcast_tensor(size, source)
-    head = head if world.rank == source else torch.empty(int(size), dtype=torch.uint8)
-    world.broadcast_tensor(head, source)
+    header = header if world.rank == source else torch.empty(int(size), dtype=torch.uint8)
+    world.broadcast_tensor(header, source)
     if world.rank == source:
         for tensor in tensors:
             world.broadcast_tensor(view_bytes(tensor.to(world.device)), source)
         return value
-    tensors, structure = _allocate(head, world.device)
+    tensors, structure = _allocate(header, world.device)
     for tensor in tensors:
         world.broadcast_tensor(view_bytes(tensor), source)
     return _unpack(structure, tensors)
@@ -78,7 +78,7 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
     if isinstance(value, Tensor):
         tensors.append(value.detach().contiguous())
         return ["tensor", len(tensors) - 1]
-    if isinstance(value, SendFailed):
+    if isinstance(value, RemoteFailure):
         return ["failed", value.text]
     if type(value) is tuple or type(value) is list:
         return [type(value).__name__, [_structure(part, tensors) for part in value]]
@@ -93,8 +93,8 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
     )
 
 
-def _allocate(head: Tensor, device: torch.device) -> tuple[list[Tensor], list[Any]]:
-    structure, shapes = json.loads(head.numpy().tobytes())
+def _allocate(header: Tensor, device: torch.device) -> tuple[list[Tensor], list[Any]]:
+    structure, shapes = json.loads(header.numpy().tobytes())
     return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in shapes], structure
 
 
@@ -103,7 +103,7 @@ def _unpack(structure: list[Any], tensors: list[Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "failed":
-        return SendFailed(content)
+        return RemoteFailure(content)
     if kind == "dict":
         return {key: _unpack(part, tensors) for key, part in content.items()}
     if kind == "plain":

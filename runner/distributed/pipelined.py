@@ -445,11 +445,11 @@ class Pipelined(Parallel):
             catch_exception(lambda: p2p_messages.check_sendable(outputs[0])) if outputs else None
         )
         text = text or (None if failure is None else format_error_line(failure))
-        shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
+        shared = p2p_messages.RemoteFailure(text) if text is not None else (outputs[0] if outputs else None)
         output = p2p_messages.broadcast(shared, self.num_stages - 1, self.pipeline)
         if failure is not None:
             raise failure
-        if isinstance(output, p2p_messages.SendFailed):
+        if isinstance(output, p2p_messages.RemoteFailure):
             raise RankLost(output.text, where=WHERE)
         return output
 

@@ -285,7 +285,7 @@ def run_stage(
     value: Any = ()
     if stage.number:
         value = p2p_messages.receive(stage.number - 1, world, world.device)
-        if isinstance(value, p2p_messages.SendFailed):
+        if isinstance(value, p2p_messages.RemoteFailure):
             failure, value = RankLost(value.text, where="parallelism=pipeline"), ()
     shapes = Shapes.describe(value)
     if failure is None:
@@ -306,7 +306,7 @@ def run_stage(
         except Exception as error:  # of any type, because the other ranks must be informed
             failure = error
     if not stage.is_last:
-        sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
+        sent = value if failure is None else p2p_messages.RemoteFailure(format_error_line(failure))
         p2p_messages.send(sent, stage.number + 1, world, world.device)
     return PassOutcome(failure, shapes)
 

@@ -1,10 +1,11 @@
 """Cache the outputs of operations on fake tensors by the shapes of their inputs.
 
 A model repeats few distinct operations many times: one pass of a ResNet-50 with a transformer runs 27,000 operations,
-of which fewer than 2,000 differ. torch has such a cache, too (`FakeTensorMode.cache`), but computing a key takes about
-0.2 ms, which adds up to most of the time of a trace. Here, a key contains only what differs between tensors of one CPU
-trace, and an entry also contains the cost of the operation. torch's cache is off, because a new entry takes as long as
-the operation; operations into which torch decomposes others have a separate cache, without costs.
+of which fewer than 2,000 are distinct. torch has such a cache, too (`FakeTensorMode.cache`), but computing a key takes
+about 0.2 ms, which adds up to most of the time of a trace. Here, a key contains only what differs between tensors of
+one CPU trace, and an entry also contains the cost of the operation. torch's cache is off, because adding an entry takes
+as long as running the operation. Operations that result from torch's decompositions are cached separately, without
+costs.
 
 Source: torch/_subclasses/fake_tensor.py of torch 2.13, `_validate_cache_key` and `_get_output_tensor_from_cache_entry`.
 """
@@ -108,7 +109,7 @@ class OutputCache:
             return inputs[output.returned_input]
         empty = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         if output.viewed_input >= 0:
-            # As torch does: in this context, fake tensors report the meta device, on which their storage is.
+            # As in torch: in this context, fake tensors report the device of their storage, which is meta.
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
         fake = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
@@ -118,9 +119,9 @@ class OutputCache:
 
 
 class CachingFakeMode(FakeTensorMode):
-    """A mode that computes fake tensors, and caches the operations into which torch decomposes other operations.
+    """A mode that computes fake tensors, and caches the operations that result from torch's decompositions.
 
-    Gradients of a group norm, for example, consist of fifty operations.
+    The backward pass of a group norm, for example, is decomposed into fifty operations.
     """
 
     def __init__(self) -> None:

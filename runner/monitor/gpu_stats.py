@@ -192,7 +192,7 @@ def _resolve_devices(devices: Iterable[int | str] | int | str) -> list[str]:
     if not chosen or len(set(chosen)) < len(requested):
         available = ", ".join(f"{index} ({uuid})" for index, uuid in uuids.items())
         why_not = f": {nvml.why_not}" if nvml.why_not else ""
-        what = f"must name different GPUs, but is {requested}; available: {available or f'no GPU{why_not}'}"
+        what = f"must name available GPUs, each once, but is {requested}; available: {available or f'no GPU{why_not}'}"
         raise ConfigError(Problem(what, where="devices", fix="use None for all visible GPUs"))
     return chosen
 

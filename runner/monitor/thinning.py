@@ -20,14 +20,14 @@ MAX_GROUPS = 1 << 12  # several per pixel of a chart
 
 @dataclass(frozen=True)
 class ThinnedSamples(MachineSamples):
-    """Groups of consecutive samples of a phase, without a gap between them; `values` are means.
+    """Groups of consecutive samples, with no gap or phase change within a group; `values` are means over each group.
 
-    times_s and spans_s are those of the first sample of a group.
+    times_s and spans_s are those of the first sample of each group.
 
-    ends_s  (G,) times of the last samples
-    counts  (G,) numbers of samples
-    ranges  metric -> (3, G) number of readings, the lowest and the highest; NaN without a reading
-    summary  of all samples, if they were read from a file
+    ends_s   (G,) time of the last sample
+    counts   (G,) number of samples
+    ranges   metric -> (3, G) number of readings, lowest and highest reading; 0, NaN and NaN if there are none
+    summary  summary of all samples, if they were read from a file
     """
 
     ends_s: Floats = field(default_factory=lambda: np.empty(0))
@@ -54,9 +54,9 @@ class ThinnedSamples(MachineSamples):
 
 
 def read_thinned(path: Path, metrics: Collection[str]) -> ThinnedSamples:
-    """Return the samples of a gpu.csv in about MAX_GROUPS groups, or more if there are more gaps and phase changes.
+    """Return the samples of a gpu.csv in about MAX_GROUPS groups, or more if gaps and phase changes require it.
 
-    The memory does not depend on the size of the file. Raises as `read_samples` does.
+    The memory usage does not depend on the size of the file. Raises the same errors as `read_samples`.
     """
     with open_reader(path, metrics) as reader:
         return _thin(reader)
@@ -70,7 +70,7 @@ def _thin(reader: SampleReader) -> ThinnedSamples:
         parts.append(_merge(as_groups(piece), size))
         if (num := sum(map(len, parts))) > limit:
             merged = _merge(_join(parts), 2)
-            if len(merged) > 0.75 * num:  # most groups lie between two gaps and cannot be merged
+            if len(merged) > 0.75 * num:  # most neighbors are separated by a gap or a phase change
                 limit = 2 * num
             else:
                 size, parts = min(2 * size, PIECE_SAMPLES), [merged]
@@ -86,7 +86,7 @@ def _thin(reader: SampleReader) -> ThinnedSamples:
 
 
 def as_groups(samples: MachineSamples) -> ThinnedSamples:
-    """Return a group per sample; samples in groups are returned as they are."""
+    """Return one group per sample; samples that are already grouped are returned unchanged."""
     if isinstance(samples, ThinnedSamples):
         return samples
     ranges = {name: np.stack([np.isfinite(column), column, column]) for name, column in samples.values.items()}
@@ -97,7 +97,7 @@ def as_groups(samples: MachineSamples) -> ThinnedSamples:
 
 
 def _merge(groups: ThinnedSamples, size: int) -> ThinnedSamples:
-    """Merge every `size` consecutive groups, but not across gaps and changes of the phase."""
+    """Merge every `size` consecutive groups, but not across a gap or a phase change."""
     if size == 1 or not len(groups):
         return groups
     phases = np.array(groups.phases, dtype=object)

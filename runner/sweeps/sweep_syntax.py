@@ -227,7 +227,9 @@ def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> 
     if kind == "INTERVAL_SWEEP":
         low, high, is_log = float(value.start), float(value.end), "log" in tags
         if not (math.isfinite(low) and math.isfinite(high)):
-            problems.append(Problem("has no end", text, "give both limits, for example interval(0,1)"))
+            problems.append(
+                Problem("must have finite limits", text, "use interval(LOW,HIGH), for example interval(0,1)")
+            )
         elif low >= high:
             problems.append(Problem("must start below its end", text, f"use interval({high:g},{low:g})"))
         elif is_log and low <= 0:

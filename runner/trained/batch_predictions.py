@@ -200,7 +200,7 @@ def _format_columns(returned: Any, num_samples: int) -> dict[str, list[str]]:
         array = _to_array(values)
         if array is None or array.ndim not in (1, 2):
             what = f"column {name} must contain a number, a string or a vector per sample, but is {_describe(values)}"
-            raise ValueError(f"{what}; write other results in predict()")
+            raise ValueError(f"{what}; for other kinds of results, define predict()")
         if len(array) != num_samples:
             what = f"column {name} has {len(array)} values, but the batch has {num_samples} samples"
             raise ValueError(f"{what}, all of which collate must keep")

@@ -1,9 +1,10 @@
-"""Measure overhead and speedup of several ranks on this machine: two forked ranks over gloo.
+"""Measure the overhead and the speedup of training on two forked ranks with gloo on this machine.
 
-step  an update of gpt tiny on 2 equal ranks, against a handwritten loop with DistributedDataParallel
-small the same with an MLP 64-64-10, whose update takes less time than the messages between the ranks
-shard the same as step with parallelism=fsdp, against a handwritten loop with torch's fully_shard
-slow  one rank is 2 and 3 times slower: equal shares, a proportional split and measured shares, against the optimum
+step   an update of gpt tiny on 2 equal ranks, compared with a handwritten loop with DistributedDataParallel
+small  as step, but with a 64-64-10 MLP, whose update takes less time than the messages between the ranks
+shard  as step, but with parallelism=fsdp, compared with a handwritten loop with torch's fully_shard
+slow   one rank is slowed down by a factor of 2, then 3: equal shares, fixed shares in proportion to speed, and
+       parallelism.shares=speed, compared with the optimum
 
 Run: python scripts/measure/ranks.py step --rounds 20
 """
@@ -54,7 +55,7 @@ def build(context: Context, *, factor: float = 1.0, ms_per_sample: float = 1.0) 
 
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
-    """Run `function(world)` on two forked ranks of one thread; return the result of rank 0."""
+    """Run `function(world)` on two forked, single-threaded ranks; return the result of rank 0."""
     from runner.tools.measure.forked_ranks import run_on_forked_ranks
 
     def on_one_thread(world: Any) -> Any:
@@ -64,7 +65,7 @@ def on_two_ranks(function: Callable[[Any], Any]) -> Any:
     return run_on_forked_ranks(on_one_thread, 2)
 
 
-def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
+def open_on_rank(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     """Open a run on this rank, silently, in a separate folder."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
@@ -81,7 +82,7 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
 
 
 def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
-    """Run some updates; return their mean milliseconds."""
+    """Run some updates; return their mean time in milliseconds."""
     began = time.perf_counter()
     for _ in range(number):
         next(updates)
@@ -99,7 +100,7 @@ def step(arguments: argparse.Namespace) -> float:
 
 
 def small(arguments: argparse.Namespace) -> float:
-    """Measure an update of a small MLP, read in batches and with a fused optimizer on both sides."""
+    """Measure an update of a small MLP. Both loops read the data in batches and use a fused optimizer."""
 
     def hand(total: int, share: int) -> Iterator[Any]:
         wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
@@ -130,27 +131,29 @@ def compare(
     task: str = "",
     by: str = "DistributedDataParallel",
 ) -> float:
-    """Print both times of an update and their ratio; in the handwritten loop, both ranks train on the same samples.
+    """Print the update times of accel-run and of the handwritten loop, and their ratio.
+
+    In the handwritten loop, both ranks train on the same samples.
 
     hand  returns the updates of the handwritten loop, given (total updates, samples per rank)
-    by    the class or function of torch that the handwritten loop uses
+    by    the torch class or function that the handwritten loop uses
     """
 
-    def both(world: Any) -> dict[str, list[float]]:
+    def time_both_loops(world: Any) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {"hand": [], "ours": []}
         with ExitStack() as stack:
             total = (arguments.rounds + 2) * arguments.block
-            ours = phase(world, stack, *words, f"updates={total}", task=task).updates()
+            ours = open_on_rank(world, stack, *words, f"updates={total}", task=task).updates()
             loops: dict[str, Iterator[Any]] = {"hand": hand(total, BATCH // world.world_size), "ours": ours}
             for round_ in range(arguments.rounds + 1):
                 for name in sorted(loops, reverse=bool(round_ % 2)):
                     dist.barrier()
                     spent = measure_ms_per_update(loops[name], arguments.block)
-                    if round_:  # the first warms up
+                    if round_:  # the first round is a warm-up
                         times[name].append(spent)
         return times
 
-    times = on_two_ranks(both)
+    times = on_two_ranks(time_both_loops)
     ratios = sorted(ours / hand for ours, hand in zip(times["ours"], times["hand"], strict=True))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     for name, spent in times.items():
@@ -162,24 +165,28 @@ def compare(
 
 
 def per_sample_ms(world: Any) -> float:
-    """Return the milliseconds per sample of gpt tiny on a rank while both are busy."""
+    """Return the time per sample of gpt tiny, in milliseconds, on a rank while both ranks are busy."""
     with ExitStack() as stack:
-        opened = phase(world, stack, "task.size=tiny", "updates=100", "precision=fp32", "parallelism=ddp")
+        opened = open_on_rank(world, stack, "task.size=tiny", "updates=100", "precision=fp32", "parallelism=ddp")
         updates = opened.updates()
         measure_ms_per_update(updates, 10)
         spent = measure_ms_per_update(updates, 30) / (BATCH / 2)
     return float(world.broadcast(spent))
 
 
-def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
-    """Train with one slow rank; return the final milliseconds of an update, and the lines fitted to rank times."""
+def train_with_slow_rank(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
+    """Train with one slow rank, and measure after `updates` updates, when the shares no longer change.
+
+    Return the shares, the milliseconds per update (`ms`) and per exchange between the ranks (`exchange_ms`), and each
+    rank's fitted time model (`lines`: fixed time and time per sample).
+    """
     from runner.engine.hooks.rank_sync import RankSync
 
     with ExitStack() as stack:
         words = [f"task.{key}={value}" for key, value in options.items()]
-        opened = phase(world, stack, f"updates={updates + 200}", f"parallelism.shares={shares}", "precision=fp32",
-                       "parallelism=ddp",
-                       "scheduler=constant", "log_every=10000", *words, task=SLOW_TASK)  # fmt: skip
+        words += [f"updates={updates + 200}", f"parallelism.shares={shares}", "precision=fp32", "parallelism=ddp"]
+        words += ["scheduler=constant", "log_every=10000"]
+        opened = open_on_rank(world, stack, *words, task=SLOW_TASK)
         made, sync = opened.updates(), opened.hook(RankSync)
         measure_ms_per_update(made, updates)
         blocks, exchanges = [], []
@@ -196,7 +203,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 
 def optimum_ms(lines: list[list[float]]) -> float:
-    """Return the minimum milliseconds per update of ranks with these fitted lines, without communication."""
+    """Return the minimum time per update in milliseconds for these fitted time models, without communication."""
     from runner.workload.share_solver import RankTiming, fastest_shares, slowest_seconds
 
     known = [RankTiming(*line) for line in lines]
@@ -204,7 +211,7 @@ def optimum_ms(lines: list[list[float]]) -> float:
 
 
 def slow(arguments: argparse.Namespace) -> float:
-    """Print the speedup of different shares with a rank that is 2 and 3 times slower; return the worst ratio."""
+    """Print the speedup of different shares with one rank slowed down by 2, then 3; return the worst ratio."""
     cost = on_two_ranks(per_sample_ms)
     print(f"a sample takes {cost:.2f} ms on each of two ranks")
     worst = 0.0
@@ -212,7 +219,7 @@ def slow(arguments: argparse.Namespace) -> float:
         options = {"factor": factor, "ms_per_sample": round(cost, 3)}
         fast_share = round(BATCH * factor / (factor + 1))
         found = {
-            name: on_two_ranks(partial(settled, shares=shares, updates=80, **options))
+            name: on_two_ranks(partial(train_with_slow_rank, shares=shares, updates=80, **options))
             for name, shares in (
                 ("equal", "equal"), ("proportional", f"[{fast_share},{BATCH - fast_share}]"), ("speed", "speed"),
             )
@@ -224,24 +231,24 @@ def slow(arguments: argparse.Namespace) -> float:
         for name, result in found.items():
             print(f"  {name:<13} {result['ms']:7.1f} ms per update, shares {result['shares']},"
                   f" {found['equal']['ms'] / result['ms']:.2f} times as fast as equal,"
-                  f" {result['ms'] / best:.3f} of the best")  # fmt: skip
+                  f" {result['ms'] / best:.3f} times the optimum")  # fmt: skip
         worst = max(worst, found["speed"]["ms"] / best)
     return worst
 
 
 def main() -> int:
-    """Print the measurement; exit 1 if its figure is above the limit."""
+    """Print the measurement; exit with status 1 if the ratio exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("step", "small", "shard", "slow"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=None, help="maximum of the figure; exit 1 above")
+    parser.add_argument("--limit", type=float, default=None, help="exit with status 1 if the ratio exceeds this limit")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"torch {torch.__version__}, 2 ranks of 1 thread over gloo, {time.strftime('%Y-%m-%d')}")
-    figure = {"step": step, "small": small, "shard": shard, "slow": slow}[arguments.what](arguments)
-    return int(arguments.limit is not None and figure > arguments.limit)
+    print(f"torch {torch.__version__}, 2 single-threaded ranks over gloo, {time.strftime('%Y-%m-%d')}")
+    ratio = {"step": step, "small": small, "shard": shard, "slow": slow}[arguments.what](arguments)
+    return int(arguments.limit is not None and ratio > arguments.limit)
 
 
 if __name__ == "__main__":

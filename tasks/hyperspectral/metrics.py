@@ -1,4 +1,4 @@
-"""Detection metrics: IoU and F1 at logit 0 over all pixels, AUROC per cube."""
+"""Detection metrics: IoU and F1 over all pixels with the threshold at logit 0, and AUROC per cube."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def detection(logits: Tensor, mask: Tensor) -> dict[str, Sum]:
     """Return IoU, F1 and AUROC of logits (B, H, W) against masks (B, H, W) of 0, 1 and UNKNOWN, as sums and counts.
 
     IoU = TP / (TP + FP + FN) and F1 = 2 TP / (2 TP + FP + FN) are computed from counts over the pixels of all cubes.
-    AUROC compares pixels within a cube, and is averaged over the cubes that contain both kinds. Comparing the pixels of
-    all cubes would require all scores at once.
+    AUROC compares pixels within a cube, and is averaged over the cubes that contain both target and background pixels.
+    Comparing the pixels of all cubes would require all scores at once.
     """
     found, target, known = logits > 0, mask == 1, mask != UNKNOWN
     hits = (found & target).sum()
@@ -29,9 +29,10 @@ def detection(logits: Tensor, mask: Tensor) -> dict[str, Sum]:
 
 
 def auroc(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the area under the ROC curve of each row (B,), from scores and masks (B, N), and which rows have one.
+    """From scores and masks (B, N), return the area under the ROC curve of each row (B,), and where it is defined (B,).
 
-    It is the fraction of correctly ordered pairs of a target and a background pixel; ties count half (Mann-Whitney).
+    The area is the fraction of correctly ordered pairs of a target and a background pixel; ties count half
+    (Mann-Whitney).
     """
     target, background = mask == 1, mask == 0
     scores = scores.float().masked_fill(~(target | background), torch.inf)

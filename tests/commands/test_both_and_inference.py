@@ -1,4 +1,4 @@
-"""`accel-run inference` and `both`: which run and checkpoint they use, reproducible predictions and exit codes."""
+"""`accel-run inference` and `accel-run both`: their run and checkpoint, their predictions, and their exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def predictions(run: Path) -> dict[str, bytes]:
-    """Return the prediction files without the summary, which contains times."""
+    """Return the prediction files without the summary, which contains durations."""
     return {file.name: file.read_bytes() for file in (run / "predictions").iterdir() if file.name != "summary.json"}
 
 
@@ -57,7 +57,7 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_both_trains_and_predicts_with_the_run_that_it_trained(tmp_path: Path) -> None:
+def test_both_command_trains_a_run_and_predicts_with_it(tmp_path: Path) -> None:
     result = run_here(["both", *ON_CPU, "inference.samples=1"], tmp_path)
     assert result.code == 0, result.err
     (run,) = (tmp_path / "outputs").iterdir()
@@ -69,7 +69,7 @@ def test_both_trains_and_predicts_with_the_run_that_it_trained(tmp_path: Path) -
     assert summary(run)["checkpoint_update"] == 30
 
 
-def test_a_stopped_both_prints_the_commands_that_remain(server: ForkServer, tmp_path: Path) -> None:
+def test_both_command_prints_the_remaining_commands_when_stopped(server: ForkServer, tmp_path: Path) -> None:
     args = [*ON_CPU[:4], "updates=1000", "log_every=1", "task.sleep_s=0.02"]
     pid = server.start(["both", "run=mine", *args], tmp_path)
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -83,7 +83,7 @@ def test_a_stopped_both_prints_the_commands_that_remain(server: ForkServer, tmp_
     assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
-def test_both_exits_with_the_code_of_a_failed_training_and_predicts_nothing(tmp_path: Path) -> None:
+def test_both_command_exits_with_the_code_of_training_and_predicts_nothing_if_training_fails(tmp_path: Path) -> None:
     result = run_here(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert result.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
@@ -99,7 +99,7 @@ def test_a_failed_start_does_not_become_the_last_run(folder: Path) -> None:
         result = run_here(command, folder)
         assert result.code == 0, result.err
         assert "second" in result.out + result.err, command
-        assert "failed" in result.out + result.err, f"{command}: the skipped part is reported"
+        assert "failed" in result.out + result.err, f"{command}: the skipped run is reported"
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
@@ -136,7 +136,7 @@ def test_inference_accepts_a_run_by_name_and_by_folder(folder: Path) -> None:
         assert result.out.startswith("first: ")
 
 
-def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(folder: Path) -> None:
+def test_inference_refuses_to_run_the_task_file_recorded_in_a_foreign_run_folder(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     result = run_here(f"inference run={folder}/outputs/first", elsewhere)
@@ -154,7 +154,7 @@ def test_predictions_depend_on_the_seed(folder: Path) -> None:
     assert result[0] != result[2]
 
 
-def test_the_summary_contains_times_and_memory(folder: Path) -> None:
+def test_the_summary_contains_durations_and_memory(folder: Path) -> None:
     assert run_here("inference inference.samples=7", folder).code == 0
     result = summary(folder / "outputs" / "second")
     assert result.keys() == {
@@ -200,7 +200,7 @@ def test_exit_code_is_66_without_a_checkpoint(folder: Path) -> None:
     assert "no checkpoint" in result.err
 
 
-def test_exit_code_is_66_without_a_run(folder: Path) -> None:
+def test_exit_code_is_66_for_an_unknown_run(folder: Path) -> None:
     result = run_here("inference run=secnd", folder)
     assert result.code == 66
     assert " second?" in result.err
@@ -223,7 +223,9 @@ def test_exit_code_is_78_for_an_unknown_key(folder: Path) -> None:
         ("--device cpu", "device=cpu"),
     ],
 )
-def test_the_error_for_a_training_key_suggests_the_inference_key(folder: Path, typed: str, meant: str) -> None:
+def test_the_error_for_a_flag_or_training_key_suggests_the_setting_for_inference(
+    folder: Path, typed: str, meant: str
+) -> None:
     result = run_here(f"inference {typed}", folder)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", meant]

@@ -265,9 +265,9 @@ def test_a_frozen_parameter_that_shares_memory_with_a_trained_one_still_does_aft
     model.fast = nn.Parameter(torch.arange(12.0).view(3, 4))
     model.slow = nn.Parameter(view(model.fast.data), requires_grad=False)
     states = model_states.ModelStates()
-    before = states.record(model, passed=False)
+    before = states.record(model, after_passes=False)
     model.slow.data = torch.zeros_like(model.slow)
-    states.record(model, passed=True)
+    states.record(model, after_passes=True)
     states.restore(before)
     assert torch.equal(model.slow, view(model.fast))
     with torch.no_grad():

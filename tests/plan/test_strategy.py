@@ -39,20 +39,20 @@ def needs(demand: Demand) -> MemoryNeeds:
     ("need", "there", "micro", "name", "options", "reason"),
     [
         (model(4), devices(24), None, "single", {}, "one device"),
-        (model(4), devices(16, 16), None, "ddp", {}, "fits each of 2 devices"),
-        (model(4), devices(11, 8), None, "ddp", {"shares": "speed"}, "equal shares fit"),
+        (model(4), devices(16, 16), None, "ddp", {}, "fits on each of 2 devices"),
+        (model(4), devices(11, 8), None, "ddp", {"shares": "speed"}, "each can hold an equal share"),
         (
             model(4, activations=0.3),
             devices(11, 8),
             None,
             "ddp",
             {"shares": "memory"},
-            "equal shares do not fit in one micro-batch",
+            "an equal share does not fit on each as a single micro-batch",
         ),
-        (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "equal shares fit"),
+        (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "each can hold an equal share"),
         (model(20), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(14), devices(11, 8), None, "pipeline", {}, "memory of the larger device unused"),
-        (model(17), devices(11, 8), None, "pipeline", {}, "which does not fit the smaller device"),
+        (model(17), devices(11, 8), None, "pipeline", {}, "does not fit on the smaller device"),
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "equal shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
@@ -79,8 +79,8 @@ def on_unequal_machines(*gib: float) -> list[RankDevice]:
 @pytest.mark.parametrize(
     ("need", "name", "options", "reason"),
     [
-        (model(4), "ddp", {"shares": "speed"}, "4 unequal devices; equal shares fit, so shares follow speed"),
-        (model(4, activations=1.2), "ddp", {"shares": "memory"}, "4 unequal devices; equal shares do not fit"),
+        (model(4), "ddp", {"shares": "speed"}, "4 unequal devices; each can hold an equal share, so"),
+        (model(4, activations=1.2), "ddp", {"shares": "memory"}, "4 unequal devices; an equal share does not fit"),
         (model(20), "pipeline", {}, "memory of the larger device unused"),
         (model(20, layers=None), "fsdp", {"shard_size": "auto"}, "equal shards fit"),
     ],

@@ -1,4 +1,4 @@
-"""Module times: complete, without double counting, and without changing the graph."""
+"""Module times are complete, count nothing twice, and do not change the graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSES = 2  # micro-batches per update
 
 
 class Clock:
-    """A clock that advances by sleeping, and slightly at each reading."""
+    """A clock that advances only when `sleep` is called."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -92,7 +92,7 @@ def batches() -> Iterator[Tensor]:
         yield torch.ones(3, 4)
 
 
-def made(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
+def run_updates(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
     """Run updates of two micro-batches each; return the gradients of the last."""
     optimizer, data = SlowSGD(model.parameters(), lr=0.1), batches()
     for _ in range(updates):
@@ -113,10 +113,10 @@ def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> None:
     model = Net(checkpointed=checkpointed)
-    made(times_of(model), model, updates=1)  # warm-up of torch
+    run_updates(times_of(model), model, updates=1)  # warm up torch
     times = times_of(model)
     times.start()
-    made(times, model)
+    run_updates(times, model)
     times.stop()
     rows = {row.path: row for row in times.table()}
     slow, twice = rows["slow"], rows["twice"]
@@ -127,12 +127,12 @@ def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> N
     assert (slow.calls, twice.calls, rows[""].calls) == (2.0, 4.0, 2.0)
 
 
-def test_self_times_of_all_modules_add_up_to_the_updates_exactly() -> None:
+def test_self_times_of_all_modules_add_up_to_the_time_of_the_updates() -> None:
     model = Net()
     times = times_of(model)
     times.start()
     began = CLOCK.now
-    made(times, model, updates=4)
+    run_updates(times, model, updates=4)
     wall = CLOCK.now - began
     times.stop()
     rows = {row.path: row for row in times.table()}
@@ -155,16 +155,16 @@ def test_profiling_does_not_change_gradients() -> None:
     start = {name: value.clone() for name, value in model.state_dict().items()}
     times = times_of(model)
     times.start()
-    watched = [gradient.clone() for gradient in made(times, model)]
+    watched = [gradient.clone() for gradient in run_updates(times, model)]
     times.stop()
     model.load_state_dict(start)
-    for one, other in zip(watched, made(times_of(model), model), strict=True):
+    for one, other in zip(watched, run_updates(times_of(model), model), strict=True):
         assert torch.equal(one, other)
     assert not model._forward_hooks  # lint-tests: private: of torch
     assert not model._forward_pre_hooks  # lint-tests: private: of torch
 
 
-def test_time_in_modules_below_the_depth_limit_counts_for_their_parent() -> None:
+def test_modules_below_the_depth_limit_are_not_listed() -> None:
     model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
     times = times_of(model, depth=1)
     assert not times.table()  # nothing has been measured
@@ -208,13 +208,13 @@ def test_waits_for_other_ranks_do_not_count_as_module_time() -> None:
     assert {path: row.own.mean for path, row in rows.items() if row.own.mean} == {"(communication)": 2 * BACKWARD_S}
     assert rows[""].total.max == 0.0
     assert (rows["(communication)"].own.mean, rows["(communication)"].own.std) == (2 * BACKWARD_S, 0.0)
-    assert "(communication)" not in {row.path for row in measured_alone()}
+    assert "(communication)" not in {row.path for row in table_of_one_rank()}
 
 
-def measured_alone() -> list[Any]:
+def table_of_one_rank() -> list[Any]:
     model = Net()
     times = times_of(model)
     times.start()
-    made(times, model, updates=1)
+    run_updates(times, model, updates=1)
     times.stop()
     return times.table()

@@ -1,4 +1,4 @@
-"""Actor-critic on a tiny environment: reach the middle of a line. Each sample is an episode of the policy."""
+"""Actor-critic in a tiny environment: reach the middle of a line. A sample is the initial state of an episode."""
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Line(Task):
         self.steps, self.discount = steps, discount
         self.model = nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
 
-    def dataset(self, split):  # initial states: position and speed
+    def dataset(self, split):  # initial states: position and velocity
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
         return torch.rand(24 if split == "train" else 8, 2, generator=generator) * 2 - 1
 
@@ -41,8 +41,8 @@ class Line(Task):
                 right = F.softmax(model["actor"](state), 1)[:, 1]
                 states.append(state)
                 actions.append((chance[:, step] < right).long())
-                speed = 0.8 * state[:, 1] + 0.2 * (2 * actions[-1] - 1)
-                state = torch.stack([state[:, 0] + 0.5 * speed, speed], 1)
+                velocity = 0.8 * state[:, 1] + 0.2 * (2 * actions[-1] - 1)
+                state = torch.stack([state[:, 0] + 0.5 * velocity, velocity], 1)
                 rewards.append(-state[:, 0].abs())
             returns = [torch.zeros_like(rewards[0])]
             for reward in reversed(rewards):

@@ -1,4 +1,4 @@
-"""Find the tests in which ranks of a process group fail, in the source of test files."""
+"""Search test files for the tests in which ranks of a process group fail."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# Several ranks: commands, or functions that join a process group.
+# Matches code that starts several ranks: command-line arguments, or calls that join a process group.
 HAS_RANKS = re.compile(r"world_size=(?!1\b)|nproc-per-node|\bstarted_elsewhere\(|\bjoin_process_group\(")
 HELPERS = {  # imported module -> what a test with several ranks contains
     "tests.distributed.ranks": "run_ranks(",
     "tests.faults.cells": "cells(",
 }
-# What ends a rank, or the exit code of a run that failed.
+# Matches code that ends a rank, or that expects a nonzero exit code.
 FAILS = re.compile(
     r"\braise\b|\bos\.(kill|killpg|_exit|abort)\b|\bsys\.exit\b|\bSIG(KILL|TERM|INT|STOP|USR1)\b|\bfault=|\bassert_error\("
     r"|\bcode == [1-9]|\bcode=[1-9]|\bExit\.(?!DONE)|\brestarts"
@@ -21,7 +21,10 @@ FAILS = re.compile(
 
 
 def find_failing(root: Path, *folders: str) -> Iterator[str]:
-    """Yield `path::test` for each test with ranks that contains, or uses from its file, what ends a process."""
+    """Yield `path::test` for each test with several ranks that ends a process.
+
+    The code that ends it may also be in a function, class or variable of the same file that the test uses.
+    """
     for folder in folders:
         for path in sorted((root / folder).glob("test_*.py")):
             text = path.read_text()
@@ -32,7 +35,7 @@ def find_failing(root: Path, *folders: str) -> Iterator[str]:
 
 
 def _test_sources(text: str) -> Mapping[str, str]:
-    """Return the source of each test, with that of all names of its file that it uses, directly or not."""
+    """Return the source of each test, including that of all names of the same file that it uses, even indirectly."""
     parts: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -23,7 +23,7 @@ from runner.base.errors import ConfigError, DataError, InputMissing
 from runner.base.task import Context
 from runner.cli import main
 from tests.rounding import assert_close, distance
-from tests.tasks.test_hyperspectral_statistics import of_whitening
+from tests.tasks.test_hyperspectral_statistics import whitening_tolerance
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +399,9 @@ def test_scores_of_envi_cubes_equal_those_of_the_package_spectral(tmp_path: Path
     expected = spectral.rx(np.asarray(cube, dtype=np.float64)) * (30 * 20) / (30 * 20 - 1)
     with torch.no_grad():
         ours = task.model.rx(task.dataset("train")[0]["cube"][None])[0]
-    assert distance(expected, ours) <= of_whitening(np.asarray(cube, dtype=np.float64).reshape(-1, cube.shape[-1]))
+    assert distance(expected, ours) <= whitening_tolerance(
+        np.asarray(cube, dtype=np.float64).reshape(-1, cube.shape[-1])
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Phase 1 of hyperspectral: one pass over the data, mergeable, bounded memory, same results as numpy on all pixels."""
+"""Phase 1 of hyperspectral: its statistics can be merged, need constant memory, and equal those of numpy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_hash_is_injective_and_uniform() -> None:
     keys = hash_int64(torch.arange(100_000))
     assert len(keys.unique()) == 100_000
     assert (keys > 0).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    # the published first value of splitmix64 with seed 0
+    # the first value of splitmix64 with seed 0, as published
     assert hash_int64(torch.tensor([0])).item() == 0xE220A8397B1DCDAF - 2**64
 
 
@@ -147,11 +147,12 @@ def fitted(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.floa
     return model
 
 
-def of_whitening(pixels: np.ndarray[Any, Any]) -> float:
-    """Return the bound for squared norms of whitened float32 pixels.
+def whitening_tolerance(pixels: np.ndarray[Any, Any]) -> float:
+    """Return the bound on the relative error of squared norms of whitened float32 pixels.
 
-    Whitening divides the smallest direction by its deviation and so amplifies errors by the ratio of the largest
-    deviation to the smallest, the root of the condition number; the square doubles relative errors.
+    Whitening divides each principal direction by its standard deviation. This amplifies errors by up to the ratio of
+    the largest standard deviation to the smallest, which is the square root of the condition number. Squaring doubles
+    the relative error.
     """
     covariance = np.cov((pixels / np.ptp(pixels, axis=0)).T)
     return allowed(torch.float32, pixels.shape[1], growth=2 * float(np.linalg.cond(covariance)) ** 0.5)
@@ -182,7 +183,7 @@ def test_rx_equals_the_squared_mahalanobis_distance_computed_by_numpy() -> None:
     away = pixels - pixels.mean(0)
     expected = np.einsum("nc,cd,nd->n", away, np.linalg.inv(np.cov(pixels.T, bias=True)), away)
     result = model.rx(batch["cube"]).reshape(-1).numpy()
-    assert distance(expected, result) <= of_whitening(pixels)
+    assert distance(expected, result) <= whitening_tolerance(pixels)
     assert expected.mean() == pytest.approx(CHANNELS)
     # with 1280 sampled pixels, the error of the standard deviation is about 3 %
     assert float(model.sigma) == pytest.approx(expected.std(), rel=0.1)
@@ -194,12 +195,12 @@ def test_after_phase_1_the_model_is_rx() -> None:
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     logits, _ = model(batch["cube"])
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
-    assert distance(model.rx_logit(batch["cube"]), logits) <= of_whitening(pixels)
+    assert distance(model.rx_logit(batch["cube"]), logits) <= whitening_tolerance(pixels)
     result = (logits > 0).float().mean().item()
     assert 0 < result < 0.1
 
 
-def test_the_selector_is_initialized_from_variances_and_pos_weight_from_masks() -> None:
+def test_variances_initialize_the_selector_and_masks_determine_pos_weight() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS)

@@ -14,8 +14,8 @@ from tests.forkserver import ForkServer
 
 pytestmark = pytest.mark.slow
 
-# Small enough to take seconds; each resumes in the phase in which it was stopped.
-WORDS = {
+# These tasks are small enough to take seconds; each run resumes in the phase in which it was stopped.
+ARGUMENTS = {
     "cape": ["updates=6", "global_batch_size=4", "micro_batch_size=2"],
     "dynamo": ["updates=3", "global_batch_size=4"],
     "hyperspectral": ["updates=8", "task.num_cubes=8", "task.height=16", "task.width=16"],
@@ -37,18 +37,18 @@ def last(folder: Path) -> LoadedCheckpoint:
     return load(path)
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
+def rows_of_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("task", WORDS)
+@pytest.mark.parametrize("task", ARGUMENTS)
 def test_a_resumed_task_equals_an_uninterrupted_one(task: str, server: ForkServer, tmp_path: Path) -> None:
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")
-    args = ["train", f"task={name}", *options, *WORDS[task], "run=mine", "device=cpu", "monitor=off"]
+    args = ["train", f"task={name}", *options, *ARGUMENTS[task], "run=mine", "device=cpu", "monitor=off"]
     args += ["evaluate.samples=4", "evaluate.every=2", "log_every=1", "checkpoint.every=1"]
     uninterrupted, stopped = tmp_path / "straight", tmp_path / "stopped"
     uninterrupted.mkdir()
@@ -63,4 +63,4 @@ def test_a_resumed_task_equals_an_uninterrupted_one(task: str, server: ForkServe
     assert mine.update == theirs.update
     for name, value in theirs.tensors("model").items():
         assert torch.equal(value, mine.tensors("model")[name]), name
-    assert evaluations(stopped) == evaluations(uninterrupted)
+    assert rows_of_metrics(stopped) == rows_of_metrics(uninterrupted)

@@ -113,9 +113,9 @@ class SavePolicy:
             )
         if cost_s > MAX_OVERHEAD * longest:
             return (
-                f"checkpoint overhead is {cost_s / longest:.1%}, above {MAX_OVERHEAD:.0%}: a save takes {cost_s:.1f} s"
-                f" of training, and one is due every {longest:.0f} s, so that at most {MAX_AT_RISK_S / 60:.0f} min of"
-                " work are at risk"
+                f"checkpoint overhead is {cost_s / longest:.1%}, above {MAX_OVERHEAD:.0%}: each save costs"
+                f" {cost_s:.1f} s of training time, and one is due every {longest:.0f} s, so that at most"
+                f" {MAX_AT_RISK_S / 60:.0f} min of work are at risk"
             )
         return ""
 

@@ -63,9 +63,11 @@ def _is_raised_by_task(error: Exception, info: ExceptionInfo, source: Path) -> b
 def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
     if cause is None:
         return None
-    smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
+    can_halve = micro_batch_size > 1
+    smaller = f"micro_batch_size={micro_batch_size // 2}" if can_halve else "a smaller model"
     if cause.side == "device":
-        fix = f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto"
+        note = " (the update stays the same)" if can_halve else ""
+        fix = f"use {smaller}{note}, or memory=checkpoint, or precision=auto"
         return DeviceMemoryError(f"the GPU is out of memory: {cause.text}", where=what, fix=fix)
     fix = f"use {smaller}, or reduce dataloader.num_workers"
     return HostMemoryError(f"the machine is out of memory: {cause.text}", where=what, fix=fix)

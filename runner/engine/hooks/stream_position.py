@@ -20,7 +20,7 @@ from runner.loading.loaders import Loader
 
 
 class StreamPosition(Hook):
-    """Tracks how far the completed updates have read the shards of a stream; inactive for other datasets.
+    """Tracks how far into each shard of a stream the completed updates have read; inactive for other datasets.
 
     After a resume, a shard may move to another rank, so several ranks may have a position in it. A checkpoint stores
     the furthest one.
@@ -136,25 +136,25 @@ def raise_if_invalid(check: StreamCheck, num_shards: int) -> None:
             "the stream returns different samples each time it is opened: processes that share it would train on some"
             " samples twice and miss others, and no run could be resumed",
             where="stream",
-            fix="shuffle with random, numpy.random or torch, whose global generators are seeded, or seed your own"
-            " generator from the epoch, which set_epoch(epoch) receives",
+            fix="shuffle with random, numpy.random or torch, whose global generators are seeded; or define"
+            " set_epoch(epoch), and seed your own generator with the epoch",
         )
     if not check.has_distinct_shards:
         raise DataError(
             "two shards of the stream start with the same samples: each sample would be trained on"
             f" {num_shards} times per epoch",
             where=f"data.shards={num_shards}",
-            fix="return only the samples of the shard from stream(split, shard, num_shards), or yield from __iter__"
-            " only the samples of the worker that torch.utils.data.get_worker_info() returns, or use data.shards=1",
+            fix="in stream(split, shard, num_shards), return only the samples of that shard; or, in __iter__, yield"
+            " only the samples for the current worker (torch.utils.data.get_worker_info()); or use data.shards=1",
         )
 
 
 class _FirstSamples(Fetcher):
-    """Runs the check in the process that reads batches, with seeded generators; its only batch is the result."""
+    """Runs the check in the process that reads batches, with seeded generators, and returns the result as a batch."""
 
     def __init__(self, fetcher: StreamFetcher) -> None:
         super().__init__(fetcher.dataset, fetcher.collate, bad_samples="stop", model=fetcher.model)
-        self.streams = fetcher.dataset.draws  # random streams of the draws, as in Fetcher; not the data stream
+        self.streams = fetcher.dataset.draws  # seeds the random generators, as in Fetcher; unrelated to `stream`
         self.stream = fetcher.dataset
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
@@ -189,7 +189,7 @@ class _FirstSamples(Fetcher):
 
     def _hash_samples(self, reader: ShardReader, shard: int) -> list[str]:
         size = self._num_samples(shard)
-        # The mark is set at the middle sample, so that samples remain to compare after it is restored.
+        # The mark is set at the middle sample, so that there are samples left to compare after it is restored.
         return [hash_content(reader.read(0, item, keep=item == (size - 1) // 2)) for item in range(size)]
 
 

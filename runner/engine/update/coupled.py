@@ -229,7 +229,9 @@ class CoupledUpdate:
         self.parallel.stopwatch.lap("forward")
         self._rng_states = [generator.get_state() for generator in global_generators()]
         if self._has_states:
-            self._state = self.source.states.record(self.passes.model, passed=True)  # `couple` may have changed it
+            self._state = self.source.states.record(
+                self.passes.model, after_passes=True
+            )  # `couple` may have changed it
             self.source.states.end_update()
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
@@ -276,7 +278,7 @@ class CoupledUpdate:
             if not micro.is_counted:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
-            batch.state = {} if last else self.source.states.record(model, passed=has_passed)
+            batch.state = {} if last else self.source.states.record(model, after_passes=has_passed)
             versions = [] if last else _versions(micro.batch)
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
             # must compute the same embeddings.
@@ -299,7 +301,7 @@ class CoupledUpdate:
             del embedding, tensors
             stopwatch.lap("forward")
         if self._has_states:
-            self.source.states.record(model, passed=True)
+            self.source.states.record(model, after_passes=True)
         self._with_graph = self.embedded[-1] if self.embedded[-1].micro.is_counted else None
 
     def _compute_gradients(self, *, failed: bool) -> None:

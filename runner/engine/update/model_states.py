@@ -1,4 +1,4 @@
-"""Record the buffers and frozen parameters of a model before forward passes that are repeated."""
+"""Record the buffers and frozen parameters of a model before forward passes that will be run again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_FROZEN_BYTES = 1 << 30
 
 
 class _TensorState(NamedTuple):
-    """A buffer or frozen parameter at some time.
+    """The recorded state of a buffer or frozen parameter.
 
-    address  of its data, which an assignment to `.data` changes without a new version
-    shared   its data if that is memory of a trained parameter, as after `slow.data = fast.data`
-    copy     copy of the values; None if there was no tensor, or it is not copied: its values are then not restored
+    address  address of its data: an assignment to `.data` changes it without incrementing the version counter
+    shared   its data if it shares the storage of a trained parameter, as after `slow.data = fast.data`; else None
+    copy     copy of the values; None if there was no tensor, or if it was not copied, so its values are not restored
     """
 
     seen: TensorVersion
@@ -33,12 +33,12 @@ class _TensorState(NamedTuple):
         """Return whether the tensor was replaced, or a write to it was recorded; its value may be the same."""
         return self.seen.is_changed(now) or self.address != _address(now)
 
-    def differs(self, now: Tensor | None, *, in_bits: bool) -> bool:
-        """Return whether the value has changed; without `in_bits`, compare only if a write was recorded."""
+    def differs(self, now: Tensor | None, *, always_compare: bool) -> bool:
+        """Return whether the value has changed; without `always_compare`, compare only if a write was recorded."""
         # The fake tensors of a memory prediction have no values to compare.
         if self.copy is None or now is None or not _has_values(now) or not is_dense(now):
             return self.is_written(now)
-        return (in_bits or self.is_written(now)) and not bitwise_equal(now, self.copy)
+        return (always_compare or self.is_written(now)) and not bitwise_equal(now, self.copy)
 
     def restore(self) -> Tensor | None:
         """Return the tensor with the recorded value."""
@@ -62,12 +62,12 @@ ModelState = dict[_TensorKey, _TensorState]
 class ModelStates:
     """Records the buffers and frozen parameters of a model between the forward passes of an update.
 
-    Only what passes change is restored, not what changes between updates. Consecutive states share the copy of a tensor
-    that has not changed. Copies of a tensor that no pass has changed yet are kept on the host, in case a later pass
-    changes it: a norm in eval mode may be in training mode later, for example.
+    Only changes made by forward passes are undone; changes between updates are kept. Consecutive states share the copy
+    of a tensor that has not changed. Copies of a tensor that no pass has changed yet are kept on the host, in case a
+    later pass changes it: a normalization layer in eval mode may be in training mode later, for example.
 
     Frozen parameters may be large, and a hook may change all of them after each update. In the first update, they are
-    copied if they have at most `MAX_FROZEN_BYTES` in total; later, only if a pass of the first update changed one.
+    copied if they take at most `MAX_FROZEN_BYTES` in total; later, only if a pass of the first update changed one.
     """
 
     def __init__(self) -> None:
@@ -75,28 +75,30 @@ class ModelStates:
         self._last: ModelState = {}
         self._changing: set[_TensorKey] = set()
 
-    def record(self, model: nn.Module, *, passed: bool) -> ModelState:
+    def record(self, model: nn.Module, *, after_passes: bool) -> ModelState:
         """Return the state of the model.
 
-        passed  only passes and `couple` may have changed the model since the last call: their changes are restored
+        after_passes  only passes and `couple` can have changed the model since the last call, so `restore` undoes
+                      the changes
         Raises TaskFault if a pass has changed a frozen parameter that was not copied.
         """
         tensors = {(module, key): tensor for module in model.modules() for key, tensor in _list_state(module)}
         copies_frozen = self._copies_frozen(tensors)
-        # Writes through .data, by the kernel of a batch norm or by compiled code increment no version, so the bits of
-        # all tensors are compared in the first update. In later updates, the bits of all tensors of a module are
-        # compared if one has a new version: a batch norm increments that of num_batches_tracked.
+        # Writes through .data, by the kernel of a batch norm, or by compiled code do not increment the version counter,
+        # so all tensors are compared in the first update. In later updates, all tensors of a module are compared if the
+        # version counter of one has changed: a batch norm increments that of num_batches_tracked.
         modules = {key[0] for key, state in self._last.items() if state.seen.is_changed(tensors.get(key))}
         trained = {_storage_address(weight) for weight in model.parameters() if weight.requires_grad} - {0}
         states: ModelState = {}
         for key, tensor in tensors.items():
             old, is_frozen = self._last.get(key), isinstance(tensor, nn.Parameter)
-            in_bits = self._is_first or key in self._changing or key[0] in modules
+            always_compare = self._is_first or key in self._changing or key[0] in modules
             seen, address = TensorVersion.of(tensor), _address(tensor)
             is_copied = copies_frozen or not is_frozen
-            differs = old is None or old.differs(tensor, in_bits=in_bits)
-            # A momentum encoder that equals its source may be written without changing.
-            if passed and old is not None and (differs or (is_frozen and old.is_written(tensor))):
+            differs = old is None or old.differs(tensor, always_compare=always_compare)
+            # For frozen parameters, a write counts as a change: a momentum encoder that still equals the weights it
+            # averages is written without changing.
+            if after_passes and old is not None and (differs or (is_frozen and old.is_written(tensor))):
                 if not is_copied:
                     raise _frozen_fault(key)
                 self._changing.add(key)
@@ -106,7 +108,7 @@ class ModelStates:
             is_far = copy is not None and tensor is not None and not on_host and copy.device != tensor.device
             if is_copied and (differs or is_far):
                 copy = _copy_dense(tensor, on_host=on_host)
-            # Not the data of the trained parameter: this tensor may be a part of it, or its transpose.
+            # The data of this tensor, because it may be only a part or the transpose of the trained parameter.
             shared = tensor.data if tensor is not None and _storage_address(tensor) in trained else None
             states[key] = _TensorState(seen, address, shared, copy)
         self._last = states
@@ -165,7 +167,8 @@ def _frozen_fault(key: _TensorKey) -> TaskFault:
     module, name = key
     return TaskFault(
         f"embed() or couple() changes {name}, a frozen parameter of {type(module).__name__}. embed() is called twice"
-        " for most micro-batches, so the first of the two changes must be undone. That is possible only if frozen"
-        f" parameters change in the first update already, and have at most {MAX_FROZEN_BYTES >> 30} GiB in total",
+        " for most micro-batches, so the first of the two changes must be undone. That is possible only if the first"
+        " update also changes a frozen parameter, and if the frozen parameters take at most"
+        f" {MAX_FROZEN_BYTES >> 30} GiB in total",
         fix=f'register it as a buffer: self.register_buffer("{name}", ...), or change it in after_update of a hook',
     )

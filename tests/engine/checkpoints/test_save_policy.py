@@ -201,7 +201,7 @@ def test_save_costs_are_restored_on_resume() -> None:
             50.0,
             10.0,
             540.0,
-            "checkpoint overhead is 2.2%, above 1%: a save takes 12.0 s of training, .* every 540 s, .*",
+            "checkpoint overhead is 2.2%, above 1%: each save costs 12.0 s of training time, .* every 540 s, .*",
         ),
         (1.0, 700.0, 10.0, 60.0, "writing a checkpoint to disk takes 700 s, so more than 10 min of work are at risk"),
     ],

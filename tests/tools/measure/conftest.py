@@ -11,7 +11,7 @@ import pytest
 
 from runner.tools.measure import advisor, compare, fork_server, selection, suite, tuner
 from runner.tools.measure.suites import before_after, ladder
-from tests.tools.measure.planted_time import Planted, Wait
+from tests.tools.measure.shared_virtual_time import SharedVirtualTime, Wait
 from tests.tools.measure.virtual_fork_servers import VirtualForkServers
 
 TIMED = (advisor, before_after, suite, selection, ladder, compare, tuner)
@@ -32,7 +32,7 @@ def fork_servers() -> Iterator[VirtualForkServers]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def planted(fork_servers: VirtualForkServers) -> Iterator[Planted]:
+def virtual_time(fork_servers: VirtualForkServers) -> Iterator[SharedVirtualTime]:
     """Variants are forks of one process; they and the code that measures them use virtual time only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", fork_servers)

@@ -371,7 +371,7 @@ def test_a_planted_wait_is_found_and_tried(
     assert result["advice"][0]["rule"] == "data wait"
     best = next(each for each in result["tried"] if each["advised"])
     assert best["rule"] == "data wait"
-    assert best["ratio"]["middle"] > 1.1  # lint-tests: measured: in planted time
+    assert best["ratio"]["middle"] > 1.1  # lint-tests: measured: in virtual time
     assert best["numerics"]["differ"] is False
     assert not (tmp_path / "outputs").exists()
 

@@ -45,7 +45,7 @@ from runner.tools.measure.comparison_result import (
 from runner.tools.measure.fork_server import ReplyTimeout, VariantProcess
 from runner.tools.measure.statistics import PRIOR_SPREAD
 from runner.tools.measure.variant_process import MAX_TIMED_UPDATES
-from tests.tools.measure.planted_time import Planted
+from tests.tools.measure.shared_virtual_time import SharedVirtualTime
 from tests.tools.measure.suites.asked import blocks
 from tests.waiting import wait_until
 
@@ -307,13 +307,13 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
 
 @pytest.mark.slow
 def test_batches_prefetched_while_suspended_do_not_count(
-    comparison: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison, virtual_time: SharedVirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Disk and network requests continue while a process is stopped, so the batches they fetched are not timed."""
     far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting, 4 ms of computing
     variants = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
 
-    monkeypatch.setattr(planted, "workers", 1.0)
+    monkeypatch.setattr(virtual_time, "worker_sleep_fraction", 1.0)
 
     actual = comparison.compare(variants, CompareLimits(budget_s=600, rounds=(3, 3), block_s=0.03), lambda _: None)
 

@@ -1,4 +1,4 @@
-"""Rules: which rule fires, what it proposes, and that no rule fires without its data."""
+"""Rules of `advise`: each fires in its case, proposes the expected change, and does not fire without its data."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_largest_bottleneck_is_listed_first(case: str) -> None:
 
     result = findings(given)
 
-    assert result, "nothing was recorded"
+    assert result, "no rule fired"
     assert result[0].rule == rule, [finding.rule for finding in result]
     proposed = [candidate.name for candidate in result[0].candidates]
     assert any(expected in text for text in (*proposed, result[0].by_hand)), proposed
@@ -130,7 +130,7 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 
 def test_missing_data_causes_no_findings() -> None:
-    """Each fact of each case is removed in turn: rules that need it do not fire, and no rule raises."""
+    """Facts of each case are removed: the rules that need them do not fire, and no rule raises."""
     unknown = Facts(Evidence(), {}, CPU)
     assert findings(unknown) == []
     for case, (given, rule, _) in CASES.items():
@@ -170,7 +170,7 @@ def test_every_proposal_is_a_valid_override() -> None:
         for candidate in finding.candidates
     }
     rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # not available here
-    while rest:  # composing is slow: compose as many as possible at once that do not conflict
+    while rest:  # composing is slow, so compose as many non-conflicting overrides at once as possible
         taken: dict[str, str] = {"global_batch_size": "global_batch_size=64"}
         for overrides in list(rest):
             keys = [word.partition("=")[0] for word in overrides]
@@ -180,8 +180,8 @@ def test_every_proposal_is_a_valid_override() -> None:
         compose(Request(tuple(taken.values())))
 
 
-def test_no_candidate_changes_the_mathematics() -> None:
-    """Changes of the mathematics are left to the user, so they are never applied automatically."""
+def test_no_candidate_changes_the_math() -> None:
+    """Changes to the math are left to the user: they are never candidates, so `advise` never tries them."""
     mechanics = (
         "dataloader", "prefetch", "backend", "compile", "micro_batch_size", "memory", "precision", "checkpoint.every",
         "log_every", "device",
@@ -215,7 +215,7 @@ def test_rules_use_only_parts_that_are_measured() -> None:
     assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
 
 
-def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:
+def test_checkpoints_at_the_end_of_phases_cause_no_finding() -> None:
     phases = tuple(PhaseRecord("train", f"phase {number}") for number in range(4))
     every = {"checkpoint.every": 100}
 
@@ -225,7 +225,7 @@ def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:
     assert result.at_most == pytest.approx(1 / (1 - share / 2))
 
 
-def test_saves_at_time_intervals_are_rated_by_measurements_of_the_run() -> None:
+def test_gain_for_time_based_checkpoints_is_computed_from_the_measurements_of_the_run() -> None:
     every = {"checkpoint.every": "1min"}
 
     (result,) = findings(facts({"saving": 5.0}, every, num_saves=10))
@@ -238,18 +238,18 @@ def test_saves_at_time_intervals_are_rated_by_measurements_of_the_run() -> None:
     assert findings(facts({"saving": 5.0}, every)) == [], "their number is unknown"
 
 
-def test_more_frequent_saves_are_never_proposed() -> None:
-    """With `auto`, at most ten minutes of work are at risk, whatever a save costs."""
+def test_more_frequent_checkpoints_are_never_proposed() -> None:
+    """`auto` would save more often here: at most ten minutes of work are at risk, however long a save takes."""
     parts = {"forward": 10_800.0, "saving": 1_200.0}
 
     assert findings(facts(parts, {"checkpoint.every": "30min"}, num_saves=6)) == []
 
 
-def test_given_save_intervals_are_kept() -> None:
+def test_checkpoint_interval_auto_causes_no_finding() -> None:
     assert findings(facts({"saving": 5.0}, {"checkpoint.every": "auto"}, num_saves=9)) == []
 
 
-def test_missing_methods_of_a_task_are_not_proposed() -> None:
+def test_begin_update_is_named_only_if_the_task_defines_it() -> None:
     (result,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
 
     assert "begin_update" not in result.by_hand
@@ -286,7 +286,7 @@ def test_samples_read_once_are_not_cached() -> None:
 
 
 @pytest.mark.parametrize(("cores", "busy", "first"), [(2, 0.9, 2), (2, 0.1, 4), (8, 0.9, 7), (8, 0.1, 8)])
-def test_the_most_likely_number_of_workers_is_tried_before_the_extremes(cores: int, busy: float, first: int) -> None:
+def test_the_most_promising_number_of_workers_is_tried_first(cores: int, busy: float, first: int) -> None:
     given = facts(
         {"data": 8.0}, {"dataloader.num_workers": 0}, cpu=Cpu("a processor", cores, cores, 2**33),
         probe={"sample_busy": busy},

@@ -663,7 +663,7 @@ def test_tuning_removes_planted_slowdowns_and_changes_nothing_else(
     assert result["settings"], result
     assert all(word.startswith(wins) for word in (*result["settings"], *changed)), result
     assert changed
-    assert result["proof"]["ratio"]["low"] > 1.0  # lint-tests: measured: in planted time
+    assert result["proof"]["ratio"]["low"] > 1.0  # lint-tests: measured: in virtual time
     assert not (tmp_path / "outputs").exists()
 
 

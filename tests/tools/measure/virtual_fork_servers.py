@@ -17,7 +17,7 @@ from typing import Any
 
 from runner.base.secret import drop_secrets
 from runner.tools.measure.fork_server import MALLOC_ENVIRONMENT
-from tests.tools.measure.planted_time import Planted
+from tests.tools.measure.shared_virtual_time import SharedVirtualTime
 
 SERVER = """
 import gc, importlib, json, os, socket, sys, traceback
@@ -25,27 +25,27 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.tools.measure import variant_process
 from tests.composed import composed
-from tests.tools.measure.planted_time import START_S, Planted
+from tests.tools.measure.shared_virtual_time import START_S, SharedVirtualTime
 from tests.warm import IMPORTED
 for name in IMPORTED:
     importlib.import_module(name)
 composed()
-planted = Planted(int(sys.argv[2]))
+virtual_time = SharedVirtualTime(int(sys.argv[2]))
 serve = variant_process.serve
-def serve_in_planted_time(*given):
+def serve_in_virtual_time(*given):
     if given[3]:
-        planted.let_ranks_rule()
+        virtual_time.install_for_ranks()
     else:
-        planted.rule()
+        virtual_time.install()
     return serve(*given)
-variant_process.serve = serve_in_planted_time
+variant_process.serve = serve_in_virtual_time
 class VariantThatTakesTimeToStart(variant_process.TrainingVariant):
     def begin(self, *args, **kwargs):  # not when it is forked: the measuring process may not yet have read the clock
         if self.world is None or self.world.is_first:
-            planted.advance(START_S)
+            virtual_time.advance(START_S)
         return super().begin(*args, **kwargs)
 variant_process.TrainingVariant = VariantThatTakesTimeToStart
-variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in planted time
+variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in virtual time
 compose(Request())
 gc.collect()
 gc.freeze()
@@ -85,7 +85,7 @@ class VirtualForkServers:
     DEVNULL = subprocess.DEVNULL
 
     def __init__(self) -> None:
-        self.time = Planted(os.memfd_create("planted time"))
+        self.time = SharedVirtualTime(os.memfd_create("virtual time"))
         self._process: subprocess.Popen[bytes] | None = None
 
     def Popen(self, args: list[str], **given: Any) -> Any:  # noqa: N802 - the name of the replaced class

@@ -12,7 +12,7 @@ from runner.base.errors import ConfigError
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suites.devices import describe_crossover, parse_devices, run
-from tests.tools.measure.planted_time import READ_S, Planted
+from tests.tools.measure.shared_virtual_time import READ_S, SharedVirtualTime
 from tests.tools.measure.suites.asked import asked
 
 NAMES = ("cpu", "cuda:0")
@@ -51,11 +51,11 @@ def test_two_names_of_a_gpu_are_one_device() -> None:
 
 
 @pytest.fixture
-def slow_clock(planted: Planted) -> Iterator[None]:
+def slow_clock(virtual_time: SharedVirtualTime) -> Iterator[None]:
     """Make readings of the clock slow, so that blocks have few updates even if these take no other time."""
-    planted.read_s = 5e-3
+    virtual_time.read_s = 5e-3
     yield
-    planted.read_s = READ_S
+    virtual_time.read_s = READ_S
 
 
 @pytest.mark.slow

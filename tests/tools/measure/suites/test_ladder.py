@@ -146,7 +146,7 @@ def test_techniques_are_stacked_in_order(
     assert rows["up to quick"]["members"] == ["nothing", "quick"]
     own = rows["up to quick"]["own"]
     assert isinstance(own, dict)
-    assert own["middle"] > 1.05, "faster than the stack before it"  # lint-tests: measured: in planted time
+    assert own["middle"] > 1.05, "faster than the stack before it"  # lint-tests: measured: in virtual time
     assert "quick" in measured[0].headline
 
 

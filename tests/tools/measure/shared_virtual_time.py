@@ -1,7 +1,7 @@
-"""Virtual time: compared variants and the process that measures them share a clock that tests advance.
+"""Virtual time: the processes of the compared variants share a clock with the process that measures them.
 
-`time.sleep` returns immediately and advances the clock, and each reading of the clock by a variant advances it by
-`read_s`, so that all other code takes a small constant time. The results do not depend on how busy the machine is.
+`time.sleep` returns immediately and advances the clock. Each time a variant reads the clock, the clock advances by
+`read_s`. Nothing else takes virtual time, so the results do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ READ_S = 1e-4
 TICK_S = 1e-5  # like `read_s`, for a rank
 START_S = 1.0  # start-up time of a variant
 _WORKERS, _READ, _CLOCKS = 0, 8, 16  # offsets in the shared memory
-SLOTS = 251  # a prime: processes with close PIDs have separate ones
+SLOTS = 251  # processes with nearby PIDs have separate slots
 SIZE = _CLOCKS + 8 * SLOTS
 
 
-class Planted:
-    """Replaces the module `time` in this process and in the processes that share its memory.
+class SharedVirtualTime:
+    """Replaces the module `time` in this process and in all processes that use the same shared memory.
 
-    The time is the sum of what all processes have added. Each adds to a separate slot, because two that add to the same
-    number at once would lose one addend, and the clock would run backwards. A lock is no alternative: a process may be
-    stopped while it holds it.
+    The time is the sum of what all processes have added. Each adds to a separate slot: if two processes added to the
+    same number at once, one addend would be lost, and the clock would run backwards. A lock is not an option, because a
+    process may be stopped while it holds the lock.
 
-    memory  a file descriptor: of an empty file, or of the memory of another instance
+    memory  file descriptor of an empty file, or of the memory of another instance
     """
 
     def __init__(self, memory: int) -> None:
@@ -53,12 +53,12 @@ class Planted:
         return sum(struct.unpack_from(f"{SLOTS}d", self._shared, _CLOCKS))
 
     @property
-    def workers(self) -> float:
+    def worker_sleep_fraction(self) -> float:
         """The fraction of a data worker's sleep that advances the clock: 0 if reading overlaps computing, 1 if not."""
         return self._at(_WORKERS)
 
-    @workers.setter
-    def workers(self, share: float) -> None:
+    @worker_sleep_fraction.setter
+    def worker_sleep_fraction(self, share: float) -> None:
         struct.pack_into("d", self._shared, _WORKERS, share)
 
     @property
@@ -71,18 +71,18 @@ class Planted:
         struct.pack_into("d", self._shared, _READ, seconds)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock."""
+        """Advance the clock."""
         slot = _CLOCKS + 8 * (os.getpid() % SLOTS)
         struct.pack_into("d", self._shared, slot, self._at(slot) + seconds)
 
-    def rule(self) -> None:
-        """Use only virtual time in this process, a variant that starts."""
+    def install(self) -> None:
+        """Make this process, in which a variant starts, use only virtual time."""
         self._cell = os.getpid()
         for name in ("monotonic", "perf_counter", "sleep"):
             setattr(real_time, name, getattr(self, name))
 
-    def let_ranks_rule(self) -> None:
-        """Give each rank that this process forks a separate clock; in collectives, ranks wait for the latest one.
+    def install_for_ranks(self) -> None:
+        """Give a separate clock to each rank that this process forks; in a collective, all advance to the latest one.
 
         The clock of the first rank advances this clock.
         """
@@ -109,20 +109,20 @@ class Planted:
     perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
-        """Move the clock."""
+        """Advance the clock; a data worker advances it by a fraction of the time."""
         if os.getpid() == self._cell or not self._cell:
             self.advance(seconds)
-        elif self.workers:
-            self.advance(self.workers * seconds)
+        elif self.worker_sleep_fraction:
+            self.advance(self.worker_sleep_fraction * seconds)
 
     def _at(self, place: int) -> float:
         return float(struct.unpack_from("d", self._shared, place)[0])
 
 
 class Wait:
-    """Replaces `multiprocessing.connection.wait`: a wait times out by virtual time only."""
+    """Replaces `multiprocessing.connection.wait`: its timeout is in virtual time."""
 
-    def __init__(self, time: Planted) -> None:
+    def __init__(self, time: SharedVirtualTime) -> None:
         self._time = time
 
     def __call__(self, connections: list[Any], timeout_s: float) -> list[Any]:
