@@ -176,7 +176,7 @@ class Frozen(nn.Sequential):
 
 
 def refused(model: nn.Module) -> list[list[str]]:
-    """Return for each rank the message, the types of all modules, and whether each is in training mode."""
+    """Return the message, the types of all modules, and whether each is in training mode, for every rank."""
 
     def told(world: World) -> list[Any]:
         messages = ""

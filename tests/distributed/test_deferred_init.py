@@ -1,4 +1,4 @@
-"""A model that is built without memory gets, shard by shard, the values of an ordinary construction, bit for bit."""
+"""The shards of a model built without memory are bitwise equal to those of an ordinary construction."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def run_of(name: str, world: World) -> Run:
 def begun_and_trained(names: list[str], world: World) -> list[Any]:
     """Return the model's tensors before and after three updates, by model.
 
-    With SGD: Adam divides gradients that are zero but for rounding, as of the biases of keys, by themselves.
+    The optimizer is SGD, because Adam amplifies gradients that are only rounding errors, such as those of key biases.
     """
     results = []
     for name in names:
@@ -263,7 +263,7 @@ def test_a_model_with_batch_norms_starts_from_the_weights_of_one_process() -> No
 
 
 def uninitialized(world: World) -> list[bool]:
-    """Return for each loaded name whether its initial value was computed."""
+    """Return whether the initial value was computed, for each loaded name."""
     computed: list[Any] = []
     model, recording = deferred(Tied)
     names = frozenset({"up.weight", "blocks.0.linear1.weight"})
@@ -280,7 +280,7 @@ def test_parameters_that_a_checkpoint_replaces_are_not_initialized() -> None:
 
 
 class LargestInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measure the most bytes of tensors that exist at once, of those created inside."""
+    """Measure the peak bytes of the tensors that are created inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -309,7 +309,7 @@ def wide() -> nn.Module:
 
 
 def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example: Any, world: World) -> Any:
-    """Return this rank's weights by name, whether layers were measured, and the most bytes in use in `wrap`."""
+    """Return this rank's weights by name, whether layers were measured, and the peak bytes in use in `wrap`."""
     model, recording = deferred(make)
     assert all(weight.is_meta for weight in model.parameters())
     parallel = Pipelined(world)
@@ -323,7 +323,7 @@ def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example:
 
 @pytest.mark.slow
 def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() -> None:
-    """The layers are measured, and the embedding, which the first and the last stage share, is tied."""
+    """The layers are measured, and the first and the last stage share the tied embedding."""
     expected = {name: weight.tolist() for name, weight in built(gpt).state_dict().items()}
     tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
     ranks = run_ranks(partial(staged, gpt, lambda model: model.layers(), (tokens,)), 2)
@@ -348,7 +348,7 @@ def test_peak_memory_of_a_pipeline_rank_is_its_stage_and_some_layers() -> None:
 
 
 def memory_of_shards(world: World) -> int:
-    """Return the most bytes in use while the wide model is sharded and its shards are initialized."""
+    """Return the peak bytes in use while the wide model is sharded and its shards are initialized."""
     model, recording = deferred(wide)
     with LargestInUse() as memory:
         shards(world, recording).wrap(model, list, list(model.children()))

@@ -1,4 +1,4 @@
-"""Every strategy on 2, 3, 4 and 8 ranks trains like one process, also from a checkpoint of every other strategy."""
+"""Every strategy trains like one process on 2, 3, 4 and 8 ranks, and resumes from checkpoints of all others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Run:
         return {"model": collect(self.model.state_dict()), "optimizer": collect(tensors)}
 
     def result(self, losses: list[float]) -> dict[str, Any]:
-        """Return what is compared; weights and state of the optimizer on rank 0 only."""
+        """Return the results to compare; weights and optimizer state only on rank 0."""
         return {"losses": losses} | {name: listed(each) for name, each in self.state(self.parallel.gather_full).items()}
 
     def save(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ class Run:
 
 
 def train(layout: Layout, folder: Path, world: World) -> dict[str, Any]:
-    """Train in float64 with a checkpoint in the middle, and in float32."""
+    """Train in float64 with a checkpoint during training, and in float32."""
     run = Run(layout, world, torch.float64)
     losses = run.advance(HALF)
     run.save(folder)
@@ -205,7 +205,7 @@ def assert_trains_like_one_process(name: str, trained: Any) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_strategy_resumes_from_a_checkpoint_of_every_other_strategy(name: str, trained: Any) -> None:
-    """From three other ones, unless in the long form."""
+    """The short form resumes from three other strategies."""
     alone = trained("one process")[1][0]
     others = list(LAYOUTS) if IS_LONG else random.Random(f"{SEED} {name}").sample(list(LAYOUTS), 3)
     folders = [trained(other)[0] for other in others]

@@ -94,7 +94,7 @@ def local_values(run: Run) -> list[Any]:
 
 
 def everything(folder: str, world: World) -> dict[str, Any]:
-    """Return what the tests look at, on this rank: a run with a checkpoint in its middle, and what resumes from it."""
+    """Return the results of this rank: of a run with a checkpoint during training, and of the runs resumed from it."""
     run = run_of(world, strategy=partial(in_pairs, saves_parts=True))
     steps = run.advance(HALF)
     result = {"meta": begin_on_meta(world), "half": run.saved(), "bytes": save_parts(Path(folder), run)}
@@ -122,7 +122,7 @@ def alone() -> dict[str, Any]:
 
 
 def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Shares are unequal, and each rank accumulates several micro-batches of its own number."""
+    """Shares are unequal, and ranks accumulate different numbers of micro-batches."""
     tolerance = allowed(torch.float64, terms=sum(alone["items"]))
     for each in results:
         assert each["items"] == alone["items"]

@@ -105,7 +105,7 @@ def test_embedding_layers_are_measured() -> None:
 
 
 def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
-    """Otherwise the timer would include work of the previous pass and stop before its own work is done."""
+    """Otherwise, the timer would include work of the previous pass and stop before the measured work is done."""
     events: list[str] = []
 
     class Noted(nn.Linear):

@@ -1,4 +1,4 @@
-"""Costs and devices that decide a placement; a parameter of several stages is updated identically on all of them."""
+"""Costs and devices that determine a placement; a parameter of several stages is updated identically on all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GIB = 2**30
 
 
 class Ranks(World):
-    """The first of several ranks; the others report these seconds and memory."""
+    """The first of several ranks; the others report the given times and memory."""
 
     def __init__(self, *others: tuple[float, int]) -> None:
         super().__init__(torch.device("cpu"), world_size=1 + len(others))

@@ -15,7 +15,7 @@ from tests.forkserver import CompletedCommand, ForkServer
 
 
 class Summing(nn.Module):
-    """Its calls are collectives, as those of a pipelined model."""
+    """A model whose calls are collectives, like those of a pipelined model."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -106,6 +106,6 @@ def test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text
 def test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_does_not_prevent_training(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    """All ranks of that pipeline fail alike, so that none waits; the check before the first update is inconclusive."""
+    """All ranks of that pipeline fail alike, so none waits. The check before the first update is inconclusive."""
     result = run_on_two_pipelines(server, tmp_path, in_loss="(2, 3)")
     assert result.code == Exit.DONE, result.err

@@ -27,7 +27,7 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("store", ["tcp://127.0.0.1:29500", "file:///tmp/store"])
 def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interface has several addresses; only one of them has to match."""
+    """An interface with several addresses matches if one of them does."""
     rows = {name: [SimpleNamespace(address=address) for address in result] for name, result in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     assert find_interface(RankInfo(0, 0, 2, 2, store)) == "lo"
@@ -95,7 +95,7 @@ class Probe:
 def test_ranks_of_several_machines_use_the_interface_towards_rank_0(
     towards_rank_0: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If rank 0 resolves its own name to loopback, the default route decides: here that of eth0."""
+    """If rank 0 resolves its own name to loopback, the interface of the default route, here eth0, is used."""
     rows = {name: [SimpleNamespace(address=address) for address in result] for name, result in ADDRESSES.items()}
     routes = {} if towards_rank_0 is None else {"node0": towards_rank_0}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)

@@ -41,7 +41,7 @@ DOUBLE = torch.float64
 
 
 def updates_of(pipeline: int | None) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a pipeline; None: those of all."""
+    """Yield the micro-batches of a pipeline, or of all pipelines if None."""
     for number, sizes in enumerate([*[SIZES] * (UPDATES - 1), LAST]):
         micros = batches([*sizes[0], *sizes[1]], DOUBLE, seed=number, tokens=True)
         if pipeline is not None:
@@ -75,7 +75,7 @@ def listed(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 class Normalized(nn.Module):
-    """Each stage has a batch norm; the loss changes one outside of the layers."""
+    """Each stage has a batch norm; the loss changes one outside the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def fitted_buffers(world: World) -> dict[str, Any]:
 
 
 class Overflowing(nn.Module):
-    """Multiplies its input so that it overflows, in the call of this number."""
+    """Multiplies its input so that it overflows, in the call with the given number."""
 
     def __init__(self, call: int | None) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Overflowing(nn.Module):
 
 
 def skipped_update(world: World) -> list[Any]:
-    """Overflow in an update of the first pipeline, in which the second one has no samples."""
+    """The first pipeline overflows in an update in which the second one has no samples."""
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         Overflowing(1 if world.rank < STAGES else None),
@@ -306,6 +306,6 @@ def all_reduced(world: World, sizes: Sequence[int]) -> list[int]:
 
 
 def test_gradients_are_exchanged_during_the_last_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "SMALL_BYTES", 0)  # else they are sent with the other numbers
+    monkeypatch.setattr(reducer, "SMALL_BYTES", 0)  # otherwise, they are sent with the other numbers
     for before_end in run_ranks(lambda world: all_reduced(world, [2, 2, 1]), RANKS):
         assert before_end == [0, 4 * 8 * WIDTH * (WIDTH + 1)], "one step for two micro-batches, one for the smaller"

@@ -55,7 +55,7 @@ def plain(num_layers: int, dtype: torch.dtype) -> nn.Sequential:
     layers: list[nn.Module] = []
     for number in range(num_layers - 1):
         linear = nn.Linear(WIDTH, WIDTH)
-        # In place on the output of the layer before, which is a leaf of the autograd graph where a stage begins
+        # in place on the output of the previous layer, which is a leaf of the autograd graph at the start of a stage
         layers.append(linear if number % 2 or not number else nn.Sequential(nn.ELU(inplace=True), linear))
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(dtype)
 
@@ -417,7 +417,7 @@ class Shifted(nn.Module):
 def test_a_module_on_two_ranks_is_rejected_if_its_buffers_diverge(
     learns: bool, split: list[int], is_apart: bool
 ) -> None:
-    """A checkpoint contains the buffers of only one of them, and both would resume with those."""
+    """A checkpoint contains the buffers of only one rank, and both ranks would resume with them."""
 
     def check(world: World) -> bool:
         torch.manual_seed(0)
@@ -707,7 +707,7 @@ def test_the_error_for_a_task_without_layers_says_what_to_define() -> None:
 
 
 def failing(world: World, where: str) -> list[str]:
-    """Return what every rank raises for a fault at `where`, in an update and in an evaluation."""
+    """Return the errors that this rank raises for a fault at `where`, in an update and in an evaluation."""
 
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -767,7 +767,7 @@ BROKEN_LAYERS = {"layer": 1, "last layer": 3}
 
 
 def test_an_error_of_one_rank_is_raised_on_all_ranks() -> None:
-    """No rank hangs: the ranks end well within the timeout of a collective, 30 s."""
+    """No rank hangs: all ranks end well within the 30 s timeout of a collective."""
     results = run_ranks(lambda world: {where: failing(world, where) for where in ERRORS}, 2)
     for where, (rank, text) in ERRORS.items():
         for attempt in range(2):
@@ -832,7 +832,7 @@ def failing_later(world: World, where: str, stages: int) -> str:
 @pytest.mark.parametrize("where", ["backward pass", "layer", "layer before one that rejects zeros", "loss"])
 @pytest.mark.parametrize(("num_ranks", "stages"), [(3, 3), (4, 2)])
 def test_an_error_during_a_scheduled_pass_is_raised_on_all_ranks(where: str, num_ranks: int, stages: int) -> None:
-    """The other ranks raise its text, not a lost connection, nor an error that zeros sent after it cause."""
+    """The other ranks raise its text, not that of a lost connection or of an error caused by zeros sent after it."""
     results = run_ranks(lambda world: failing_later(world, where, stages), num_ranks)
     for text in results:
         assert f"in the {where}" in text

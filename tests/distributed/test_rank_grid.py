@@ -1,4 +1,4 @@
-"""Ranks are divided into copies of the model and into ranks that hold the same part of it."""
+"""Ranks are grouped by copy of the model, and by the part of the model that they hold."""
 
 from __future__ import annotations
 

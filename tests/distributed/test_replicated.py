@@ -100,7 +100,7 @@ def exchanged(
     """Return for each update the bytes sent, the bytes sent late, and the gradients.
 
     choose  called before each update to change which layers the model uses
-    again   restart the phase before each update, so that nothing is known from previous ones
+    again   begin a new phase before each update, so that nothing is known from previous ones
     """
     torch.manual_seed(world.rank)
     parallel = Replicated(world, bucket_bytes=bucket_bytes)
@@ -159,7 +159,7 @@ def test_gradients_sent_in_one_message_equal_those_sent_in_buckets(choose: Choic
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_gradients_are_exchanged_before_the_backward_pass_ends(name: str) -> None:
-    """All except those of the last layer, one of twelve."""
+    """At most the gradients of the last of twelve layers are exchanged afterwards."""
     for result in run_ranks(lambda world: exchanged(world, Layers(USED[name])), 2):
         for sent, late in result["bytes"][1:]:
             assert late <= 0.1 * sent
@@ -201,7 +201,7 @@ def recomputing(model: Layers, world: World, update: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("choose", [changing, recomputing])
 def test_gradients_do_not_depend_on_the_order_of_the_exchange(choose: Choice, num_ranks: int) -> None:
-    """Wrong predictions of the order do not either: compare with and without knowledge of previous updates."""
+    """Wrong predictions of the order have no effect: compare with and without knowledge of previous updates."""
     known = run_ranks(lambda world: exchanged(world, Layers([], 6), choose), num_ranks)
     unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
     assert [result["gradients"] for result in known] == [result["gradients"] for result in unknown]
@@ -304,7 +304,7 @@ def test_a_custom_all_reduce_must_not_return_nan_for_finite_gradients() -> None:
 
 
 def test_a_strategy_of_the_task_file_sums_the_gradients(tmp_path: Path) -> None:
-    """A mean over two ranks is half of the sum, which the check of the first update reports."""
+    """The check of the first update reports a mean over two ranks, which is half of the sum."""
     text = "def mean(gradients):\n    torch.distributed.all_reduce(gradients)\n    gradients /= 2\n"
     (tmp_path / "task.py").write_text(f"{TASK}\n{text}\nPARALLELISMS = {{'mean': ('ddp', mean)}}\n")
     args = ("updates=2", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=mean", "evaluate.every=0")

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Two layers, a weight that both have, a frozen one, a scalar with two names, and a buffer with two names."""
+    """Two layers that share a weight, a frozen weight, a scalar with two names, and a buffer with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, names: list[str]) -> None:
-    """Assert that these tensors have their values, and the other ones no memory."""
+    """Assert that these tensors have their values, and that the others have no memory."""
     expected = values(ordinary())
     for name, tensor in values(model).items():
         assert tensor.is_meta == (name not in names), name

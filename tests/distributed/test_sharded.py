@@ -559,7 +559,7 @@ def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     run.advance(5)
     saved = run.saved()
     loaded = run_ranks(walk, 2)[1]
-    # Not of stale gathered copies.
+    # the outputs are not those of stale gathered copies
     assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
 
 

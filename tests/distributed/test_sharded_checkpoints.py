@@ -86,7 +86,7 @@ def test_shards_are_bitwise_equal_to_what_rank_0_would_gather(num_ranks: int, tm
 
 
 def memory_of_save(folder: str, world: World) -> tuple[float, int]:
-    """Return by how many bytes the process grows at most while it saves its part, and the size of the part."""
+    """Return the peak growth of the process in bytes while it saves its part, and the size of the part."""
     parallel = in_parts(world)
     model = parallel.wrap(nn.Linear(LARGE, LARGE, bias=False), list, [])
     restart_host_peak()

@@ -1,4 +1,4 @@
-"""parallelism.evaluation=sharded: ranks evaluate a model of which no rank ever has all parameters."""
+"""With parallelism.evaluation=sharded, ranks evaluate a model without any rank holding all parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_no_rank_ever_holds_the_whole_model(results: list[dict[str, Any]]) -> No
 
 
 class Stepping(nn.Module):
-    """Counts its passes, appends to a cache that it receives, and fails if it is told to."""
+    """Counts its passes, appends to a cache that it receives, and fails on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects
 
 
 def caught(world: World) -> list[float]:
-    """Catch an error of one rank in the middle of a call, then change the weights and evaluate again."""
+    """Catch an error of one rank during a call, then change the weights and evaluate again."""
     _, parallel, wrapped = stepping(world)
     for fails in (world.rank == 1, False):
         with parallel.gather_parameters(wrapped), torch.no_grad():
@@ -193,7 +193,7 @@ def test_calling_a_submodule_directly_is_an_error(name: str) -> None:
 def compiled(world: World) -> list[Any]:
     """Train and evaluate twice; each rank calls the compiled blocks a different number of times."""
     model = make_model(DOUBLE)
-    warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo looks at all attributes of tensors
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo inspects all attributes of tensors
     if world.world_size > 1:
         for block in model.blocks:
             block.compile(backend="eager")  # type: ignore[no-untyped-call]
@@ -252,7 +252,7 @@ def summed(world: World, calls: int, style: str) -> str:
                 total = torch.tensor([sum(results) + 3.0 - len(results) / 2])
             elif style == "group of one rank":
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of torch, on the other rank
+                    warnings.simplefilter("ignore")  # an error of torch on the other rank
                     dist.all_reduce(total, group=alone)
             elif world.is_first:
                 dist.all_reduce(total)

@@ -1,4 +1,4 @@
-"""An update of shards computes on local tensors: bit for bit like torch's optimizer, without planning collectives."""
+"""An update of shards computes on local tensors: bitwise equal to torch's optimizer, without planning collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Distributed(TorchDispatchMode):
 
 
 def shards(world: World) -> tuple[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """Return a sharded model; some shards of its three rows are empty on three or more ranks."""
+    """Return a sharded model; with more than three ranks, some shards of its three rows are empty."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
     Sharded(world).wrap(model, list, [])
@@ -101,7 +101,7 @@ def test_gradients_that_are_not_sharded_like_their_weights_are_redistributed(pla
 
 
 def plain(world: World) -> str:
-    """Return the error of an update with a gradient that is no DTensor."""
+    """Return the error of an update with a gradient that is not a DTensor."""
     _, named = shards(world)
     for _, weight in named:
         weight.grad = torch.zeros(weight.shape)

@@ -17,7 +17,7 @@ def test_the_result_or_the_error_of_the_call_is_returned() -> None:
 
 
 def test_a_call_that_does_not_return_is_abandoned() -> None:
-    """Also at exit, where Python joins threads that are not daemons."""
+    """This also holds at exit, where Python joins threads that are not daemons."""
     released, before = threading.Event(), set(threading.enumerate())
     try:
         with pytest.raises(TimeoutError):

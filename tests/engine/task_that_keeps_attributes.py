@@ -1,4 +1,4 @@
-"""A task whose loss reads what a test wants, and which keeps a module outside of its model."""
+"""A task whose loss is a value that the test provides, and which has a module outside its model."""
 
 import torch
 from torch import nn

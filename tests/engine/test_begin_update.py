@@ -1,4 +1,4 @@
-"""`begin_update` may set state of the model that depends on the progress, but not change it further in each call."""
+"""`begin_update` can set state of the model to a function of the progress, but not change it further in each call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_random_draws_of_begin_update_must_depend_on_the_progress(server: ForkSe
 REPEATABLE = {
     "a temperature": "self.model.temperature.fill_(progress.update)",
     "a copy": "one.copy_(other)",
-    "what differs by rounding": "other.dim() > 1 and other.sub_(other.mean()).div_(other.norm())",
+    "a value that differs by rounding": "other.dim() > 1 and other.sub_(other.mean()).div_(other.norm())",
 }
 
 

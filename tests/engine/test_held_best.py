@@ -77,7 +77,7 @@ class Training:
     def kept(self) -> list[Path]:
         return [checkpoint_path(self.folder, number) for _, number in self.saver.bests]
 
-    def updated(self) -> None:
+    def run_update(self) -> None:
         seconds = 1.0 + (self.slowed_s if self.is_written() else 0.0)
         self.clock.now += seconds
         self.update += 1
@@ -91,7 +91,7 @@ class Training:
         result, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
         return result or before < len(self.saved)
 
-    def evaluated(self, value: float) -> None:
+    def evaluate(self, value: float) -> None:
         if not self.saver.is_best(value):
             return
         if self.saver.has_no_budget():
@@ -102,7 +102,7 @@ class Training:
     def save(self, value: float | None = None, *, counts_as_cost: bool = True) -> None:
         self.saver.save(self.update, self.take, value=value, kept=self.kept, counts_as_cost=counts_as_cost)
 
-    def ended(self) -> None:
+    def end(self) -> None:
         self.saver.write_held()
         self.save(counts_as_cost=False)
         self.saver.writer.wait()
@@ -134,9 +134,9 @@ def test_best_checkpoints_stay_within_the_save_budget(
 ) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=slowed_s)
     for update in range(num_updates):
-        training.updated()
+        training.run_update()
         if update % (num_updates // 10) == 0:
-            training.evaluated(-float(update))
+            training.evaluate(-float(update))
     copies_s = 10 * 0.001
     unknown_s = slowed_s  # the cost of the first save is known only afterwards
     most_s = MAX_OVERHEAD * (clock.now - 1000.0) + copies_s + unknown_s
@@ -145,7 +145,7 @@ def test_best_checkpoints_stay_within_the_save_budget(
         assert training.saved == []
         assert training.cost_s <= copies_s
     best = num_updates - num_updates // 10 + 1
-    training.ended()
+    training.end()
     assert training.on_disk()[best] == best, "the weights of that update"
     assert training.saver.bests == [(-float(best - 1), best)]
     assert sorted(training.on_disk()) == sorted({best, num_updates} | set(training.saved[-2:]))
@@ -154,15 +154,15 @@ def test_best_checkpoints_stay_within_the_save_budget(
 def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
     """The run may be killed before the held checkpoint is written."""
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
-    training.updated()
-    training.evaluated(1.0)
-    training.updated()
+    training.run_update()
+    training.evaluate(1.0)
+    training.run_update()
     training.save()
     training.saver.writer.wait()
     assert training.on_disk() == {2: 2.0}
     assert checkpoint.load(checkpoint_path(tmp_path, 2)).state["bests"] == []
-    training.updated()
-    training.ended()
+    training.run_update()
+    training.end()
     assert training.on_disk() == {1: 1.0, 2: 2.0, 3: 3.0}
     assert checkpoint.load(checkpoint_path(tmp_path, 1)).state["bests"] == [[1.0, 1]]
     assert checkpoint.load(checkpoint_path(tmp_path, 3)).state["bests"] == [[1.0, 1]]
@@ -175,12 +175,12 @@ def test_a_best_checkpoint_written_after_a_newer_one_is_found_on_resume(
 ) -> None:
     """It was held while the newer checkpoint was saved; then the run failed or was killed."""
     training = Training(tmp_path, clock, default(keep_best=keep_best), copy_s=1.0, slowed_s=0.0)
-    training.updated()
+    training.run_update()
     training.save(3.0)
     training.saver.writer.wait()
-    training.updated()
-    training.evaluated(1.0)
-    training.updated()
+    training.run_update()
+    training.evaluate(1.0)
+    training.run_update()
     training.save()
     training.saver.write_held()
     training.saver.writer.wait()
@@ -202,9 +202,9 @@ def test_a_best_checkpoint_written_after_a_newer_one_is_found_on_resume(
 
 def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
-    training.updated()
-    training.evaluated(1.0)
-    training.updated()
+    training.run_update()
+    training.evaluate(1.0)
+    training.run_update()
 
     def failing() -> Snapshot:
         raise ArithmeticError
@@ -220,25 +220,25 @@ def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -
 def test_only_a_better_checkpoint_replaces_a_held_one(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     for value in (3.0, math.nan, 4.0, 2.0, 2.5):
-        training.updated()
-        training.evaluated(value)
-    training.updated()
-    training.ended()
+        training.run_update()
+        training.evaluate(value)
+    training.run_update()
+    training.end()
     assert training.saver.bests == [(2.0, 4)]
     assert sorted(training.on_disk()) == [4, 6]
 
 
 def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
-    training.updated()
-    training.evaluated(1.0)
+    training.run_update()
+    training.evaluate(1.0)
     training.save()
     assert training.saver.bests == [(1.0, 1)]
     for _ in range(3):
-        training.updated()
+        training.run_update()
         training.save()
-    training.updated()
-    training.ended()
+    training.run_update()
+    training.end()
     assert sorted(training.on_disk()) == [1, 4, 5]
     assert training.saved.count(1) == 1
 
@@ -246,10 +246,10 @@ def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_pa
 def test_all_of_several_best_checkpoints_are_kept(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(keep_best=3), copy_s=0.001, slowed_s=0.0)
     for value in (5.0, 4.0, 3.0, 6.0, 2.0):
-        training.updated()
-        training.evaluated(value)
-    training.updated()
-    training.ended()
+        training.run_update()
+        training.evaluate(value)
+    training.run_update()
+    training.end()
     assert [number for _, number in training.saver.bests] == [5, 3, 2]
     assert {5, 3, 2} <= set(training.on_disk())
 
@@ -257,18 +257,18 @@ def test_all_of_several_best_checkpoints_are_kept(tmp_path: Path, clock: Clock) 
 def test_a_held_checkpoint_is_written_after_ten_minutes_at_any_cost(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=30.0)
     for _ in range(70):
-        training.updated()
-    training.evaluated(2.0)  # the first costs 30 s
-    training.updated()
-    training.updated()
-    training.evaluated(1.0)
+        training.run_update()
+    training.evaluate(2.0)  # the first costs 30 s
+    training.run_update()
+    training.run_update()
+    training.evaluate(1.0)
     assert training.saved == [70]
     held_at = training.update
     for _ in range(599):
-        training.updated()
+        training.run_update()
     assert training.saved == [70]
     for _ in range(3):
-        training.updated()
+        training.run_update()
     assert training.saved == [70, held_at]
 
 
@@ -278,8 +278,8 @@ def test_checkpoints_requested_by_settings_are_written_at_once(
 ) -> None:
     training = Training(tmp_path, clock, policy, copy_s=0.001, slowed_s=1.0)
     for value in (3.0, 2.0, 1.0):
-        training.updated()
-        training.evaluated(value)
+        training.run_update()
+        training.evaluate(value)
     training.saver.writer.wait()
     assert training.saved == [1, 2, 3]
 

@@ -42,7 +42,7 @@ COUPLED = """
     def embed(self, model, batch):
         return model(batch[0] / 64)
 
-    def couple(self, codes):  # of the update in training, and of a micro-batch in the search
+    def couple(self, codes):  # called with an update in training, and with a micro-batch in the search
         is_update = len(codes) == 8
         bad = torch.where(torch.tensor(self.update == 2 and is_update), torch.nan, 1.0)
 """

@@ -43,7 +43,7 @@ class Drawn(Task):
 def test_a_sample_whose_random_draws_are_not_finite_is_found(
     modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code, which does not call the hooks of the search, is not run; torch.compile is not loaded for that."""
+    """Compiled code does not call the hooks of the search, so it runs eagerly; this does not import torch.compile."""
     stances = []
 
     @contextmanager
@@ -89,10 +89,10 @@ class OfRoot(Task):
 """
 
 
-def locate_in_first_micro_batch(task: str, folder: Path, *words: str) -> NumericError:
+def locate_in_first_micro_batch(task: str, folder: Path, *args: str) -> NumericError:
     """Train until a number is not finite; return the error, whose samples are those of the first micro-batch."""
     (folder / "not_finite.py").write_text(task)
-    settings = ("updates=2", *words, "device=cpu", "run=small", "monitor=off", f"output_root={folder}",
+    settings = ("updates=2", *args, "device=cpu", "run=small", "monitor=off", f"output_root={folder}",
                 "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
     with open_phase(Request(settings, folder / "not_finite.py")) as phase:
         first = next(phase.order.micro_batches(0))
@@ -237,7 +237,7 @@ class Negatives(Task):
 def test_a_loss_of_coupled_samples_is_searched_as_a_whole(
     fault: str, cause: str, has_sample: bool, tmp_path: Path
 ) -> None:
-    """`couple` is not finite for a micro-batch, which has one label, but is for the samples of an update."""
+    """`couple` is finite for the samples of an update, but not for a micro-batch, which has only one label."""
     (tmp_path / "coupled.py").write_text(COUPLED)
     settings = ("updates=8", "global_batch_size=8", "micro_batch_size=2", "device=cpu", "run=small", "monitor=off",
                 f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=1000",
@@ -310,11 +310,11 @@ class Search:
 
 
 @contextmanager
-def searching(folder: Path, *words: str) -> Iterator[Search]:
+def searching(folder: Path, *args: str) -> Iterator[Search]:
     (folder / "chosen.py").write_text(CHOSEN)
     settings = ("updates=2", "global_batch_size=8", "micro_batch_size=4", "device=cpu", "run=small", "monitor=off",
                 f"output_root={folder}", "backend.threads=1", "checkpoint=off", "evaluate.every=0",
-                "sampler=sequential", *words)  # fmt: skip
+                "sampler=sequential", *args)  # fmt: skip
     with open_phase(Request(settings, folder / "chosen.py")) as phase:
         yield Search(phase)
 
@@ -364,7 +364,7 @@ def test_a_batch_is_named_if_its_samples_cannot_be_collated_alone(search: Search
 def test_the_micro_batch_of_a_non_finite_loss_or_gradient_is_named(
     fault: str, is_lockstep: bool, samples: list[int] | None, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With collectives in the model, backward passes are not repeated, and the weights are gathered without them."""
+    """With collectives in the model, no backward pass is repeated, but the weights are gathered."""
     gathered: list[bool] = []
 
     @contextmanager
@@ -430,8 +430,8 @@ def test_a_search_that_fails_does_not_hide_the_error(search: Search, monkeypatch
 @pytest.mark.parametrize(
     ("here", "there", "rank", "samples"),
     [
-        ("loss", ["unknown", "", 4.0, [], []], 0, [4, 5, 6, 7]),  # what was found counts more than nothing
-        ("loss", ["module", "there", None, [], [9]], 1, [9]),  # a module says more than the loss
+        ("loss", ["unknown", "", 4.0, [], []], 0, [4, 5, 6, 7]),  # any finding is more informative than none
+        ("loss", ["module", "there", None, [], [9]], 1, [9]),  # a module is more informative than the loss
         ("sample", ["module", "there", None, [], [9]], 0, [5]),
         ("loss", ["module", "there", None, [7], [9]], 1, [7]),
         ("loss", ["samples", "there", None, [11], [9]], 1, [11]),

@@ -1,4 +1,4 @@
-"""What a rank that does not write the run opens: the checkpoint of the first rank, weights, and its own monitor."""
+"""What a rank other than the first opens: the checkpoint of the first rank, weights, and its own monitor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Other(World):
-    """Rank 1, without the first rank, which says which checkpoint is read."""
+    """Rank 1 without rank 0, which would broadcast the checkpoint to read."""
 
     def __init__(self, path: Path | None, local_rank: int) -> None:
         super().__init__(CPU, rank=1, local_rank=local_rank)
@@ -107,27 +107,27 @@ def test_a_rank_that_is_not_the_first_prints_and_writes_nothing(
 def test_the_first_rank_of_another_machine_monitors_that_machine(
     local_rank: int, num_samples: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[Any, ...]] = []
+    created: list[tuple[Any, ...]] = []
     stopped: list[str] = []
     summary = SimpleNamespace(whole=SimpleNamespace(samples=num_samples), to_json=lambda: {"samples": num_samples})
     monitor = SimpleNamespace(
         stop=lambda: stopped.append("stopped"), new_alerts=list, summary=lambda: summary, name="own"
     )
 
-    def make(*args: Any, **_: Any) -> Any:
-        made.append(args)
+    def create(*args: Any, **_: Any) -> Any:
+        created.append(args)
         return monitor
 
-    monkeypatch.setitem(opening.MONITORS, "off", make)
+    monkeypatch.setitem(opening.MONITORS, "off", create)
     with opened(tmp_path, checkpoint, local_rank=local_rank) as (run, _):
         assert (run.observers.monitor is monitor) == (local_rank == 0)
         assert stopped == []
     file = tmp_path / "mine" / "monitor-rank1.json"
     if local_rank:
-        assert made == []
+        assert created == []
         assert not file.exists()
         return
-    ((path, _, root),) = made
+    ((path, _, root),) = created
     assert (path, root) == (tmp_path / "mine" / "gpu-rank1.csv", None)
     assert stopped == ["stopped"]
     assert file.exists() == bool(num_samples)

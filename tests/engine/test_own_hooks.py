@@ -84,7 +84,7 @@ class Mine(runner.Task):
     def loss(self, model, batch):
         return model(batch[0]).square().sum(), len(batch[0])
 '''
-WORDS = ["device=cpu", "monitor=off", "tracker=none", "log_every=1", "global_batch_size=16", "max_grad_norm=null"]
+OVERRIDES = ["device=cpu", "monitor=off", "tracker=none", "log_every=1", "global_batch_size=16", "max_grad_norm=null"]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_hook_can_change_weights_after_an_update(write: Callable[[str], Path], tmp_path: Path) -> None:
     file = write(TASK)
-    train = ["train", "--task", str(file), *WORDS, "hook.drift.size=0.25"]
+    train = ["train", "--task", str(file), *OVERRIDES, "hook.drift.size=0.25"]
     assert main([*train, "run=own", "updates=1"]) == 0
     assert main([*train, "run=none", "updates=1", "hook.drift.enabled=false"]) == 0
     own, none = final_weights(tmp_path / "outputs" / "own"), final_weights(tmp_path / "outputs" / "none")
@@ -122,7 +122,7 @@ def test_a_hook_can_change_weights_after_an_update(write: Callable[[str], Path],
 
 
 def test_the_state_of_a_hook_is_restored_bitwise_on_resume(write: Callable[[str], Path], tmp_path: Path) -> None:
-    train = ["train", "--task", str(write(TASK)), *WORDS]
+    train = ["train", "--task", str(write(TASK)), *OVERRIDES]
     assert main([*train, "run=straight", "updates=8"]) == 0
     assert main([*train, "run=parts", "updates=4"]) == 0
     assert main([*train, "run=parts", "updates=8", "resume_allow=[updates]"]) == 0
@@ -136,7 +136,7 @@ def test_the_state_of_a_hook_is_restored_bitwise_on_resume(write: Callable[[str]
 
 
 def test_hooks_run_identically_on_one_and_two_ranks(write: Callable[[str], Path], tmp_path: Path) -> None:
-    train = ["train", "--task", str(write(TASK)), *WORDS, "updates=4"]
+    train = ["train", "--task", str(write(TASK)), *OVERRIDES, "updates=4"]
     two = ["parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[11,5]"]
     assert main([*train, "run=one"]) == 0
     assert main([*train, "run=two", *two]) == 0
@@ -152,13 +152,13 @@ def test_a_hook_that_changes_weights_differently_on_each_rank_causes_a_warning(
 ) -> None:
     """Only the weights of rank 0 are saved and evaluated."""
     text = TASK.replace("+= self.sum\n", "+= self.sum * torch.rand(())\n", 1) if draws else TASK
-    train = ["train", "--task", str(write(text)), *WORDS, "updates=1"]
+    train = ["train", "--task", str(write(text)), *OVERRIDES, "updates=1"]
     assert main([*train, "parallelism=ddp", "parallelism.world_size=2"]) == 0
     assert ("torch.Generator" in "".join(capfd.readouterr())) == draws
 
 
 def test_a_changed_hook_setting_must_be_allowed_on_resume(write: Callable[[str], Path]) -> None:
-    train = ["train", "--task", str(write(TASK)), *WORDS, "run=first"]
+    train = ["train", "--task", str(write(TASK)), *OVERRIDES, "run=first"]
     assert main([*train, "updates=2"]) == 0
     longer = [*train, "updates=3", "hook.drift.size=0.5"]
     assert main([*longer, "resume_allow=[updates]"]) == 88
@@ -187,7 +187,7 @@ def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
 ) -> None:
     assert before in TASK
     file = write(TASK.replace(before, after))
-    assert main(["train", "--task", str(file), *WORDS, "run=faulty"]) == 70
+    assert main(["train", "--task", str(file), *OVERRIDES, "run=faulty"]) == 70
     assert file.name in capsys.readouterr().err
 
 
@@ -206,7 +206,7 @@ def test_a_state_that_a_checkpoint_cannot_store_is_rejected_before_the_first_upd
     state: str, write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(TASK.replace('{"seen": self.seen, "sum": self.sum}', state))
-    assert main(["train", "--task", str(file), *WORDS, "run=faulty"]) == 70
+    assert main(["train", "--task", str(file), *OVERRIDES, "run=faulty"]) == 70
     assert file.name in capsys.readouterr().err
     metrics = tmp_path / "outputs" / "faulty" / "metrics.jsonl"
     assert not metrics.exists() or not metrics.read_text()
@@ -214,14 +214,14 @@ def test_a_state_that_a_checkpoint_cannot_store_is_rejected_before_the_first_upd
 
 def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str], Path], tmp_path: Path) -> None:
     text = TASK.replace('"sum": self.sum}', '"sum": self.sum, "mean": float(self.sum) / self.seen}')
-    assert main(["train", "--task", str(write(text)), *WORDS, "run=mean"]) == 0
+    assert main(["train", "--task", str(write(text)), *OVERRIDES, "run=mean"]) == 0
     assert rows(tmp_path / "outputs" / "mean", "drift/seen") == [*range(1, 7)]
 
 
 def test_readings_can_be_numbers_of_any_library(write: Callable[[str], Path], tmp_path: Path) -> None:
     readings = "{'one': 1, 'two': torch.tensor([2.0]), 'three': numpy.float32(3.0), 'four': None}"
     text = TASK.replace("def state_dict", f"def readings(self):\n        return {readings}\n    def state_dict")
-    assert main(["train", "--task", str(write(f"import numpy\n{text}")), *WORDS, "run=own", "updates=2"]) == 0
+    assert main(["train", "--task", str(write(f"import numpy\n{text}")), *OVERRIDES, "run=own", "updates=2"]) == 0
     for name, number in (("one", 1.0), ("two", 2.0), ("three", 3.0), ("four", None)):
         assert rows(tmp_path / "outputs" / "own", name) == [number, number]
 
@@ -229,7 +229,7 @@ def test_readings_can_be_numbers_of_any_library(write: Callable[[str], Path], tm
 @pytest.mark.parametrize("name", ["train/loss", "perf/items_per_s", "precision/loss_scale"])
 def test_readings_cannot_replace_built_in_columns(name: str, write: Callable[[str], Path], tmp_path: Path) -> None:
     text = TASK.replace("def state_dict", f"def readings(self):\n        return {{{name!r}: 1.0}}\n    def state_dict")
-    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=2", "precision=fp16"]) == 70
+    assert main(["train", "--task", str(write(text)), *OVERRIDES, "run=own", "updates=2", "precision=fp16"]) == 70
     (problem,) = json.loads((tmp_path / "outputs" / "own" / "error.json").read_text())["problems"]
     assert name in problem["what"]
 
@@ -237,7 +237,7 @@ def test_readings_cannot_replace_built_in_columns(name: str, write: Callable[[st
 def test_a_checkpoint_has_the_hook_state_of_its_update(
     write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state is written by a thread while training goes on and changes it."""
+    """The state is written by a thread while training continues and changes it."""
     snapshots, submit = [], CheckpointWriter.submit
 
     def submit_and_keep(self: CheckpointWriter, snapshot: Snapshot, **keys: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_checkpoint_has_the_hook_state_of_its_update(
     text = TASK.replace("self.seen, self.sum = size, 0,", "self.numbers, self.seen, self.sum = size, [], 0,")
     text = text.replace("self.seen += 1", "self.seen += 1\n        self.numbers.append(self.seen)")
     text = text.replace('return {"seen": self.seen,', 'return {"numbers": {"all": self.numbers}, "seen": self.seen,')
-    assert main(["train", "--task", str(write(text)), *WORDS, "run=own", "updates=4", "checkpoint.every=1"]) == 0
+    assert main(["train", "--task", str(write(text)), *OVERRIDES, "run=own", "updates=4", "checkpoint.every=1"]) == 0
     states = {snapshot.state["phase_update"]: snapshot.state["hook.drift"] for snapshot in snapshots}
     assert {update: state["numbers"]["all"] for update, state in states.items()} == {
         update: [*range(1, update + 1)] for update in range(1, 5)
@@ -262,8 +262,8 @@ def test_a_stop_signal_in_a_hook_without_time_to_save_ends_the_run_with_this_upd
     text = TASK.replace(
         "self.seen += 1", "self.seen += 1\n        if self.seen == 3: signal.raise_signal(signal.SIGTERM)"
     )
-    words = ["updates=9", "evaluate.every=0", "checkpoint.every=1", "checkpoint.grace_s=0.0001"]
-    assert main(["train", "--task", str(write(f"import signal\n{text}")), *WORDS, "run=own", *words]) == 75
+    more = ["updates=9", "evaluate.every=0", "checkpoint.every=1", "checkpoint.grace_s=0.0001"]
+    assert main(["train", "--task", str(write(f"import signal\n{text}")), *OVERRIDES, "run=own", *more]) == 75
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1, 2, 3]
 
 
@@ -280,7 +280,7 @@ def test_a_hook_can_end_a_phase_like_its_last_update(ranks: int, write: Callable
         "train",
         "--task",
         str(write(f"import signal\n{text}")),
-        *WORDS,
+        *OVERRIDES,
         "run=own",
         "evaluate.every=0",
         *parallelism,
@@ -313,7 +313,7 @@ def test_a_phase_ended_by_a_hook_continues_only_with_changed_settings(
     text = TASK.replace(
         "self.seen += 1", "self.seen += 1\n        if self.seen == self.size:\n            self.phase.stop()"
     )
-    train = ["train", "--task", str(write(text)), *WORDS, "run=own"]
+    train = ["train", "--task", str(write(text)), *OVERRIDES, "run=own"]
     assert main([*train, "updates=6", "hook.drift.size=3"]) == 0
     assert main([*train, *more, f"resume_allow=[{allow}]"]) == 0
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == seen
@@ -321,7 +321,7 @@ def test_a_phase_ended_by_a_hook_continues_only_with_changed_settings(
 
 def test_a_phase_that_a_hook_ends_at_its_start_has_one_update(write: Callable[[str], Path], tmp_path: Path) -> None:
     begin = "def begin(self):\n        self.phase.stop()\n    def state_dict"
-    train = ["train", "--task", str(write(TASK.replace("def state_dict", begin))), *WORDS, "run=own"]
+    train = ["train", "--task", str(write(TASK.replace("def state_dict", begin))), *OVERRIDES, "run=own"]
     assert main(train) == 0
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == [1]
 
@@ -338,7 +338,7 @@ def test_a_hook_can_change_the_model_for_evaluation(
 
     def state_dict"""
     file = write(TASK.replace("def state_dict", load))
-    assert main(["train", "--task", str(file), *WORDS, "run=own", "updates=2", "hook.drift.size=0.25"]) == 0
+    assert main(["train", "--task", str(file), *OVERRIDES, "run=own", "updates=2", "hook.drift.size=0.25"]) == 0
     capsys.readouterr()
     assert main(["evaluate", "own", "--json"]) == 0
     x = torch.arange(128.0, dtype=torch.float64).view(64, 2) / 128
@@ -358,7 +358,7 @@ def test_gradients_that_a_hook_leaves_behind_do_not_change_the_next_update(
         pass"""
     before, rest = TASK.split("        self.seen += 1\n")
     file = write(f"{before}        {backward}\n\n    def state_dict{rest.partition('    def state_dict')[2]}")
-    train = ["train", "--task", str(file), *WORDS, "updates=3", f"parallelism={strategy}"]
+    train = ["train", "--task", str(file), *OVERRIDES, "updates=3", f"parallelism={strategy}"]
     train += [] if strategy == "single" else ["parallelism.world_size=2"]
     assert main([*train, "run=own"]) == 0
     assert main([*train, "run=none", "hook.drift.enabled=false"]) == 0
@@ -395,9 +395,9 @@ TEACHER = (
 def test_a_hook_can_copy_the_parameters_and_buffers_of_a_student(
     ranks: int, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The frozen parameters that it changes are treated as buffers, but `buffers()` of the teacher has no others."""
+    """The frozen parameters that it changes are treated as buffers, but `buffers()` does not return them."""
     parallelism = ["parallelism=ddp", f"parallelism.world_size={ranks}"] if ranks > 1 else []
-    train = ["train", "--task", str(write(TEACHER)), *WORDS, "run=own", *parallelism]
+    train = ["train", "--task", str(write(TEACHER)), *OVERRIDES, "run=own", *parallelism]
     assert main([*train, "updates=3"]) == 0
     assert main([*train, "updates=6", "resume_allow=[updates]"]) == 0
     weights = final_weights(tmp_path / "outputs" / "own")
@@ -426,9 +426,9 @@ def test_hooks_of_a_packaged_task_are_off_until_enabled(
     try:
         assert main(["plan", "task=line", "device=cpu"]) == 0
         assert f"{name} 1.5" in capsys.readouterr().out
-        assert main(["train", "task=line", *WORDS, "updates=2", "run=fine"]) == 0
+        assert main(["train", "task=line", *OVERRIDES, "updates=2", "run=fine"]) == 0
         assert not rows(tmp_path / "outputs" / "fine", "drift/sum"), "hooks of a package are off until enabled"
-        train = ["train", "task=line", *WORDS, "updates=2", "run=on", "hook.drift.enabled=true"]
+        train = ["train", "task=line", *OVERRIDES, "updates=2", "run=on", "hook.drift.enabled=true"]
         assert main(train) == 0
         assert len(rows(tmp_path / "outputs" / "on", "drift/sum")) == 2
     finally:
@@ -451,7 +451,7 @@ def test_an_error_in_a_packaged_hook_names_the_line(
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
     custom_options.clear_package_cache()
     try:
-        train = ["train", "--task", str(write(TASK)), *WORDS, "run=faulty", "hook.faulty.enabled=true"]
+        train = ["train", "--task", str(write(TASK)), *OVERRIDES, "run=faulty", "hook.faulty.enabled=true"]
         assert main(train) == 70
     finally:
         monkeypatch.undo()
@@ -473,7 +473,7 @@ def test_images_text_and_histograms_are_logged_to_tensorboard(write: Callable[[s
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = [word for word in WORDS if not word.startswith("tracker=")]
+    args = [word for word in OVERRIDES if not word.startswith("tracker=")]
     train = ["train", "--task", str(write(MEDIA)), *args, "tracker=tensorboard", "run=media", "updates=2"]
     assert main(train) == 0
     result = EventAccumulator(str(tmp_path / "outputs" / "media" / "tensorboard"), {"histograms": 0})
@@ -491,7 +491,7 @@ def test_images_text_and_histograms_are_logged_to_wandb(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(MARK, tmp_path.name)
-    args = [word for word in WORDS if not word.startswith("tracker=")]
+    args = [word for word in OVERRIDES if not word.startswith("tracker=")]
     tracker = ["tracker=wandb", "tracker.mode=offline"]
     assert main(["train", "--task", str(write(MEDIA)), *args, *tracker, "run=media", "updates=2"]) == 0
     wait_until(lambda: not marked(tmp_path.name), "the processes of wandb")

@@ -10,7 +10,7 @@ import pytest
 from runner.base.errors import Exit
 from runner.cli import main
 from runner.config import custom_options
-from tests.engine.test_own_hooks import TASK, WORDS, rows
+from tests.engine.test_own_hooks import OVERRIDES, TASK, rows
 
 BROKEN = "raise ImportError('libmissing.so')\n"
 OPTIMIZER = """
@@ -67,7 +67,7 @@ def test_a_package_that_fails_to_import_ends_the_run_before_it_trains(
     file.write_text(TASK)
     name = install(group, "mine = {}.mine", text)
     task = [] if group == "tasks" else ["--task", str(file)]
-    assert main(["train", *task, *args, *WORDS, "run=mine"]) == Exit.CONFIG
+    assert main(["train", *task, *args, *OVERRIDES, "run=mine"]) == Exit.CONFIG
     shown = capsys.readouterr().err
     assert shown.count("accel-run:") == 1
     assert f"{name}/mine.py:1" in shown
@@ -183,18 +183,18 @@ PRECISIONS = {"halved": ("fp32", halved)}
 def test_a_package_can_define_a_sampler_and_a_precision(
     install: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They train as those of a task file do, bit for bit."""
+    """Training with them is bitwise equal to training with those of a task file."""
     files = [tmp_path / f"{tmp_path.name}_{name}.py" for name in ("plain", "own")]
     files[0].write_text(TASK)
     files[1].write_text(f"{TASK}\n{EXTENSIONS}")
-    args = [*WORDS, "updates=3", "sampler=backwards", "sampler.step=2", "precision=halved", "precision.factor=0.25"]
+    args = [*OVERRIDES, "updates=3", "sampler=backwards", "sampler.step=2", "precision=halved", "precision.factor=0.25"]
     assert main(["train", "--task", str(files[1]), *args, "run=own"]) == 0
     name = install("options", "mine = {}.mine", EXTENSIONS)
     capsys.readouterr()
     assert main(["plan", "--task", str(files[0]), *args]) == 0
     assert capsys.readouterr().out.count(f"{name} 1.5") >= 2
     assert main(["train", "--task", str(files[0]), *args, "run=package"]) == 0
-    assert main(["train", "--task", str(files[0]), *WORDS, "updates=3", "run=default"]) == 0
+    assert main(["train", "--task", str(files[0]), *OVERRIDES, "updates=3", "run=default"]) == 0
     own, package, default = (rows(tmp_path / "outputs" / run, "train/loss") for run in ("own", "package", "default"))
     assert own == package
     assert own != default

@@ -25,7 +25,7 @@ from tests.opened import opened, saving_of
 
 
 class SlowDisk(System):
-    """A disk that syncs nothing until the gate is open."""
+    """A disk whose fsync blocks until the gate is open."""
 
     def __init__(self) -> None:
         self.gate, self.reached = threading.Event(), threading.Event()
@@ -157,7 +157,7 @@ def test_a_failed_save_is_retried_once(tmp_path: Path, monkeypatch: pytest.Monke
             with suppress(StorageError):
                 saving_of(phase).saver.writer.wait()
         result = [(next(updates), saving_of(phase).saved_at) for _ in range(4)]
-    assert [saved_at for _, saved_at in result] == [2, 2, 2, 2], "once, and not at every update"
+    assert [saved_at for _, saved_at in result] == [2, 2, 2, 2], "retried once, not at every update"
 
 
 def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
@@ -211,7 +211,8 @@ def test_the_writer_ends_before_the_run_is_closed_even_after_a_failure(
             saving_of(phase).save()
             monkeypatch.setattr(phase.loader, "close", fail)
             writer = saving_of(phase).saver.writer
-            monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))  # the first to wait
+            # opens the gate when the end of the phase waits for it
+            monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))
             metrics, close = phase.run.observers.metrics, phase.run.observers.metrics.close
 
             def closed() -> None:

@@ -64,7 +64,7 @@ TASK = Path(__file__).with_name("task_of_averages.py")
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """A run of two updates, of a task in another folder than this file, whose errors are not those of the task."""
+    """A run of two updates. Its task is in another folder than this file, so errors here are not task errors."""
     (tmp_path / "averages.py").write_text(TASK.read_text())
     overrides = ("device=cpu", "monitor=off", f"output_root={tmp_path}", "updates=2", "backend.threads=1")
     configuration, inventory = (
@@ -225,7 +225,7 @@ def test_a_successful_attempt_removes_the_error_of_an_earlier_one(job: Job, monk
 
 
 class Calls:
-    """Notes the calls of functions of the session, and what its training sees."""
+    """Records calls of functions of the session, and calls `inside` before training."""
 
     def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job, self.notes = job, dict[str, Any]()
@@ -236,8 +236,8 @@ class Calls:
 
         def train(run: TrainingRun, *args: Any) -> Outcome:
             self.run = run
-            monkeypatch.setattr(run.observers.tracker, "finish", self.noting("finish"))
-            monkeypatch.setattr(run.stop, "begin_shutdown", self.noting("begin_shutdown"))
+            monkeypatch.setattr(run.observers.tracker, "finish", self.recording("finish"))
+            monkeypatch.setattr(run.stop, "begin_shutdown", self.recording("begin_shutdown"))
             self.inside(run)
             return actual(run, *args)
 
@@ -249,9 +249,9 @@ class Calls:
         monkeypatch.setattr(session, "run_phases", train)
         monkeypatch.setattr(session, "run_watchdog", run_watchdog)
         for name in ("check_packages", "start_mirroring", "finish_mirroring"):
-            monkeypatch.setattr(session, name, self.noting(name))
+            monkeypatch.setattr(session, name, self.recording(name))
 
-    def noting(self, name: str) -> Callable[..., None]:
+    def recording(self, name: str) -> Callable[..., None]:
         def call(*args: Any, **options: Any) -> None:
             self.notes[name] = (args, options)
 

@@ -1,4 +1,4 @@
-"""The interval of evaluations, and the record of a stopped run."""
+"""Phases of a run: the interval of evaluations, memory that is freed, and how they stop and fail."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ def test_an_error_with_its_own_message_is_raised_unchanged_with_its_place(tmp_pa
         run_phases(run, None)
     assert caught.value.problems[0].what == "a table is missing"
     assert caught.value.__cause__ is None
-    assert caught.value.place["update"] == 0, "completed ones"
+    assert caught.value.place["update"] == 0, "completed updates"

@@ -25,7 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner import Task
 from tests.engine.virtual_time import sleep
 
-CALLS = collections.Counter()  # not attributes of the task: those that a loss changes are checked, which reads a batch
+# Not an attribute of the task: attributes that the loss changes are checked, which reads a batch.
+CALLS = collections.Counter()
 
 class SlowBackward(torch.autograd.Function):
     @staticmethod
@@ -48,7 +49,7 @@ class Samples(torch.utils.data.Dataset):
 class Slow(Task):
     def __init__(self, ms, ragged, rank, fails_at, counts):
         self.counts, self.calls = counts, 0
-        self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))  # of the environment: no setting is another
+        self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))  # a variable, so that settings are equal
         self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
         self.model = nn.Linear(4, 3)
         if ms["saving"]:
@@ -122,7 +123,7 @@ def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
     args = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
     result = evidence_of(server, folder, f"{args} evaluate.every=6 checkpoint=off", env)
-    assert result.updates == 11, "the first one is start-up"
+    assert result.updates == 11, "the first update is start-up"
     assert result.num_evaluations == 2
     assert result.num_saves == 1
     times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # hooks start before the first update
@@ -137,7 +138,7 @@ def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
     (phase,) = result.phases
     assert phase.seconds is not None
     assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, abs=TICKS_S + LAG_S), (
-        "all of the time has a part"
+        "all of the time is assigned to a part"
     )
     for row in rows_of(folder):
         parts = [row.get(f"perf/{part}_ms", 0.0) for part in PARTS]
@@ -156,7 +157,7 @@ def test_checks_after_the_first_update_of_a_phase_count_as_start_up(server: Fork
 
 
 def test_each_phase_has_its_own_throughput(server: ForkServer, folder: Path) -> None:
-    """The phases of a task may have different losses: a mean over them would describe none."""
+    """The phases of a task may have different losses, so a mean over phases would describe none of them."""
     (folder / "task.py").write_text(
         TASK
         + """
@@ -183,7 +184,7 @@ def test_a_stopped_run_records_its_items_per_update(server: ForkServer, folder: 
     assert result.code == 75, result.err
     evidence = read_record(folder / "outputs/r").evidence
     assert evidence is not None
-    assert evidence.phases[0].updates in range(6, 8), "between two rows"
+    assert evidence.phases[0].updates in range(6, 8), "it was stopped between two rows"
     assert evidence.items_per_update == 8
 
 
@@ -204,7 +205,7 @@ def test_loading_hidden_behind_computation_is_not_data_wait(server: ForkServer, 
     assert hidden.data_wait == pytest.approx(0.0, abs=1e-3)
     args = f"{loader} task.data=60 task.forward=20 resume=fresh"
     waited = evidence_of(server, folder, args, {"READ_MS": "60"})
-    assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), "60 ms of which 20 are hidden, more in the first"
+    assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), "20 of 60 ms are hidden, and more in the first update"
 
 
 def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder: Path) -> None:
@@ -286,10 +287,10 @@ def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -
     assert before.updates
     more = f"updates={before.updates + 4} resume_allow=[updates]"
     again = evidence_of(server, folder, f"task.forward=50 log_every=1 {more}")
-    assert again.updates == 3, "the evidence is from the newest process,"
+    assert again.updates == 3, "the evidence is from the newest process"
     (phase,) = again.phases
-    made = 0.05 * (before.updates + 2)
-    assert phase.parts_s["forward"] == pytest.approx(made, abs=TICKS_S), "and the record of the phase from all of them"
+    expected = 0.05 * (before.updates + 2)
+    assert phase.parts_s["forward"] == pytest.approx(expected, abs=TICKS_S), "the phase includes all processes"
     assert phase.parts_s["first_update"] >= 0.1
 
 
@@ -317,7 +318,7 @@ Slow.losses = property(lambda self: {})
     )
     result = evidence_of(server, folder, "task.data=10")
     fit, train = result.phases
-    assert fit.parts_s["forward"] == pytest.approx(0.02 * 7, abs=TICKS_S), "additions are computed"
+    assert fit.parts_s["forward"] == pytest.approx(0.02 * 7, abs=TICKS_S), "the time of `add` counts as forward"
     assert fit.parts_s["data"] == pytest.approx(0.01 * 7, abs=TICKS_S)
     assert "first_update" in fit.parts_s
     assert "backward" not in fit.parts_s

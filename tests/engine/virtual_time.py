@@ -1,7 +1,7 @@
 """Imported first in a process: replaces the clock by one that advances only when a task calls `sleep`.
 
-So the time of each part of a run is known, however busy the machine is. Each reading takes a microsecond,
-so that no interval is zero.
+The time of each part of a run is therefore known, however busy the machine is. Each reading takes a microsecond, so
+that no interval is zero.
 """
 
 from __future__ import annotations

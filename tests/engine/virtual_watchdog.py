@@ -1,8 +1,8 @@
 """Imported first in a process: replaces the clock of the watchdog by one that ticks only when a task passes time.
 
-So an update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit.
-After a task has called `hang`, ticks pass on their own. The supervisor of ranks checks them in the same time, which
-also passes after a rank has stopped itself, when the other ranks must not seem to hang.
+An update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit. After a task
+has called `hang`, ticks pass on their own. The supervisor of ranks uses the same time, which also passes after a rank
+has stopped itself, because the other ranks must not seem to hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ticks:
     """Ticks that `pass_time` grants to the watchdog thread, and the acknowledgements of the thread."""
 
     def __init__(self) -> None:
-        self.asked, self.taken = threading.Semaphore(0), threading.Semaphore(0)
+        self.granted, self.acknowledged = threading.Semaphore(0), threading.Semaphore(0)
         self.is_pending = False
         self.owed_s = 0.0
         self.lock = threading.Lock()
@@ -39,9 +39,9 @@ class TickEvent(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         if TICKS.is_pending:
             TICKS.is_pending = False
-            TICKS.taken.release()
+            TICKS.acknowledged.release()
         while not self.is_set():
-            if TICKS.asked.acquire(timeout=POLL_S):
+            if TICKS.granted.acquire(timeout=POLL_S):
                 TICKS.is_pending = True
                 return False
             if HANGS.exists():
@@ -55,10 +55,10 @@ def pass_time(seconds: float) -> None:
         TICKS.owed_s += seconds
         while TICKS.owed_s >= watchdog.TICK_S:
             TICKS.owed_s -= watchdog.TICK_S
-            TICKS.asked.release()
-            while not TICKS.taken.acquire(timeout=POLL_S):
+            TICKS.granted.release()
+            while not TICKS.acknowledged.acquire(timeout=POLL_S):
                 if not is_watched():
-                    TICKS.asked.acquire(blocking=False)
+                    TICKS.granted.acquire(blocking=False)
                     TICKS.is_pending = False
                     break
 

@@ -56,7 +56,7 @@ def test_only_the_metric_of_a_schedule_can_be_a_string(name: str, start: LoadedC
 
 
 @pytest.mark.parametrize(
-    ("change", "args"),
+    ("change", "message"),
     [
         (lambda state, _: state.update(phase="another"), "records"),
         (lambda state, _: state.update(phase_update=state["phase_update"] + 1), "sum"),
@@ -66,9 +66,9 @@ def test_only_the_metric_of_a_schedule_can_be_a_string(name: str, start: LoadedC
     ],
 )
 def test_inconsistent_or_invalid_fields_are_rejected(
-    start: LoadedCheckpoint, change: Callable[..., Any], args: str
+    start: LoadedCheckpoint, change: Callable[..., Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=args):
+    with pytest.raises(DataError, match=message):
         check_state(changed(start, change))
 
 

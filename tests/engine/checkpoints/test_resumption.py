@@ -112,7 +112,7 @@ def test_changes_of_settings_that_change_results_must_be_allowed_by_name(key: st
 
 @pytest.mark.parametrize(("before", "now"), [("mine", "ddp"), ("ddp", "mine"), ("mine", "other"), ("mine", "single")])
 def test_changing_from_or_to_a_custom_strategy_must_be_allowed_by_name(before: str, now: str) -> None:
-    """Shipped strategies compute the same."""
+    """Changes between built-in strategies are allowed, because they compute the same results."""
     old, new = ({**BEFORE, "parallelism": name, f"parallelism.{name}": 1} for name in (before, now))
     with pytest.raises(IncompatibleResume) as caught:
         compare(old, new, ())
@@ -168,7 +168,7 @@ def test_a_key_that_cannot_change_is_rejected_even_if_its_option_can_change() ->
 
 
 def test_each_rank_restores_the_cached_normal_number_of_its_generators(tmp_path: Path) -> None:
-    """NumPy and Python draw normal numbers in pairs, and keep the second one beside the state of their generator."""
+    """NumPy and Python draw normal numbers in pairs, and cache the second one next to the state of their generator."""
 
     def draw() -> list[float]:
         return [np.random.standard_normal(), random.gauss(), torch.rand(()).item()]

@@ -189,7 +189,7 @@ def test_save_costs_are_restored_on_resume() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost_s", "write_s", "update_s", "seconds", "messages"),
+    ("cost_s", "write_s", "update_s", "seconds", "message"),
     [
         (0.0, 0.0, 0.0, 60.0, ""),
         (0.5, 2.0, 0.1, 60.0, ""),
@@ -207,12 +207,12 @@ def test_save_costs_are_restored_on_resume() -> None:
     ],
 )
 def test_the_automatic_interval_follows_from_the_cost_of_a_save(
-    cost_s: float, write_s: float, update_s: float, seconds: float, messages: str
+    cost_s: float, write_s: float, update_s: float, seconds: float, message: str
 ) -> None:
     policy = default()
     text = policy.adapt(cost_s, write_s, update_s)
     assert policy.seconds == pytest.approx(seconds)
-    assert re.match(f"{messages}$", text)
+    assert re.match(f"{message}$", text)
     if "at risk" not in text or text.startswith("checkpoint overhead"):
         assert policy.seconds is not None
         assert policy.seconds + write_s + update_s <= 600 * (1 + 2 * sys.float_info.epsilon), (

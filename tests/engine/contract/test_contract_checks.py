@@ -214,8 +214,8 @@ def test_a_tracker_receives_the_same_rows_as_the_metrics_file() -> None:
     written: list[str] = []
     logged: list[Any] = []
     metrics = SimpleNamespace(write=written.append, flush=lambda: None)
-    there: Any = SimpleNamespace(metrics=metrics, tracker=SimpleNamespace(log=logged.append))
-    Observers.write(there, {"update": 2, "val/rare": math.nan, "val/loss": 0.5})
+    observers: Any = SimpleNamespace(metrics=metrics, tracker=SimpleNamespace(log=logged.append))
+    Observers.write(observers, {"update": 2, "val/rare": math.nan, "val/loss": 0.5})
     assert logged == [{"update": 2, "val/rare": None, "val/loss": 0.5}] == [json.loads(each) for each in written]
 
 
@@ -298,11 +298,11 @@ def test_a_metric_without_items_is_shown_in_the_same_way_everywhere(server: Fork
         page.name: page.read_text() for page in (tmp_path / "outputs/mine/report.html", tmp_path / "compared.html")
     }
     for where, text in texts.items():
-        args = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
-        assert f"rare_loss {NOT_MEASURED}" in args, where
-        assert not {"nan", "None", "null"} & set(re.findall(r"\w+", args.partition("key requested used")[0])), where
-    messages = json.loads(server.run("runs --json", tmp_path).out)
-    assert [row["metrics"] for row in messages] == [{"val/rare_loss": None}] * 2
+        plain = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
+        assert f"rare_loss {NOT_MEASURED}" in plain, where
+        assert not {"nan", "None", "null"} & set(re.findall(r"\w+", plain.partition("key requested used")[0])), where
+    records = json.loads(server.run("runs --json", tmp_path).out)
+    assert [row["metrics"] for row in records] == [{"val/rare_loss": None}] * 2
 
 
 def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: Fork
     run = tmp_path / "outputs" / "mine"
 
     def refused(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not valid JSON")
 
     actual = [json.loads(path.read_text(), parse_constant=refused) for path in run.rglob("*.json")]
     assert actual

@@ -111,7 +111,7 @@ def test_system_failures_are_classified_by_their_cause(
     ],
 )
 def test_the_fix_for_a_failed_kernel_assertion_suggests_synchronous_launches(text: str, is_assert: bool) -> None:
-    """It is usually an index out of range, and the line that meets the error may be a later one."""
+    """It is usually an index out of range, and the error may surface at a later line."""
     result = explain(raised_in("torch", torch.AcceleratorError(text)), Path("mine.py"), "update 3", 4)
     assert isinstance(result, DeviceMissing)
     fix = result.problems[0].fix

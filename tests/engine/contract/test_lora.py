@@ -226,8 +226,8 @@ def test_the_error_for_an_objective_frozen_by_the_adapter_suggests_training_it_i
     with pytest.raises(ConfigError) as caught:
         parse_objectives(frozen, phase)
     (problem,) = caught.value.problems
-    (words,) = [word for word in problem.fix.split() if word.startswith("adapter.train=")]
-    assert (problem.where, words) == ("OBJECTIVES['disc']", "adapter.train=[disc]")
+    (setting,) = [word for word in problem.fix.split() if word.startswith("adapter.train=")]
+    assert (problem.where, setting) == ("OBJECTIVES['disc']", "adapter.train=[disc]")
     lora(target=["gen.0"], train=["disc"]).add_to(task)
     trained = {spec.name: spec.select_parameters(task.model) for spec in parse_objectives(task, phase)}
     assert {name: len(weights) for name, weights in trained.items()} == {"disc": 2, "gen": 2}

@@ -41,7 +41,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return stopped
 
 
-def made(rows: list[Row], *, every: int = 4, readings: Any = dict, is_starting: bool = False, **more: Any) -> Meter:
+def make_meter(
+    rows: list[Row], *, every: int = 4, readings: Any = dict, is_starting: bool = False, **more: Any
+) -> Meter:
     given = {"every": every, "write": rows.append, "readings": readings, "is_starting": is_starting, **more}
     return Meter(CPU, "train", stopwatch=Stopwatch(), **given)
 
@@ -51,7 +53,7 @@ def step(update: int, loss: float, items: Tensor | int = 1, norm: float | None =
     return StepInfo(update, torch.tensor(loss), items, grad_norm, 0.1 * update, ())
 
 
-def mathematics(row: Row) -> Row:
+def without_performance(row: Row) -> Row:
     return {key: value for key, value in row.items() if not key.startswith("perf/")}
 
 
@@ -60,11 +62,11 @@ def mathematics(row: Row) -> Row:
 
 def test_the_loss_of_a_row_is_the_sum_over_its_window_divided_by_the_items() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=3)
+    meter = make_meter(rows, every=3)
     losses, items = [3.0, 5.0, 1.5, 8.0, 2.0, 4.0], [2, torch.tensor(3), 7, 1, torch.tensor(2.5), 4]
     for number, (loss, count) in enumerate(zip(losses, items, strict=True), 1):
         meter(step(number, loss, count, norm=number / 4))
-    assert [mathematics(row) for row in rows] == [
+    assert [without_performance(row) for row in rows] == [
         {"update": 3, "phase": "train", "lr": 0.1 * 3, "train/loss": 9.5 / 12, "train/grad_norm": 0.75},
         {"update": 6, "phase": "train", "lr": 0.1 * 6, "train/loss": 14.0 / 7.5, "train/grad_norm": 1.5},
     ]
@@ -74,7 +76,7 @@ def test_the_loss_of_a_row_is_the_sum_over_its_window_divided_by_the_items() -> 
 
 def test_losses_are_summed_in_float64() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=2)
+    meter = make_meter(rows, every=2)
     meter(step(1, 2.0**24, 2**24 + 1))  # not representable in float32
     meter(step(2, 1.0, 2))
     assert rows[0]["train/loss"] == (2**24 + 1) / (2**24 + 3)
@@ -82,7 +84,7 @@ def test_losses_are_summed_in_float64() -> None:
 
 def test_the_end_of_a_phase_writes_a_partial_window_once() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=4)
+    meter = make_meter(rows, every=4)
     for number in range(1, 6):
         meter(step(number, 2.0 * number))
     meter.close_window()
@@ -92,7 +94,7 @@ def test_the_end_of_a_phase_writes_a_partial_window_once() -> None:
 
 def test_a_row_has_readings_and_none_for_an_unmeasured_or_infinite_norm() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
+    meter = make_meter(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
     meter(step(1, 1.0, norm=None))
     meter(step(2, 1.0, norm=math.inf))
     assert [row["train/grad_norm"] for row in rows] == [None, None]
@@ -103,9 +105,9 @@ def test_a_row_has_readings_and_none_for_an_unmeasured_or_infinite_norm() -> Non
 
 
 def test_the_state_is_restored_from_json_even_with_non_finite_numbers() -> None:
-    meter = made([], every=4)
+    meter = make_meter([], every=4)
     meter(step(1, math.nan, norm=math.inf))
-    again = made([], every=4)
+    again = make_meter([], every=4)
     again.load(json.loads(json.dumps(meter.state())))
     assert str(again.state()) == str(meter.state()), "as text, because NaN is not equal to NaN"
 
@@ -114,7 +116,7 @@ def test_the_state_is_restored_from_json_even_with_non_finite_numbers() -> None:
 def test_a_window_interrupted_by_stops_gives_the_same_row(total: int, every: int, stops: list[int]) -> None:
     uninterrupted: list[Row] = []
     stopped: list[Row] = []
-    whole, current = made(uninterrupted, every=every), made(stopped, every=every)
+    whole, current = make_meter(uninterrupted, every=every), make_meter(stopped, every=every)
     for update in range(1, total + 1):
         info = step(update, 1 / update, torch.tensor(update / 3) if update % 2 else update, norm=1 / (update + 1))
         info = info._replace(extra={"accuracy": (torch.tensor(1 / update), update)})
@@ -122,11 +124,11 @@ def test_a_window_interrupted_by_stops_gives_the_same_row(total: int, every: int
         current(info)
         if update in stops:
             state = json.loads(json.dumps(current.state()))
-            current = made(stopped, every=every)
+            current = make_meter(stopped, every=every)
             current.load(state)
     whole.close_window()
     current.close_window()
-    assert [mathematics(row) for row in stopped] == [mathematics(row) for row in uninterrupted]
+    assert [without_performance(row) for row in stopped] == [without_performance(row) for row in uninterrupted]
     assert current.items_seen == whole.items_seen
     assert current.state() == whole.state()
 
@@ -136,14 +138,14 @@ def test_a_window_interrupted_by_stops_gives_the_same_row(total: int, every: int
 
 def test_an_update_that_overflowed_is_excluded_from_the_row() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=2)
+    meter = make_meter(rows, every=2)
     meter(step(1, 6.0, 3))
     meter(step(2, math.inf, 5))
     for number in (3, 4):
         meter(step(number, math.nan, 5))
     meter(step(5, math.nan))
     assert [row["train/loss"] for row in rows] == [2.0, None]
-    assert meter.items_seen == 18, "they were read nevertheless"
+    assert meter.items_seen == 18, "skipped updates also read samples"
     meter.state()
 
 
@@ -161,7 +163,7 @@ def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], it
 
 def test_the_time_of_a_row_excludes_hooks(time: Time) -> None:
     rows: list[Row] = []
-    meter = made(rows, every=2)
+    meter = make_meter(rows, every=2)
     for number in range(1, 5):
         update_of(meter, time, number, {"hooks": 10.0, "data": 0.125, "forward": 0.25, "optimizer": 0.125})
     for row in rows:
@@ -170,7 +172,7 @@ def test_the_time_of_a_row_excludes_hooks(time: Time) -> None:
 
 def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> None:
     rows: list[Row] = []
-    meter = made(rows, every=2)
+    meter = make_meter(rows, every=2)
     for number in range(1, 7):
         update_of(meter, time, number, {"hooks": 1.0, "data": number / 8, "forward": 0.5, "backward": 1 / number})
         with meter.stopwatch.during("evaluation"):
@@ -186,7 +188,7 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
 
 
 def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
-    meter = made([], every=100)
+    meter = make_meter([], every=100)
     assert meter.data_wait() is None
     update_of(meter, time, 1, {"data": 5.0, "forward": 1.0})
     meter.restart_clock()
@@ -198,14 +200,14 @@ def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
 
 def test_untimed_updates_are_excluded_from_the_step_time(time: Time) -> None:
     rows: list[Row] = []
-    meter = made(rows, every=4)
+    meter = make_meter(rows, every=4)
     update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update includes start-up
     meter.restart_clock()
     state = None
     for number in range(2, 7):
         update_of(meter, time, number, {"forward": 0.5})
         state = meter.state()
-    again = made(rows, every=4)
+    again = make_meter(rows, every=4)
     again.load(state)
     for number in (7, 8):
         update_of(again, time, number, {"forward": 0.25})
@@ -215,7 +217,7 @@ def test_untimed_updates_are_excluded_from_the_step_time(time: Time) -> None:
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 100])
 def test_throughput_is_items_over_time_since_the_first_update(time: Time, every: int) -> None:
     rows: list[Row] = []
-    meter = made(rows, every=every, is_starting=True)
+    meter = make_meter(rows, every=every, is_starting=True)
     update_of(meter, time, 1, {"data": 60.0}, items=100)
     meter.restart_clock()
     began, items = time.now, 0
@@ -232,7 +234,7 @@ def test_throughput_is_items_over_time_since_the_first_update(time: Time, every:
 
 def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
     rows: list[Row] = []
-    meter = made(rows, every=1, is_starting=True)
+    meter = make_meter(rows, every=1, is_starting=True)
     update_of(meter, time, 1, {"data": 60.0}, items=100)
     meter.restart_clock()
     meter.close_window()
@@ -257,9 +259,9 @@ def test_every_second_of_a_process_is_assigned_to_a_part(time: Time) -> None:
 
 def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
     rows: list[Row] = []
-    meter = made([], every=4)
+    meter = make_meter([], every=4)
     meter(step(1, 1.0))
-    again = made(rows, every=4)
+    again = make_meter(rows, every=4)
     again.load(meter.state())
     again.close_window()
     assert (rows[0]["perf/step_time_ms"], rows[0]["perf/items_per_s"], rows[0]["train/loss"]) == (None, None, 1.0)
@@ -285,10 +287,10 @@ class Late:
 def test_rows_are_written_in_order_once_their_values_arrive() -> None:
     rows: list[Row] = []
     late = Late()
-    meter = made(rows, every=1, send=late)
+    meter = make_meter(rows, every=1, send=late)
     meter(step(1, 1.0))
     meter(step(2, 2.0))
-    assert rows == [], "no rank waits"
+    assert rows == [], "training does not wait for the copies"
     late.arrived = True
     meter(step(3, 3.0))
     assert [row["update"] for row in rows] == [1, 2, 3]
@@ -297,7 +299,7 @@ def test_rows_are_written_in_order_once_their_values_arrive() -> None:
 def test_flushing_waits_for_pending_rows() -> None:
     rows: list[Row] = []
     late = Late()
-    meter = made(rows, every=1, send=late)
+    meter = make_meter(rows, every=1, send=late)
     meter(step(1, 1.0))
     meter(step(2, 2.0))
     meter.flush()
@@ -308,10 +310,10 @@ def test_flushing_waits_for_pending_rows() -> None:
 
 
 def test_a_resumed_meter_restores_the_gradient_norm_exactly() -> None:
-    meter, rows = made([]), []
+    meter, rows = make_meter([]), []
     norm = torch.tensor(1 / 3, dtype=torch.float64)
     meter(StepInfo(1, torch.tensor(1.0), 1, norm, 0.1, ()))
-    resumed = made(rows)
+    resumed = make_meter(rows)
     resumed.load(meter.state())
     resumed.close_window()
     assert rows[0]["train/grad_norm"] == 1 / 3

@@ -1,4 +1,4 @@
-"""Attributes that a pass changes are state if the loss depends on them; parameters outside of the model always are."""
+"""Attributes that a pass changes are state if the loss depends on them; parameters outside the model always are."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ SAME: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "an equal set": ({5}, lambda task: setattr(task, "kept", set(task.kept))),
     "an equal text": ("ab", lambda task: setattr(task, "kept", "".join(["a", "b"]))),
     "a tensor": (torch.zeros(2), lambda task: None),
-    "no type that is checked": (object(), replace(object())),
+    "an unchecked type": (object(), replace(object())),
 }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def rename(task: Any) -> None:
 def test_added_and_removed_attributes_are_state(checked: Checked) -> None:
     checked.task.old = 1.0
     found = checked.found(rename, lambda task: len(vars(task)))
-    assert found is None  # one of each: the loss is the same before and after
+    assert found is None  # one attribute before and one after: the loss is the same
     checked = Checked(checked.phase)
     checked.task.old = 1.0
     found = checked.found(lambda task: delattr(task, "old"), lambda task: float(hasattr(task, "old")))
@@ -295,7 +295,7 @@ def test_a_finding_of_one_rank_ends_all_ranks(
     assert (checked.num_losses > 0) == (is_here and has_samples)
 
 
-# ---------------------------------------------------------------- parameters outside of the model
+# ---------------------------------------------------------------- parameters outside the model
 
 
 def permute(task: Any) -> None:
@@ -347,7 +347,7 @@ class OfLayer(nn.Parameter):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
         lambda: OfLayer(torch.ones(4)),
         lambda: nn.Parameter(torch.ones(4, dtype=torch.int8), False),
@@ -356,8 +356,8 @@ class OfLayer(nn.Parameter):
     ],
     ids=["a subclass", "int8", "float8", "sparse"],
 )
-def test_parameters_of_packed_formats_are_not_compared(made: Callable[[], nn.Parameter], checked: Checked) -> None:
-    checked.task.outside.packed = made()
+def test_parameters_of_packed_formats_are_not_compared(make: Callable[[], nn.Parameter], checked: Checked) -> None:
+    checked.task.outside.packed = make()
     with torch.no_grad():
         assert checked.found(lambda task: task.outside.packed.zero_(), lambda task: 0.0) is None
 

@@ -147,7 +147,7 @@ class Own(Regression):
 
 
 def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) -> None:
-    """As for pictures of a diffusion model. The dropout of training draws from the global generator, as the hook."""
+    """For example, a hook samples pictures from a diffusion model. It draws from the same generator as dropout."""
     task = tmp_path / "own.py"
     task.write_text(SAMPLING)
     runs: dict[bool, tuple[Any, list[dict[str, Tensor]]]] = {}
@@ -163,7 +163,7 @@ def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) ->
     for number, seen in enumerate(hook.seen, 1):
         assert_close(seen, by_hand(weights[:number], "ema"))
     first, second = hook.drawn[:2]
-    assert not torch.equal(first, second), "other weights"
+    assert not torch.equal(first, second), "the weights differ"
     for here, there in zip(weights, runs[False][1], strict=True):
         assert_close(here, there, 0.0)
 
@@ -247,7 +247,7 @@ def test_a_run_resumes_from_an_older_checkpoint_without_newer_keys(option: str, 
 
 
 def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
-    """A checkpoint has one average for it but two names in the model, and the name that is loaded last wins."""
+    """A checkpoint has one average for the two names of the model, and the name that is loaded last wins."""
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
     model["last"].weight = model["first"].weight
     average = torch.full((2, 2), 3.0)

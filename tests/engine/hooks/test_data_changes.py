@@ -17,7 +17,7 @@ from tests.opened import opened
 
 
 class Compared:
-    """The hook of a phase, and what it reports."""
+    """Runs the hook of a phase, and collects its reports."""
 
     def __init__(self, phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase, self.provenance = phase, phase.run.provenance
@@ -34,7 +34,7 @@ class Compared:
         self.num_recorded += 1
 
     def begin(self, state: Any) -> Any:
-        """Return the state of a hook that begins with this one."""
+        """Start a hook with this state; return its state."""
         hook = DataChanges(self.phase)
         hook.load_state_dict(state)
         hook.begin()
@@ -79,7 +79,7 @@ def test_changed_samples_and_code_are_reported_once_and_recorded(
     assert len(compared.warned) == num_changes
     for name in [*files, *samples]:
         assert name in compared.warned[0]
-    compared.begin(state)  # as the next phase does
+    compared.begin(state)  # like the next phase
     assert len(compared.warned) == num_changes
 
 

@@ -19,7 +19,7 @@ from tests.opened import opened
 
 
 class Receiver(Hook):
-    """Notes the metrics of each evaluation."""
+    """Records the metrics of each evaluation."""
 
     received: list[EvaluationResult]
 

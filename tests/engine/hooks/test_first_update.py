@@ -1,4 +1,4 @@
-"""Checks around the first update: gradients that are missing, and buffers that a new model would lack."""
+"""Checks around the first update: missing gradients, and buffers that a newly built model would lack."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build():
 
 
 class First:
-    """The hook of a phase whose first update a test describes."""
+    """The hook of a phase whose first update is simulated."""
 
     def __init__(self, phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase, self.hook = phase, FirstUpdate(phase)
@@ -216,7 +216,7 @@ def test_a_model_that_is_not_compiled_as_requested_is_reported(
 def test_a_loss_without_a_count_is_reported_once(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If it is invalid in eval mode only, the run trains and reports that the check of the sum was skipped."""
+    """If it is invalid only in eval mode, the run trains and reports that the check of the sum was skipped."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(TASK.replace("WHEN", when))
     args = ("updates=2", "global_batch_size=4", "device=cpu", "monitor=off", "backend.threads=1", "sharpness=sam")

@@ -47,8 +47,8 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS, scope="module")
-def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the arguments for a task whose loss depends on frozen state or on state outside of the state dict."""
+def args(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the arguments for a task whose loss depends on frozen state or on state outside the state dict."""
     settings, changes = KINDS[request.param]
     text, called = TEXT, 'reached("evaluation", self.update)'
     measured = f'{called}\n        return {{"loss": self.loss(model, batch), "accuracy"'
@@ -60,19 +60,19 @@ def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return f"--task {path} device=cpu monitor=off dataloader.num_workers=0 checkpoint.every=3 run=mine {settings}"
 
 
-def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] | None = None) -> Any:
+def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] | None = None) -> Any:
     folder.mkdir(exist_ok=True)
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-    completed = server.run(f"train {words}", folder, env)
+    completed = server.run(f"train {args}", folder, env)
     assert (completed.code == 0) is (fault is None), completed.err
     return json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
 
 
 @pytest.fixture(scope="module")
-def straight(words: str, server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def straight(args: str, server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return the folder and the metrics of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder, trained(server, folder, words)
+    return folder, trained(server, folder, args)
 
 
 def forward_state(folder: Path) -> dict[str, Tensor]:
@@ -86,11 +86,11 @@ def forward_state(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_resumed_run_has_the_state_that_forward_passes_changed(
-    end: str, words: str, straight: tuple[Path, Any], server: ForkServer, tmp_path: Path
+    end: str, args: str, straight: tuple[Path, Any], server: ForkServer, tmp_path: Path
 ) -> None:
     folder, metrics = straight
-    trained(server, tmp_path, words, ENDS[end])
-    assert trained(server, tmp_path, words) == metrics
+    trained(server, tmp_path, args, ENDS[end])
+    assert trained(server, tmp_path, args) == metrics
     (weights, losses), (actual, found_losses) = result(folder), result(tmp_path)
     assert found_losses == losses
     assert [name for name, tensor in weights.items() if not torch.equal(tensor, actual[name])] == []
@@ -102,16 +102,16 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 def test_a_phase_in_a_later_command_starts_with_the_state_that_the_previous_phase_changed(
-    words: str, server: ForkServer, tmp_path: Path
+    args: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    task = next(word for word in words.split() if word.endswith(".py"))
+    task = next(word for word in args.split() if word.endswith(".py"))
     text = Path(task).read_text() + '\n\nPHASES = {"one": {"updates": 4}, "two": {"updates": 4}}\n'
     (tmp_path / "phases.py").write_text(text)
-    words = words.replace(task, str(tmp_path / "phases.py"))
+    args = args.replace(task, str(tmp_path / "phases.py"))
     together, apart = tmp_path / "together", tmp_path / "apart"
-    expected = trained(server, together, words)
-    trained(server, apart, f"{words} phases=[one]")
-    assert trained(server, apart, f"{words} phases=[two]") == expected
+    expected = trained(server, together, args)
+    trained(server, apart, f"{args} phases=[one]")
+    assert trained(server, apart, f"{args} phases=[two]") == expected
     saved, states = forward_state(apart), forward_state(together)
     assert saved.keys() == states.keys()
     assert all(torch.equal(saved[name], state) for name, state in states.items())
@@ -139,8 +139,8 @@ def test_a_buffer_that_first_changes_in_a_later_update_is_saved(server: ForkServ
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "late.py").write_text(text)
-    words = f"--task {tmp_path / 'late.py'} device=cpu monitor=off dataloader.num_workers=0 run=mine"
-    trained(server, tmp_path, f"{words} updates=4 checkpoint.every=3 evaluate.every=0")
+    args = f"--task {tmp_path / 'late.py'} device=cpu monitor=off dataloader.num_workers=0 run=mine"
+    trained(server, tmp_path, f"{args} updates=4 checkpoint.every=3 evaluate.every=0")
     saved = load(checkpoint_path(tmp_path / "outputs/mine/checkpoints", 3)).tensors("forward_state")
     (used,) = (tensor for name, tensor in saved.items() if name.endswith("used"))
     assert used.sum() == 4 + 8, "the third update has counted its 8 samples"

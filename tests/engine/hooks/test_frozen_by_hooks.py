@@ -36,7 +36,7 @@ def build():
 def test_a_resumed_run_trains_the_same_parameters_or_warns_about_the_hook(
     freezes_first: bool, is_equal: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A hook that freezes them again whenever a process begins is named, because the run would not be the same."""
+    """A hook that freezes parameters whenever a process starts causes a warning, because the resumed run differs."""
     task = tmp_path / "own.py"
     task.write_text(FREEZES.replace("FREEZES_FIRST", str(freezes_first)))
     weights, outputs = {}, {}

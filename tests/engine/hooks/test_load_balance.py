@@ -30,7 +30,7 @@ def status(*forward: float | None, **others: float) -> StepStatus:
 
 
 class Observed:
-    """The hook of a phase in which a test says what the ranks report."""
+    """The hook of a phase in which the test sets what the ranks report."""
 
     def __init__(self, phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase, self.hook = phase, phase.hook(LoadBalance)

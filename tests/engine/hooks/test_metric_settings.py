@@ -68,7 +68,7 @@ def test_an_unknown_metric_is_reported_before_the_first_update(
 def test_an_unknown_early_stopping_metric_of_another_phase_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, it is also checkpoint.best, which the user has not set."""
+    """By default, it is also the metric of checkpoint.best, which the user has not set."""
     phases = {"first": {}, "second": {"early_stopping.metric": "val/f1", "early_stopping.patience": 3}}
     task = tmp_path / "phases.py"
     task.write_text(f"{TASK.read_text(encoding='utf-8')}\nPHASES = {phases}\n", encoding="utf-8")
@@ -82,7 +82,7 @@ def test_an_unknown_early_stopping_metric_of_another_phase_is_not_reported(
 def test_the_first_evaluation_reports_an_unknown_metric_once(
     args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the first that knows the names if `summarize` needs metrics that need all samples."""
+    """If `summarize` needs metrics of all samples, the names are known only after the first evaluation."""
     plateau = ["scheduler=plateau", "scheduler.metric=val/f1"]
     with opened(tmp_path, monkeypatch, *args, *plateau) as (phase, warned):
         phase.hook(Evaluation).begin()
@@ -133,7 +133,7 @@ def test_a_resumed_run_that_ranks_by_another_metric_keeps_the_best_of_its_earlie
     assert main([*args, "updates=8", "resume_allow=[updates]", *other]) == 0
     newest = load_newest(tmp_path / "small" / "checkpoints")
     assert newest is not None
-    assert find_best_checkpoints(newest) == [(1.0, 1)], "it falls"
+    assert find_best_checkpoints(newest) == [(1.0, 1)], "the metric falls"
 
 
 STOPS = {"early_stopping.patience": 9, "early_stopping.best_is": "max"}
@@ -242,7 +242,7 @@ class Centered(Task):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         (["checkpoint.best=val/accuracy", "checkpoint.best_is=max"], ACCURACY),
         (["checkpoint.best_is=max"], ("val/loss", "max")),
@@ -251,11 +251,11 @@ class Centered(Task):
     ids=["metric", "only best_is", "none"],
 )
 def test_the_metric_of_the_user_takes_precedence_over_the_early_stopping_metric(
-    words: list[str], expected: tuple[str | None, str], tmp_path: Path
+    overrides: list[str], expected: tuple[str | None, str], tmp_path: Path
 ) -> None:
     stops = ["early_stopping.patience=9", "early_stopping.metric=val/late", "early_stopping.best_is=max"]
     settings = ["updates=2", "task.late=1", "checkpoint.every=1", f"output_root={tmp_path}", *stops]
-    assert main(["train", "--task", str(TASK), *COMMON, *settings, *words]) == 0
+    assert main(["train", "--task", str(TASK), *COMMON, *settings, *overrides]) == 0
     newest = load_newest(tmp_path / "small" / "checkpoints")
     assert newest is not None
     ranking = read_ranking(newest.state)
@@ -265,7 +265,7 @@ def test_the_metric_of_the_user_takes_precedence_over_the_early_stopping_metric(
 def test_a_fit_phase_is_not_ranked_by_the_early_stopping_metric_of_another_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its evaluation has other metrics, which the user did not ask for."""
+    """Its evaluation lacks that metric, and the user has not set one."""
     task = tmp_path / f"{tmp_path.name}_fit.py"
     task.write_text(FITS, encoding="utf-8")
     assert main(["train", "--task", str(task), *COMMON, "updates=2", f"output_root={tmp_path}"]) == 0

@@ -179,18 +179,16 @@ def test_an_error_between_updates_does_not_suggest_a_smaller_micro_batch(opening
         assert seen.report().exists()
 
 
-class Place:
-    """Finds the place of an error as given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cause: OomCause | None = FORWARD) -> None:
-        monkeypatch.setattr("runner.engine.hooks.oom.find_oom_cause", lambda _: cause)
+def plant_cause(monkeypatch: pytest.MonkeyPatch, cause: OomCause | None = FORWARD) -> None:
+    """Make the hook find this cause in every error."""
+    monkeypatch.setattr("runner.engine.hooks.oom.find_oom_cause", lambda _: cause)
 
 
 @pytest.mark.parametrize("why", ["", "on_oom=stop", "stopped"])
 def test_a_run_resumes_with_half_of_the_size_unless_on_oom_is_stop_or_it_was_stopped(
     why: str, opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Place(monkeypatch)
+    plant_cause(monkeypatch)
     with opening(*([why] if "=" in why else [])) as seen:
         seen.phase.run.stop.requested = "SIGTERM" if why == "stopped" else None
         error = seen.hook.on_error(TORCH_ERROR)
@@ -201,16 +199,16 @@ def test_a_run_resumes_with_half_of_the_size_unless_on_oom_is_stop_or_it_was_sto
 
 
 def test_memory_usage_is_measured_once_per_error(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    Place(monkeypatch)
+    plant_cause(monkeypatch)
     with opening() as seen:
         seen.hook.record_error(TORCH_ERROR)
         seen.report().write_text("before")
         seen.hook.record_error(TORCH_ERROR)
         seen.hook.on_error(TORCH_ERROR)
         assert seen.report().read_text() == "before"
-        Place(monkeypatch, replace(FORWARD, requested_bytes=7 * GIB))
+        plant_cause(monkeypatch, replace(FORWARD, requested_bytes=7 * GIB))
         seen.hook.record_error(TORCH_ERROR)
-        assert "7 GiB" in seen.report().read_text(), "another shortage"
+        assert "7 GiB" in seen.report().read_text(), "another error"
 
 
 def test_other_errors_leave_no_memory_report(opening: Any) -> None:
@@ -239,7 +237,7 @@ def test_an_error_due_to_too_few_samples_in_a_retry_is_reported_as_out_of_memory
             return
         assert isinstance(error, DeviceMemoryError)
         assert any("too-few-values" in note and " 2 " in note for note in error.__notes__)
-        assert "micro-batches of 1" not in error.problems[0].fix, "fewer do not help"
+        assert "micro-batches of 1" not in error.problems[0].fix, "fewer samples do not help"
         assert seen.recorded == [], "the next start uses the requested size"
 
 
@@ -247,14 +245,14 @@ def test_an_error_due_to_too_few_samples_in_a_retry_is_reported_as_out_of_memory
 
 
 def test_the_batch_of_a_failed_evaluation_is_halved(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    Place(monkeypatch)
+    plant_cause(monkeypatch)
     with opening() as seen:
         seen.phase.is_evaluating = True
         assert seen.hook.sizes.on_error(TORCH_ERROR, 4) == 2
         assert seen.hook.memory.samples == 4
         seen.hook.sizes.current = 2
         for error, size, cause in ((TORCH_ERROR, 1, FORWARD), (ValueError("of the task"), 4, None)):
-            Place(monkeypatch, cause)
+            plant_cause(monkeypatch, cause)
             with pytest.raises(type(error)) as caught:
                 seen.hook.sizes.on_error(error, size)
             assert caught.value is error
@@ -277,7 +275,7 @@ def test_reduced_batches_of_an_evaluation_are_recorded_for_each_rank(opening: An
 def test_a_run_that_failed_in_an_evaluation_resumes_with_half_of_the_batch_size(
     opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Place(monkeypatch)
+    plant_cause(monkeypatch)
     with opening() as seen:
         seen.phase.is_evaluating = True
         seen.hook.sizes.current = 3
@@ -312,7 +310,7 @@ def test_a_run_starts_with_the_recorded_sizes_that_apply_to_its_settings_and_ran
         assert seen.hook.sizes.current == 2
         seen.hook.begin()
         texts = [text for text in seen.infos if FILE in text]
-        assert len(texts) == 3, "of updates 0 and 5, and of the other rank"
+        assert len(texts) == 3, "for updates 0 and 5, and for the other rank"
         assert all(text.startswith("train: ") for text in texts)
         seen.infos.clear()
         seen.phase.position.update = seen.phase.total

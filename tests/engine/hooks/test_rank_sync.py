@@ -1,4 +1,4 @@
-"""All ranks receive the same requests, and the times and samples of each."""
+"""All ranks receive the same requests, and the times and samples of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a phase has the highest memory of any time, and nothing where a device reports none."""
+"""The record of a phase has its peak memory, or None if the device reports none."""
 
 from __future__ import annotations
 

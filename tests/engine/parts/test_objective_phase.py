@@ -1,4 +1,4 @@
-"""A phase of several objectives leaves a model that the next phase can train, and frees what it held."""
+"""A phase of several objectives leaves a model that the next phase can train, and frees its state."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def loss_of(info: StepInfo) -> float:
 
 
 def saved(phase: PhaseKind) -> Any:
-    """Return what a checkpoint of the phase has, as read from it."""
+    """Return the state of the phase as read from a checkpoint."""
     tensors, numbers = phase.state(lambda tensor: tensor.clone())
     copies = {stem: dict(named) for stem, named in tensors.items()}
     state = {**numbers, "values": {"scheduler": phase.parts.plan.choices["scheduler"].name}}
@@ -445,7 +445,7 @@ def test_a_resumed_fit_restores_its_state_only_on_the_first_rank() -> None:
 def test_a_fit_resumed_on_the_same_number_of_ranks_restores_the_state_of_each_rank(
     update: int, expected: list[list[float]]
 ) -> None:
-    """Merged sums would be continued in another order, and so be rounded differently.
+    """Continuing from merged sums would change the order of additions, and thus the rounding.
 
     A checkpoint of a finished phase, after two updates, has only the merged state.
     """
@@ -455,7 +455,7 @@ def test_a_fit_resumed_on_the_same_number_of_ranks_restores_the_state_of_each_ra
         phase.gathered["count"] += 1 + 2 * world.rank
         tensors, state = phase.state(lambda tensor: tensor.clone())
         values = {stem: {name: tensor.tolist() for name, tensor in named.items()} for stem, named in tensors.items()}
-        values, state = world.broadcast([values, state])  # as all ranks read the checkpoint that rank 0 has written
+        values, state = world.broadcast([values, state])  # all ranks read the checkpoint of rank 0
         stored = {stem: {name: torch.tensor(value) for name, value in named.items()} for stem, named in values.items()}
         start: Any = SimpleNamespace(tensors=stored.__getitem__, state=state)
         resumed = []

@@ -42,7 +42,7 @@ def source() -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
 
 
-def begun(model: nn.Module, path: Path, **options: object) -> str:
+def load_weights(model: nn.Module, path: Path, **options: object) -> str:
     settings = Settings(weights=WeightsSettings(source=str(path), **options), output_root=str(path.parent))  # type: ignore[arg-type]
     return load_initial_weights(settings, model, ALONE)
 
@@ -80,7 +80,7 @@ def test_a_file_shards_and_a_hugging_face_folder_give_the_same_weights(tmp_path:
     places = ["w.safetensors", "hf", "shards", "plain", "single", "beside", "shards/model.safetensors.index.json"]
     for place in places:
         model = Net()
-        begun(model, tmp_path / place)
+        load_weights(model, tmp_path / place)
         assert_has(model, source())
 
 
@@ -89,13 +89,13 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 
 @pytest.mark.parametrize("shard_size", [10_000_000, 4000], ids=["one file", "shards"])
 def test_a_folder_saved_by_transformers_is_loaded(shard_size: int, tmp_path: Path) -> None:
-    """GPT-2 with tied weights, and the body of BERT under other names, with a new head."""
+    """GPT-2 with tied weights, and BERT without its head, whose tensors are renamed."""
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     config = transformers.AutoConfig.for_model("gpt2", **SMALL, bos_token_id=None, eos_token_id=None)
     saved, model = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
     saved.save_pretrained(tmp_path / "gpt2", max_shard_size=shard_size)
     assert (len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1) == (shard_size < 10_000)
-    begun(model, tmp_path / "gpt2")
+    load_weights(model, tmp_path / "gpt2")
     assert_has(model, saved.state_dict())
 
     config = transformers.AutoConfig.for_model("bert", **SMALL, num_labels=3)
@@ -104,26 +104,26 @@ def test_a_folder_saved_by_transformers_is_loaded(shard_size: int, tmp_path: Pat
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     head = {name: tensor.clone() for name, tensor in model.classifier.state_dict(prefix="classifier.").items()}
     rename = {name: f"bert.{name}" for name in ("embeddings", "encoder", "pooler")}
-    shown = begun(model, tmp_path / "bert", rename=rename, only=["bert"])
+    shown = load_weights(model, tmp_path / "bert", rename=rename, only=["bert"])
     assert_has(model, {f"bert.{name}": tensor for name, tensor in body.state_dict().items()} | head)
     assert "classifier.weight" not in shown
-    assert f"bert ({len(body.state_dict())})" in begun(model, tmp_path / "bert", rename=rename, strict=False)
+    assert f"bert ({len(body.state_dict())})" in load_weights(model, tmp_path / "bert", rename=rename, strict=False)
 
 
 def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "blob")
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
-    begun(model := Net(), tmp_path / "snapshot")
+    load_weights(model := Net(), tmp_path / "snapshot")
     assert_has(model, source())
 
 
 def test_a_tied_weight_stored_once_is_not_missing(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in source().items() if name.startswith("backbone")}
     save_file(tensors, tmp_path / "w.safetensors")
-    told = begun(model := Net(tied=True), tmp_path / "w.safetensors")
+    shown = load_weights(model := Net(tied=True), tmp_path / "w.safetensors")
     assert_has(model, tensors | {"head.weight": tensors["backbone.0.weight"]})
-    assert f" {len(model.state_dict())} tensors of " in told
+    assert f" {len(model.state_dict())} tensors of " in shown
 
 
 def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
     for options in ({"only": ["backbone"]}, {"strict": False}):
         model = Net(classes=7)
         before = {name: tensor.clone() for name, tensor in model.head.state_dict(prefix="head.").items()}
-        messages = begun(model, tmp_path / "w.safetensors", **options)
+        shown = load_weights(model, tmp_path / "w.safetensors", **options)
         assert_has(model, before)
         assert_has(model, {name: tensor for name, tensor in source().items() if name.startswith("backbone")})
-        assert "backbone (4)" in messages
-        assert "head.weight" in messages
+        assert "backbone (4)" in shown
+        assert "head.weight" in shown
     with pytest.raises(IncompatibleResume):
-        begun(Net(classes=7), tmp_path / "w.safetensors")
+        load_weights(Net(classes=7), tmp_path / "w.safetensors")
 
 
 def test_renamed_tensors_are_loaded_under_their_new_names(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_renamed_tensors_are_loaded_under_their_new_names(tmp_path: Path) -> Non
     save_file(
         tensors | {"fc.weight": source()["head.weight"], "fc.bias": source()["head.bias"]}, tmp_path / "w.safetensors"
     )
-    begun(model := Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone", "fc": "head"})
+    load_weights(model := Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone", "fc": "head"})
     assert_has(model, source())
 
 
@@ -155,15 +155,15 @@ def test_renamed_tensors_are_loaded_under_their_new_names(tmp_path: Path) -> Non
 def test_without_strict_missing_and_ignored_tensors_are_listed(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     lacking = {name: tensor for name, tensor in source().items() if name != "head.bias"}
     save_file(lacking | tensors, tmp_path / "w.safetensors")
-    messages = begun(Net(), tmp_path / "w.safetensors", strict=False)
-    assert "head.bias" in messages
-    assert all(name in messages for name in tensors)
+    shown = load_weights(Net(), tmp_path / "w.safetensors", strict=False)
+    assert "head.bias" in shown
+    assert all(name in shown for name in tensors)
 
 
 def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(AccelRunError) as caught:
-        begun(model, path, **options)
+        load_weights(model, path, **options)
     assert_has(model, before)
     return caught.value
 
@@ -198,7 +198,7 @@ def test_the_error_suggests_the_rename_that_loads_the_weights(
     (problem,) = refusal(model, tmp_path / "w.safetensors").problems
     settings = shlex.split(problem.fix)[1:]
     weights = compose(Request(tuple(settings), TASK)).settings.weights
-    begun(model, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
+    load_weights(model, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
     assert_has(model if is_longer else model[prefix], source())  # type: ignore[index]
     assert weights.strict != has_more
 
@@ -219,7 +219,7 @@ def test_a_suggested_rename_loads_most_missing_tensors_and_keeps_those_that_matc
     both = nn.ModuleDict({**linears("x"), "net": linears("a", "b"), "own": linears("c")})
     (problem,) = refusal(both, tmp_path / "w.safetensors").problems
     weights = compose(Request(tuple(shlex.split(problem.fix)[1:]), TASK)).settings.weights
-    begun(both, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
+    load_weights(both, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
     assert [name for name, weight in both.named_parameters() if not weight.eq(1).all()] == ["x.weight"]
 
     moved = nn.ModuleDict({"own": linears("c"), "new": nn.ModuleDict({"own": linears("d")})})
@@ -230,7 +230,7 @@ def test_a_suggested_rename_loads_most_missing_tensors_and_keeps_those_that_matc
 
 def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) -> None:
     save_file(source() | {"extra": torch.zeros(1)}, tmp_path / "w.safetensors")
-    rows = begun(Net(), tmp_path / "w.safetensors", only=["backbone"]).splitlines()
+    rows = load_weights(Net(), tmp_path / "w.safetensors", only=["backbone"]).splitlines()
     (unused,) = (row for row in rows if "extra" in row)
     (excluded,) = (row for row in rows if "head.bias" in row)
     assert unused != excluded

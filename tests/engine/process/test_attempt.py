@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def started(run: RunDirectory, **others: Any) -> RunAttempt:
-    """Return an attempt whose record is written, as once a run can start."""
+    """Return an attempt with a saved record, like that of a started run."""
     process = ProcessRecord(state="running", pid=os.getpid(), host=socket.gethostname(), started=now())
     attempt = RunAttempt(run, RunRecord(name="mine", uid=UID, process=process, **others), 0.0)
     attempt.save()

@@ -136,7 +136,7 @@ BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
     " watchdog.update_s=3 watchdog.data_s=3 watchdog.checkpoint_s=60"
 )
-COUNTED = "checkpoint.every=6updates"  # in a run this short the best checkpoint may be in memory only
+COUNTED = "checkpoint.every=6updates"  # in such a short run, the best checkpoint may exist only in memory
 SOON = "checkpoint.every=5updates"
 BY_THE_CLOCK = "checkpoint.every=0.002min updates=500"
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}
@@ -152,7 +152,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def family(word: str) -> set[int]:
+def processes_with(word: str) -> set[int]:
     """Return the live processes whose command line contains `word`."""
     result = set()
     for process in psutil.process_iter(["cmdline", "status"]):
@@ -164,7 +164,7 @@ def family(word: str) -> set[int]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("fault", "args", "messages", "at"),
+    ("fault", "args", "message", "at"),
     [
         ("loss", "", "update 8 of phase train timed out", "in fail: time.sleep(FOR_EVER)"),
         ("begin", "", "update 7 of phase train timed out", "in fail: time.sleep(FOR_EVER)"),
@@ -181,10 +181,10 @@ def family(word: str) -> set[int]:
         ("disk", f"{SOON} {NO_LIMITS}", "the checkpoint of update", ""),
         ("disk", f"{BY_THE_CLOCK} {NO_LIMITS}", "the checkpoint of update", ""),
     ],
-    ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk beside training"],
+    ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk during training"],
 )
 def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
-    fault: str, args: str, messages: str, at: str, server: ForkServer, folder: Path
+    fault: str, args: str, message: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
     line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
@@ -197,10 +197,10 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
         env["SAVED"] = str(folder / "outputs" / run / "checkpoints" / "update-0000000006" / "MANIFEST.json")
     result = server.run(line, folder, env, before)
     assert result.code == 83, result.err
-    assert messages in result.err
+    assert message in result.err
     assert at in result.err
     assert "Traceback" not in result.err
-    assert not family(f"run={run}")
+    assert not processes_with(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
     if fault == "disk":  # nothing can be written to the folder anymore
@@ -208,13 +208,13 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
         assert ".py:" in result.err, "stacks, which cannot be stored in a file"
         return
     error = json.loads((directory / "error.json").read_text())
-    assert (error["exit_code"], messages in error["cause"]) == (83, True)
-    saved, made = (6, 12 if fault == "val" else 6 if fault == "data" else 7)
-    again = {0: "nothing is", 1: "1 update is"}.get(made - saved, f"{made - saved} updates are")
-    assert f"\n           last checkpoint: update {saved} ({again} repeated)\n" in result.err
-    assert (error["reached"], error["updates_repeated"]) == (made, made - saved)
+    assert (error["exit_code"], message in error["cause"]) == (83, True)
+    saved, reached = (6, 12 if fault == "val" else 6 if fault == "data" else 7)
+    repeated = {0: "nothing is", 1: "1 update is"}.get(reached - saved, f"{reached - saved} updates are")
+    assert f"\n           last checkpoint: update {saved} ({repeated} repeated)\n" in result.err
+    assert (error["reached"], error["updates_repeated"]) == (reached, reached - saved)
     assert error["place"]["phase"] == "train"
-    assert error["place"]["update"] in (made, made + 1)
+    assert error["place"]["update"] in (reached, reached + 1)
     assert "\n\n" not in result.err
     assert json.loads((directory / "run.json").read_text())["state"] == "failed"
     assert "task.py" in (directory / "stacks.txt").read_text()
@@ -238,7 +238,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
+@pytest.mark.parametrize("is_there", [True, False], ids=["no disk space", "no temporary folder"])
 def test_a_hang_is_reported_even_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
     """There is no checkpoint, and the message does not name one."""
     gone = folder / "gone"
@@ -248,16 +248,16 @@ def test_a_hang_is_reported_even_if_nothing_can_be_written(is_there: bool, serve
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
             "runner.host.stacks.os.memfd_create = runner.host.stacks.request_stacks = full\n"
-            "tell = watchdog._ExitOnHang._report\n"
-            "def report_full(self, heartbeat): self.traces = watchdog.HangTraces(full, full); tell(self, heartbeat)\n"
+            "report = watchdog._ExitOnHang._report\n"
+            "def report_full(self, heartbeat): self.traces = watchdog.HangTraces(full, full); report(self, heartbeat)\n"
             "watchdog._ExitOnHang._report = report_full\n"
         )
     else:
         before += (
             "import shutil\n"
-            "tell = watchdog._ExitOnHang._report\n"
-            f"def tell_after(self, heartbeat): shutil.rmtree({str(gone)!r}); tell(self, heartbeat)\n"
-            "watchdog._ExitOnHang._report = tell_after\n"
+            "report = watchdog._ExitOnHang._report\n"
+            f"def report_after(self, heartbeat): shutil.rmtree({str(gone)!r}); report(self, heartbeat)\n"
+            "watchdog._ExitOnHang._report = report_after\n"
         )
     line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
     result = server.run(line, folder, VIRTUAL | {"TMPDIR": str(gone)}, before)

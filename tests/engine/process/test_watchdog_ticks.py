@@ -58,7 +58,7 @@ def begins(kind: str, update: int = 1) -> Step:
 
 
 class Ended(BaseException):
-    """The process would have ended."""
+    """Raised where the process would end."""
 
 
 @dataclass
@@ -202,7 +202,7 @@ def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp
         busy = [begins(UPDATE, number) for number in range(7, 40)]
         beats = clock.pass_ticks(mark, *busy)
         overdue = [number for number, beat in enumerate(beats) if beat.kind == CHECKPOINT]
-        assert overdue == [29, 30, 31, 32], "more than 7 s, after the check that saw it first"
+        assert overdue == [29, 30, 31, 32], "more than 7 s after the first check that saw it"
         assert beats[29] == Heartbeat(31, 7.25, 7.0, False, CHECKPOINT, False, 6, "train")
         assert beats[28].kind == UPDATE
         assert beats[29].is_overdue
@@ -221,7 +221,7 @@ def test_progress_of_the_writer_counts_only_while_training_waits_for_it(clock: C
         assert waited(beats) == [0, 1, 2, 0, 1, 2, 0, 1, 2]
         assert {(beat.kind, beat.limit_s) for beat in beats} == {(CHECKPOINT, 7.0)}
         beats = clock.pass_ticks(mark, begins(UPDATE, 7), keep, keep, keep, keep)
-        assert waited(beats) == [0, 1, 2, 3, 4], "training itself makes none"
+        assert waited(beats) == [0, 1, 2, 3, 4], "training itself makes no progress"
 
 
 FRAMES: dict[str, list[StackFrame]] = {
@@ -284,7 +284,7 @@ def test_a_new_progress_mark_starts_without_progress(tmp_path: Path) -> None:
 
 @dataclass
 class Exits:
-    """What a process does that ends itself."""
+    """Exit codes, stacks, errors and removed folders of a process that ends itself."""
 
     codes: list[int] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
@@ -412,7 +412,7 @@ def test_the_location_of_a_hang_is_in_the_code_of_the_user() -> None:
 def test_a_hang_message_has_the_stacks_of_only_a_few_processes() -> None:
     traces = {f"rank {rank}": stack("/home/me/train.py", 9) for rank in range(9)}
     shown = [line for line in format_hang(traces).splitlines() if line.startswith("rank ")]
-    assert len(shown) == 4, "4 lines each, of which at most 12 are exceeded once"
+    assert len(shown) == 4, "4 lines each; no process is added once there are more than 12 lines"
     assert format_hang({"rank 0": "has none\n"}).splitlines()[0] == "rank 0 has none"
     assert "hang.txt" in format_hang({}, file="hang.txt").splitlines()[0]
     assert len(format_hang({}, file=None).splitlines()) == 2

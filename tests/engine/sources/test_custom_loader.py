@@ -1,4 +1,4 @@
-"""A data loader of a task file is refused if the run would train on other data, or not repeat it."""
+"""A custom data loader is rejected if the run would train on other data or could not be repeated."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_loader_reads_the_samples_of_each_request(start: Callable[..., Any]) -
 
 
 def test_a_loader_that_collates_returns_the_batches_that_read_returns() -> None:
-    """With its samples, whose numbers random draws of the model depend on."""
+    """This includes the numbers of the samples, on which random draws of the model depend."""
     read = RequestReader(Fetcher(Numbers(), torch.tensor, bad_samples="stop"))
     for request in KEYS:
         loaded, filled = read(request).batch, read.fill(request, torch.tensor(request.indices)).batch
@@ -126,7 +126,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def test_random_numbers_of_a_loader_are_independent_of_those_of_the_model() -> None:
-    """Reproducible ones, also at its start: torch's DataLoader seeds its workers with them."""
+    """They are reproducible from the start of the loader on, because torch's DataLoader seeds its workers with them."""
     drawn: list[Any] = []
 
     def drawing(read: Any, requests: Any) -> Any:
@@ -239,7 +239,7 @@ def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
 
 @pytest.mark.parametrize("error", [DataError("a file is missing"), torch.OutOfMemoryError("CUDA out of memory.")])
 def test_errors_that_name_their_own_cause_are_raised_unchanged(error: Exception) -> None:
-    """Another error names the loader, and what it raised."""
+    """Any other error is reported with the line of the loader that raised it."""
 
     def fails(read: Any, requests: Any) -> Iterator[Any]:
         raise error

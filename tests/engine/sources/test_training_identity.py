@@ -131,10 +131,10 @@ def test_samples_that_draw_from_their_own_generator_are_detected(draw: Callable[
     assert len(data["train"]["hashes"]) == 3
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_samples_that_cannot_be_read_have_no_hash(is_apart: bool) -> None:
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_samples_that_cannot_be_read_have_no_hash(has_workers: bool) -> None:
     fetcher = fetcher_of(Failing(lambda index: 1 // (index - 2)))
-    loader = workers(fetcher, "fork") if is_apart else Loader(fetcher)
+    loader = workers(fetcher, "fork") if has_workers else Loader(fetcher)
     assert sorted(fingerprint_data({"train": fetcher}, loader)[0]["train"]["hashes"]) == ["0", "4"]
 
 
@@ -180,7 +180,7 @@ def test_a_module_loaded_by_importlib_is_part_of_the_code_fingerprint(
     monkeypatch.syspath_prepend(tmp_path)
     with monkeypatch.context() as patch:
         for name in ("mine_by_name", "part_by_name", "deep_by_name"):
-            patch.setitem(sys.modules, name, sys)  # so that it is removed when the test ends
+            patch.setitem(sys.modules, name, sys)  # removed when the test ends
             del sys.modules[name]
         importlib.import_module("mine_by_name")
         _check_by_name(tmp_path)
@@ -188,7 +188,7 @@ def test_a_module_loaded_by_importlib_is_part_of_the_code_fingerprint(
 
 def _check_by_name(folder: Path) -> None:
     before = fingerprint_code(folder / "mine_by_name.py")
-    below = {name for name in before if not name.startswith("..")}  # this test is a local module, too
+    below = {name for name in before if not name.startswith("..")}  # this test is also a local module
     assert below == {"mine_by_name.py", "part_by_name.py", "deep_by_name.py"}
     (folder / "part_by_name.py").write_text("import deep_by_name  # edited")
     assert changed_files(before, fingerprint_code(folder / "mine_by_name.py")) == ["part_by_name.py"]

@@ -63,8 +63,8 @@ def plan_of(device: str, num_workers: int, **choices: Any) -> Any:
     names: dict[str, Any] = {"precision": "bf16", "memory": "checkpoint", "optimizer": "sgd", "parallelism": "fsdp",
                              "dataloader": "default"} | choices  # fmt: skip
     pairs = {group: (name, {}) if isinstance(name, str) else name for group, name in names.items()}
-    made = {group: Choice(f"my {name}", name, options) for group, (name, options) in pairs.items()}
-    return SimpleNamespace(device=device, num_workers=num_workers, choices=made)
+    selected = {group: Choice(f"my {name}", name, options) for group, (name, options) in pairs.items()}
+    return SimpleNamespace(device=device, num_workers=num_workers, choices=selected)
 
 
 def settings_of(lines: list[str]) -> list[str]:
@@ -138,7 +138,7 @@ CPU = torch.device("cpu")
     ("limit", "used", "free", "total"),
     [
         (None, None, 6 * GIB, 16 * GIB),
-        (16 * GIB, 16 * GIB, 6 * GIB, 16 * GIB),  # no limit below that of the machine
+        (16 * GIB, 16 * GIB, 6 * GIB, 16 * GIB),  # the limit is not below the memory of the machine
         (8 * GIB, 3 * GIB, 5 * GIB, 8 * GIB),
         (8 * GIB, 1 * GIB, 6 * GIB, 8 * GIB),
         (8 * GIB, 9 * GIB, 0, 8 * GIB),
@@ -192,7 +192,7 @@ def measured_on_gpu(
 
 
 def test_the_report_of_a_gpu_has_this_process_and_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = 2**22 + 7  # above the largest process number of Linux
+    absent = 2**22 + 7  # above the largest PID of Linux
     others = [(absent + number, None if number == 3 else number * GIB) for number in range(8)]
     found = measured_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
     assert (found.free_bytes, found.total_bytes) == (GIB, 80 * GIB)

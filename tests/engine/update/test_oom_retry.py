@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A weight, a batch norm, a buffer that never changes, and what a test adds."""
+    """A weight, a batch norm, a buffer that does not change by itself, and buffers that a test adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
         self.register_buffer("constant", torch.arange(4.0))
 
 
-def begun(
+def snapshot_at(
     change: Callable[[Model], object], *, update: int, since: int = 0, model: Model | None = None
 ) -> UpdateSnapshot:
     """Return the snapshot of update `update` (from 0); `change` is applied in each update from `since` on."""
@@ -96,16 +96,16 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 
 def of_numpy_generator() -> dict[str, Any]:
-    """Return the key and the position in it: a draw changes only the position, until the key is used up."""
-    args = np.random.get_state(legacy=False)["state"]
-    return {"key": args["key"].tolist(), "pos": args["pos"]}
+    """Return the key and the position in it. A draw changes only the position until the end of the key."""
+    state = np.random.get_state(legacy=False)["state"]
+    return {"key": state["key"].tolist(), "pos": state["pos"]}
 
 
 @pytest.mark.parametrize("update", [0, 1, 3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> None:
     model = Model()
-    result = begun(CHANGES[name], update=update, model=model)
+    result = snapshot_at(CHANGES[name], update=update, model=model)
     result.restore()  # the change of this update
     before, drawn = bits(model), (torch.get_rng_state(), of_numpy_generator(), random.getstate())
     result.begin()
@@ -134,7 +134,7 @@ class Device(Accelerator):
 def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(oom_retry, "get_accelerator", lambda _: device)
-    found = begun(lambda _: torch.rand(1, generator=device.generator), update=update)
+    found = snapshot_at(lambda _: torch.rand(1, generator=device.generator), update=update)
     assert found.restore() == ""
     before = device.generator.get_state()
     torch.rand(1, generator=device.generator)
@@ -143,7 +143,7 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("change", "update", "since", "messages"),
+    ("change", "update", "since", "message"),
     [
         (lambda model: model.constant.add_(1), 2, 2, "a parameter, or a buffer that the first update did not change"),
         (replace, 2, 2, "a buffer, which the first update did not replace"),
@@ -159,16 +159,16 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
     ],
 )  # fmt: skip
 def test_state_that_cannot_be_restored_is_reported(
-    change: Callable[[Model], object], update: int, since: int, messages: str
+    change: Callable[[Model], object], update: int, since: int, message: str
 ) -> None:
     """This includes weights that a momentum encoder updates through `.data`, where torch counts no change."""
-    assert begun(change, update=update, since=since).restore().startswith(messages)
+    assert snapshot_at(change, update=update, since=since).restore().startswith(message)
 
 
 @pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
 @pytest.mark.parametrize("since", [0, 1, 2])
 def test_an_update_without_oom_is_unaffected(change: Callable[[Model], object], since: int) -> None:
-    begun(change, update=4, since=since)
+    snapshot_at(change, update=4, since=since)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def odd() -> Model:
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("update", [0, 2])
 def test_buffers_of_any_kind_are_restored(odd: Model, update: int) -> None:
-    result = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
+    result = snapshot_at(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
     assert result.restore() == ""
 
 
@@ -221,7 +221,7 @@ def test_the_values_of_a_failed_step_are_discarded() -> None:
 
 
 class Policy:
-    """Notes what the retry asks for."""
+    """Records the reductions that the retry requests."""
 
     def __init__(self) -> None:
         self.reduced: list[tuple[OomCause | None, str]] = []
@@ -246,7 +246,7 @@ def retry_of(model: nn.Module, precision: Precision, policy: Policy, optimizer: 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(OUT_OF_MEMORY), Discarded()], ids=["this rank", "another"])
 def test_each_attempt_starts_from_the_same_state(error: Exception) -> None:
-    """Whichever rank ran out of memory: no gradients are left, generators draw again, and the policy is asked once."""
+    """No gradients are left, and generators repeat their draws, whichever rank ran out of memory."""
     model, policy, drawn = Model(), Policy(), []
     retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -313,7 +313,7 @@ def test_memory_in_reference_cycles_is_freed_before_the_next_attempt() -> None:
 
 
 def test_compiled_code_is_freed_before_the_next_attempt() -> None:
-    """It belongs to the larger micro-batches."""
+    """It was compiled for the larger micro-batches."""
     model, policy, num_compiled = Model(), Policy(), 0
     retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
 
