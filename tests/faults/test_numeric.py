@@ -61,7 +61,7 @@ FAULTS = {
         "task.fault=augmentation updates=500 dataloader.num_workers=1", "samples that are not finite: 32", saved=-1
     ),
     "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
-    "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),
+    "only once": Fault("task.fault=once", "at update 12: the update was finite when it was repeated"),
     "no items": Fault("task.fault=nothing", "loss() returned a count of 0 for all micro-batches (update 12)", code=70),
     "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
     "half precision": Fault(
