@@ -564,13 +564,13 @@ for _ in range({15 if IS_LONG else 5}):
             os.write(writing, update.to_bytes(8, "little"))
             laws.retain(directory, 2)
     os.close(writing)
-    told = os.read(reading, 8)
+    acknowledgments = os.read(reading, 8)
     time.sleep(generator.uniform(0, 0.04))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    told += os.read(reading, 1 << 20)
+    acknowledgments += os.read(reading, 1 << 20)
     os.close(reading)
-    acknowledged = int.from_bytes(told[-8:], "little")
+    acknowledged = int.from_bytes(acknowledgments[-8:], "little")
     recovery = laws.recover(directory)
     assert not recovery.skipped, recovery.skipped
     assert recovery.checkpoint.update >= acknowledged
@@ -716,13 +716,13 @@ def test_the_writer_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path) ->
 def test_written_or_verified_checkpoints_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for update in (1, 2, 3):
         save(tmp_path, snapshot(update))
-    asked: list[str] = []
-    monkeypatch.setattr(checkpoint, "verify", lambda path: asked.append(path.name) or [])
+    verified: list[str] = []
+    monkeypatch.setattr(checkpoint, "verify", lambda path: verified.append(path.name) or [])
     with CheckpointWriter(tmp_path, keep_last=3) as writer:
         for update in (4, 5, 6, 7):
             writer.submit(snapshot(update))
             writer.wait()
-    assert asked == ["update-0000000003"]
+    assert verified == ["update-0000000003"]
     assert updates_in(tmp_path) == [5, 6, 7]
 
 

@@ -39,7 +39,7 @@ def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda words: words.split()[0])
-def test_a_resume_data_workers_and_ranks_do_not_change_results(
+def test_results_do_not_depend_on_resumes_data_workers_and_ranks(
     sampler: str, server: ForkServer, tmp_path: Path
 ) -> None:
     args = f"sampler={sampler}"

@@ -57,7 +57,7 @@ def assert_close(one: Result, other: Result) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "length" in kind or kind == "plain"])
 @pytest.mark.parametrize("shards", ["data.shards=1", "data.shards=4 data.shards_per_update=2"])
 @pytest.mark.parametrize("way", ON_RANKS)
-def test_a_resume_data_workers_and_ranks_do_not_change_results(
+def test_results_do_not_depend_on_resumes_data_workers_and_ranks(
     kind: str, shards: str, way: str, server: ForkServer, tmp_path: Path
 ) -> None:
     length = "epochs=2" if "length" in kind else "updates=18"

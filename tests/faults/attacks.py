@@ -316,4 +316,4 @@ def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
         b"9" * 10_000,
     ):
         for name in ("metrics.jsonl", "events.jsonl", "run.json", "error.json", "plan.json"):
-            yield f"{name} goes on with {line!r:.20}", partial(appended, name=name, line=line)
+            yield f"{name} ends with {line!r:.20}", partial(appended, name=name, line=line)

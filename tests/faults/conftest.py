@@ -41,22 +41,22 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     if not os.access(shared, os.W_OK):
         yield tmp_path
         return
-    with tempfile.TemporaryDirectory(prefix="accel-run-faults-", dir=shared) as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="accel-run-faults-", dir=shared) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     """The counts of this test, printed at the end of the session."""
-    made = Tally(request.node.name.removeprefix("test_"))
+    result = Tally(request.node.name.removeprefix("test_"))
     began = time.monotonic()
-    yield made
-    made.seconds = time.monotonic() - began
+    yield result
+    result.seconds = time.monotonic() - began
     report = getattr(request.node, "report_of_call", None)
-    made.num_bad = int(report is not None and report.failed)
-    if report is not None and report.skipped and not made.skipped:
-        made.skip(report.longrepr[2].removeprefix("Skipped: "))
-    TALLIES.append(made)
+    result.num_bad = int(report is not None and report.failed)
+    if report is not None and report.skipped and not result.skipped:
+        result.skip(report.longrepr[2].removeprefix("Skipped: "))
+    TALLIES.append(result)
 
 
 @pytest.hookimpl(hookwrapper=True)

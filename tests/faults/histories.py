@@ -93,7 +93,7 @@ def check_checkpoints(
     """
     visible = {update for update in range(20) if files.exists(checkpoint_path(directory, update))}
     whole = {update for update in visible if not checkpoint.verify(checkpoint_path(directory, update))}
-    assert visible - whole <= damaged, f"damaged under their names: {visible - whole}"
+    assert visible - whole <= damaged, f"visible but damaged: {visible - whole}"
     assert len(whole) >= min(2, acknowledged if num_saved is None else num_saved), f"only {whole} are left"
     recovery = recover(directory)
     names = {f"update-{update:010}" for update in damaged}
@@ -270,7 +270,7 @@ def _three_and_a_damaged_one(root: Path) -> None:
 def _start_fresh(root: Path, promise: Promise) -> None:
     directory = _open_run(root)
     assert checkpoint.set_aside(directory) == 3
-    promise("afresh", True)
+    promise("fresh", True)
     save(directory, snapshot(1))
     promise("update", 1)
 
@@ -278,7 +278,7 @@ def _start_fresh(root: Path, promise: Promise) -> None:
 def _check_fresh(root: Path, promised: Mapping[str, Any]) -> None:
     directory = _checkpoints(root)
     kept = [name for name in files.list_names(directory) if re.search("update-000000000[789]", name)]
-    assert len(kept) == 3, f"nothing is deleted, but there are {kept}"
+    assert len(kept) == 3, f"a fresh start must delete nothing, but only {kept} are left"
     if not promised:
         return
     result = recover(directory).checkpoint
@@ -449,7 +449,7 @@ HISTORIES = [
         "recovery from damaged checkpoints", _recover_and_continue_saving, _check_beside_damaged, _one_valid_two_damaged
     ),
     History("saves in the place of another", _save_again, _check_saved_again, _saved_twice),
-    History("what was left half made is swept", _remove_leftovers_and_save, _check_saved, _leftovers_of_kills),
+    History("leftovers of kills are removed", _remove_leftovers_and_save, _check_saved, _leftovers_of_kills),
     History("a fresh start", _start_fresh, _check_fresh, _three_and_a_damaged_one),
     History("several files at once", _write_several_at_once, _check_several),
     History("small files", _write_small_files, _check_small_files),

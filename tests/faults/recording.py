@@ -151,8 +151,8 @@ class Recording(System):
     def sync_file_system(self, descriptor: int) -> None:
         """Record a sync of each changed file; folders are made durable by a later fsync."""
         with self._guard:
-            made = [each.node for each in self.operations if isinstance(each, Write | Truncate)]
-            self.operations += [Sync(node) for node in dict.fromkeys(made)]
+            changed = [each.node for each in self.operations if isinstance(each, Write | Truncate)]
+            self.operations += [Sync(node) for node in dict.fromkeys(changed)]
 
     def fsync_fails(self, descriptor: int) -> None:
         """Record a failed sync of this file or folder."""

@@ -58,20 +58,20 @@ TALLIES: list[Tally] = []  # of this process
 
 def packed() -> list[dict[str, Any]]:
     """Return the counts of this process, to be passed to `unpack` in another one."""
-    return [{**asdict(made), "skipped": dict(made.skipped)} for made in TALLIES]  # built-in types: may be sent
+    return [{**asdict(tally), "skipped": dict(tally.skipped)} for tally in TALLIES]  # built-in types: may be sent
 
 
 def unpack(there: Sequence[Mapping[str, Any]]) -> None:
     """Add the counts of another process."""
-    TALLIES.extend(Tally(**{**made, "skipped": Counter(made["skipped"])}) for made in there)
+    TALLIES.extend(Tally(**{**tally, "skipped": Counter(tally["skipped"])}) for tally in there)
 
 
 def show(write_line: Callable[[str], None]) -> None:
     """Print the counts of all suites, and append them to the file ACCEL_RUN_TALLY if set."""
     suites: dict[str, Tally] = {}
-    for made in TALLIES:  # one line for all cases of a suite
-        name = made.suite.partition("[")[0]
-        suites[name] = suites[name] + made if name in suites else replace(made, suite=name)
+    for tally in TALLIES:  # one line for all cases of a suite
+        name = tally.suite.partition("[")[0]
+        suites[name] = suites[name] + tally if name in suites else replace(tally, suite=name)
     for suite in suites.values():
         write_line(str(suite))
     tried, num_bad = (sum(getattr(suite, what) for suite in suites.values()) for what in ("tried", "num_bad"))
@@ -80,5 +80,5 @@ def show(write_line: Callable[[str], None]) -> None:
     target = os.environ.get("ACCEL_RUN_TALLY")
     if target:
         with Path(target).open("a") as file:
-            for made in TALLIES:
-                file.write(json.dumps({**vars(made), "seed": SEED}) + "\n")
+            for tally in TALLIES:
+                file.write(json.dumps({**vars(tally), "seed": SEED}) + "\n")

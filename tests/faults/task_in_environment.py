@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def build(*, hidden: int = 16, sleep_s: float = 0.0) -> Task:
-    return Here(hidden, sleep_s)
+    return Disturbing(hidden, sleep_s)
 
 
 class Points(torch.utils.data.Dataset):
@@ -55,8 +55,8 @@ class Points(torch.utils.data.Dataset):
 def misread(act):
     if act == "sample-raises":
         raise ValueError("this one is \x1b[31mbroken\nand says so in two lines")
-    if act == "sample-cannot-say":
-        raise Unsayable
+    if act == "sample-unprintable":
+        raise Unprintable
     if act == "sample-shape":
         return torch.zeros(9), 0
     if act == "sample-type":
@@ -66,7 +66,7 @@ def misread(act):
     return torch.full((8,), float("nan")), 0
 
 
-class Unsayable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError("no words")
 
@@ -91,7 +91,7 @@ WORKER = {
 }
 
 
-class Here(Task):
+class Disturbing(Task):
     def __init__(self, hidden, sleep_s):
         self.model = nn.Sequential(
             nn.Linear(8, hidden), nn.Dropout(0.2), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2)

@@ -251,12 +251,12 @@ class Judge:
             if case.files and not any(name in str(problem) for name in (*case.files, str(self.folder), *case.words)):
                 yield f"does not name the file: {problem!s:.300}"
             if len(str(problem)) > MAX_SHOWN:
-                yield f"says {len(str(problem))} characters: {problem!s:.100}"
+                yield f"has {len(str(problem))} characters: {problem!s:.100}"
         controls = {char for char in shown.getvalue() if char != "\n" and _controls_the_terminal(char)}
         if controls:
             yield f"would print {controls!r}: {shown.getvalue()!r:.300}"
         if shown.getvalue().count("\n") > 3 * len(error.problems) + 1:
-            yield f"is torn into lines: {shown.getvalue()!r:.300}"
+            yield f"has too many lines: {shown.getvalue()!r:.300}"
         for word in case.named:
             key = word.partition("=")[0].lstrip("~")
             if not any(key in problem.where for problem in error.problems):

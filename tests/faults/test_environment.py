@@ -383,7 +383,7 @@ def test_full_shared_memory_is_reported_instead_of_a_hang(
 
 SAMPLES = {
     "sample-raises": (65, "cannot be read: ValueError: this one is broken\n           and says so in two lines"),
-    "sample-cannot-say": (65, "cannot be read: Unsayable: (its __str__ raises RuntimeError)"),
+    "sample-unprintable": (65, "cannot be read: Unprintable: (its __str__ raises RuntimeError)"),
     "sample-shape": (65, "samples cannot be collated into a batch: "),
     "sample-type": (65, "samples cannot be collated into a batch: "),
     "sample-nothing": (65, "samples cannot be collated into a batch: "),

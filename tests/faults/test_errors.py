@@ -206,7 +206,7 @@ class Points(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.full((2,), float(index)), index % 2
 
-class Unsayable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise ValueError("no words")
 
@@ -265,7 +265,7 @@ RAISED = {
         "raised ExceptionGroup: two (2 sub-exceptions)",
         ("1. KeyError: 'one'", "2. ValueError: other"),
     ),
-    "no words": ReportedError(in_loss("raise Unsayable"), "raised Unsayable: (its __str__ raises ValueError)"),
+    "no words": ReportedError(in_loss("raise Unprintable"), "raised Unprintable: (its __str__ raises ValueError)"),
     "a very long message": ReportedError(in_loss("raise ValueError('x' * 10**6)"), "... (999600 more characters)"),
     "very many lines": ReportedError(
         in_loss("raise ValueError('x\\n' * 10**4)"), "raised ValueError: x", ("(9988 more lines)",)

@@ -277,7 +277,7 @@ def _check_in_folders(root: Path, promised: Mapping[str, Any]) -> None:
 def test_a_run_in_newly_created_folders_survives_a_crash(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
 ) -> None:
-    history = History("folders just made", _save_in_new_folders, _check_in_folders)
+    history = History("new folders", _save_in_new_folders, _check_in_folders)
     if not is_synced:
         monkeypatch.setattr(files, "sync_ancestors", lambda _: None)
     recording = history.record(memory / "run")

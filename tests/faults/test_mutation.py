@@ -66,7 +66,7 @@ class Judge:
                 self._verdicts[state.identity] = str(error)
         return self._verdicts[state.identity]
 
-    def finds(self, start: Mapping[int, Content], mutant: Mutant, count: int) -> bool:
+    def breaks_a_promise(self, start: Mapping[int, Content], mutant: Mutant, count: int) -> bool:
         """Return whether one of `count` crash states of the mutant breaks a promise."""
         later = range(mutant.place, len(mutant.operations) + 1)
         result = states(start, mutant.operations, count, 0, points=later)
@@ -93,7 +93,7 @@ def mutants(recording: Recording) -> Iterator[Mutant]:
 
 
 def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
-    """Return whether every operation finds its file or folder."""
+    """Return whether every operation breaks_a_promise its file or folder."""
     folders = {node: dict(content) for node, content in start.items() if isinstance(content, dict)}
     created = set(start)
     for operation in operations:
@@ -149,18 +149,18 @@ class Names:
                 return f"{type(operation).__name__} of {self.name[operation.node]}"
 
     def why_not_needed(self, place: int) -> str:
-        """Return why the sync may be omitted, "" if it may not."""
+        """Return why the sync can be omitted, "" if it must not be omitted."""
         node = self.done[place].node  # type: ignore[union-attr]
         if self._is_transient(self.done[place]):
             return OF_REPORTS
         if not self._has_unsynced_changes(node, place):
-            return "nothing is new since the sync before; it is for what a start before may have left"
+            return "nothing changed since the previous sync; this one covers changes of a previous start"
         if self._is_synced_again(node, place):
-            return "the same is synced again before anything is promised or removed"
+            return "the node is synced again before anything is promised or removed"
         return ""
 
     def why_either_order(self, place: int) -> str:
-        """Return why an operation and the next one may be swapped, "" if they may not."""
+        """Return why an operation and the next one can be swapped, "" if they must not be swapped."""
         first, second = self.done[place], self.done[place + 1]
         if self._is_transient(first) or self._is_transient(second):
             return OF_REPORTS
@@ -169,30 +169,30 @@ class Names:
                 is_weaker = any(
                     isinstance(one, Acknowledge) and one.key == key and one.value > value for one in self.done[:place]
                 )
-                return "" if is_weaker else "what follows a promise may come before it"
+                return "" if is_weaker else "operations after a promise may precede it"
             case (_, Acknowledge()):
                 is_needed = isinstance(first, Sync) and self._has_unsynced_changes(first.node, place)
-                return "" if is_needed else "the promise does not rest on it"
+                return "" if is_needed else "the promise does not depend on it"
             case (Write(), Write()) | (Write(), Make()):
-                return "neither is on disk before a sync that comes after both"
+                return "neither is durable before a sync that follows both"
             case (Remove(), Remove()):
-                return "the folder was put out of sight, and that is on disk"
+                return "the folder has a hidden name, which is durable"
             case (Sync(), Sync()):
-                return "two syncs with nothing between them"
+                return "two consecutive syncs"
             case (Sync(node), other) | (other, Sync(node)):
                 return self._why_sync_in_either_order(node, other, place)
         return ""
 
     def _why_sync_in_either_order(self, node: int, other: Operation, place: int) -> str:
-        """Return why the sync of `node` may come before or after `other`, "" if it may not."""
+        """Return why the sync of `node` can come before or after `other`, "" if the order matters."""
         at = place if self.done[place] is not other else place + 1
         if self._touches(other, node):
-            return self.why_not_needed(at) if at == place + 1 else "the sync of it comes later, before any promise"
+            return self.why_not_needed(at) if at == place + 1 else "the change is synced later, before any promise"
         if isinstance(other, Rename) and other.new_name.startswith("replaced-"):
-            return "what is replaced may go sooner: recovery gives its name back"
+            return "a replaced checkpoint may be renamed earlier, because recovery restores its name"
         if isinstance(other, Rename | Remove) and self._has_unsynced_changes(node, at):
-            return ""  # content before its name, and removal of the name before that of the content
-        return "they concern different files or folders, and no name appears or goes"
+            return ""  # content must be durable before its name, and a name must be removed before its content
+        return "they concern different files or folders, and no name is added or removed"
 
     def _touches(self, operation: Operation, node: int) -> bool:
         """Return whether the operation changes what a sync of `node` writes."""
@@ -245,7 +245,7 @@ def test_every_omitted_sync_and_every_swapped_step_is_detected(history: History,
     judge = Judge(history, memory / "state")
     wrong, counts = [], Counter[str]()
     for mutant in mutants(recording):
-        is_detected = judge.finds(recording.start, mutant, NUM_STATES)
+        is_detected = judge.breaks_a_promise(recording.start, mutant, NUM_STATES)
         tally.tried += 1
         counts["caught" if is_detected else "equivalent"] += 1
         if is_detected == bool(mutant.equivalent):
@@ -301,12 +301,12 @@ def manifest_first(recording: Recording) -> list[Operation]:
         ("no sync of files", only(Sync, of_folders=False), ""),
         ("no sync of folders", only(Sync, of_folders=True), ""),
         ("the name before the files", early_rename, ""),
-        ("the manifest first", manifest_first, "the name appears after all files are on disk, in whichever order"),
+        ("the manifest first", manifest_first, "the name appears after all files are durable, in any order"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("history", SHORT[:3], ids=lambda history: history.name)
-def test_an_incorrect_save_protocol_is_detected(
+def test_incorrect_save_protocols_are_detected_and_equivalent_ones_are_not(
     history: History,
     name: str,
     change: Callable[[Recording], list[Operation]],
@@ -316,7 +316,9 @@ def test_an_incorrect_save_protocol_is_detected(
     recording = history.record(memory / "recorded")
     mutant = Mutant(name, 0, change(recording), equivalent)
     assert can_be_done(recording.start, mutant.operations)
-    assert Judge(history, memory / "state").finds(recording.start, mutant, NUM_STATES) != bool(equivalent), name
+    assert Judge(history, memory / "state").breaks_a_promise(recording.start, mutant, NUM_STATES) != bool(equivalent), (
+        name
+    )
 
 
 def _retain_in_place(directory: Path, keep_last: int, *_: Any, **__: Any) -> None:
@@ -338,7 +340,7 @@ def _make_without_sync(path: Path) -> None:
 
 
 CODE = [
-    ("retention takes apart in place", checkpoint, "retain", _retain_in_place, SHORT[0]),
+    ("retention removes files of visible checkpoints", checkpoint, "retain", _retain_in_place, SHORT[0]),
     ("one checkpoint is kept", checkpoint, "_MIN_VALID", 1, SHORT[0]),
     (
         "hashes are not compared",
@@ -370,4 +372,4 @@ def test_replacing_a_function_with_faulty_code_is_detected(
             monkeypatch.setattr(borrower, attribute, other)
     recording = history.record(memory / "recorded")
     judge = Judge(history, memory / "state")
-    assert judge.finds(recording.start, Mutant(name, 0, recording.operations, ""), NUM_STATES), name
+    assert judge.breaks_a_promise(recording.start, Mutant(name, 0, recording.operations, ""), NUM_STATES), name

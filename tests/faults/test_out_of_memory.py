@@ -488,11 +488,11 @@ def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("name", "code_at_end", "made"), [("SIGTERM", 75, [1, 2, 3]), ("SIGKILL", -9, [1, 2])])
+@pytest.mark.parametrize(("name", "code_at_end", "updates"), [("SIGTERM", 75, [1, 2, 3]), ("SIGKILL", -9, [1, 2])])
 def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
-    name: str, code_at_end: int, made: list[int], server: ForkServer, tmp_path: Path
+    name: str, code_at_end: int, updates: list[int], server: ForkServer, tmp_path: Path
 ) -> None:
-    """Stopped during the repeated update; the resumed run has the same limit and does not reach it."""
+    """The run is stopped during the repeated update. The resumed run has the same limit and does not reach it."""
     kill = "import os, signal, tests.faults.shortages as s; begins = s.begins\n"
     kill += "def again(update):\n    begins(update)\n"
     kill += "    if any(each.struck for each in s.planted):\n        s.begins = begins\n"
@@ -501,7 +501,7 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
         server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2, before=lambda: kill
     )
     assert code == code_at_end, messages
-    assert updates_in(tmp_path) == made
+    assert updates_in(tmp_path) == updates
     known = oom_history.read_reductions(tmp_path / "outputs/mine")
     assert [row.size for row in known] == [4]
     code, out, messages = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)

@@ -408,7 +408,7 @@ def test_every_interrupted_run_equals_an_uninterrupted_run(
         matrix.assert_enough_interruptions(len(chosen))
 
 
-def test_drawing_runs_do_not_depend_on_data_workers_and_kills(
+def test_drawing_runs_do_not_depend_on_data_workers_or_kills(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Samples use random numbers from all global generators.
@@ -435,7 +435,7 @@ def test_drawing_runs_do_not_depend_on_data_workers_and_kills(
 READERS = {name: overrides for name, overrides in AXES["workers"].items() if name in ("1", "3", "thread")}
 
 
-def test_random_numbers_of_samples_do_not_depend_on_data_workers_and_ranks(
+def test_random_numbers_of_samples_do_not_depend_on_data_workers_or_ranks(
     server: ForkServer, fast_disk: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     dice = random.Random(f"{seed} readers")

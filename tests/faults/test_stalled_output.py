@@ -88,7 +88,7 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
         args = [*BASE, *ranks(num_ranks), "dataloader.num_workers=1", "updates=1000000"]
         pid = server.start(args, tmp_path, before=TO.format(path=path))
         # the output so far exceeds the buffer of a pipe or a terminal
-        wait_until(lambda: len(updates(run)) >= 60, "it goes on while nobody reads")
+        wait_until(lambda: len(updates(run)) >= 60, "training continues while the output is not read")
         os.kill(pid, signal.SIGTERM)
         result = server.wait()
     assert result.code == 75
@@ -106,7 +106,9 @@ def test_a_second_signal_exits_immediately_while_output_is_stalled(
     with PLACES[place](tmp_path) as path:
         args = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
         pid = server.start(args, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)
-        wait_until(lambda: len(updates(tmp_path / "outputs" / "mine")) >= 60, "it goes on while nobody reads")
+        wait_until(
+            lambda: len(updates(tmp_path / "outputs" / "mine")) >= 60, "training continues while the output is not read"
+        )
         os.kill(pid, signal.SIGTERM)
         wait_until((tmp_path / "saving").exists, "it saves")
         os.kill(pid, signal.SIGTERM)
