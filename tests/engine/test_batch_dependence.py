@@ -116,7 +116,7 @@ class Dropping""",
 
 @pytest.mark.parametrize("kind", [FUNCTIONS, TASK])
 @pytest.mark.parametrize("size", [4, 8])
-def test_functions_that_depend_on_the_division_are_named_after_the_first_update(
+def test_the_report_after_the_first_update_names_functions_that_depend_on_the_division(
     kind: str, size: int, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "dropping.py").write_text(kind)

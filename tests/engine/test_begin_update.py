@@ -43,7 +43,7 @@ class Moved(Regression):
 def test_begin_update_that_moves_weights_in_each_call_is_rejected(
     change: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    """It is called again after a resume, which would move them twice."""
+    """`begin_update` is called again after a resume, which would move the weights twice."""
     (tmp_path / "moved.py").write_text(TASK.replace("HERE", change))
     result = server.run("train --task moved.py run=mine device=cpu monitor=off", tmp_path)
     assert result.code == 70

@@ -151,7 +151,7 @@ def test_best_checkpoints_stay_within_the_save_budget(
     assert sorted(training.on_disk()) == sorted({best, num_updates} | set(training.saved[-2:]))
 
 
-def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
+def test_a_checkpoint_saved_while_another_is_held_does_not_refer_to_it(tmp_path: Path, clock: Clock) -> None:
     """The run may be killed before the held checkpoint is written."""
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.run_update()
@@ -273,7 +273,7 @@ def test_a_held_checkpoint_is_written_after_ten_minutes_at_any_cost(tmp_path: Pa
 
 
 @pytest.mark.parametrize("policy", [default(every=1000), off(best="val/loss")], ids=["counted", "off"])
-def test_checkpoints_requested_by_settings_are_written_at_once(
+def test_checkpoints_requested_by_settings_are_written_immediately(
     policy: SavePolicy, tmp_path: Path, clock: Clock
 ) -> None:
     training = Training(tmp_path, clock, policy, copy_s=0.001, slowed_s=1.0)

@@ -56,7 +56,7 @@ SETTINGS = (
 
 
 def locate_failure(folder: Path, task: str, *more: str) -> BaseException | None:
-    """Return the explanation of an update of the task that is not finite."""
+    """Train until an update is not finite; return the error that is reported."""
     (folder / "counted.py").write_text(task)
     settings = ("updates=1000", "global_batch_size=8", *SETTINGS, f"output_root={folder}", *more)
     with open_phase(Request(settings, folder / "counted.py")) as phase:

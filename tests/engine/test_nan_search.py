@@ -90,7 +90,7 @@ class OfRoot(Task):
 
 
 def locate_in_first_micro_batch(task: str, folder: Path, *args: str) -> NumericError:
-    """Train until a number is not finite; return the error, whose samples are those of the first micro-batch."""
+    """Train until a value is not finite; return the error, which must name the samples of the first micro-batch."""
     (folder / "not_finite.py").write_text(task)
     settings = ("updates=2", *args, "device=cpu", "run=small", "monitor=off", f"output_root={folder}",
                 "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
@@ -140,7 +140,7 @@ class Mine(Task):
 
 
 def test_the_search_scales_the_loss_of_an_objective_as_training_does(tmp_path: Path) -> None:
-    """With the loss scale of the first objective, the gradient of the loss of the second overflows float16."""
+    """With the loss scale of the first objective, the loss gradient of the second one overflows float16."""
     (tmp_path / "mine.py").write_text(OBJECTIVES)
     settings = ("updates=30", "global_batch_size=8", "micro_batch_size=8", "device=cpu", "run=small", "monitor=off",
                 "precision=fp16", "log_every=100", "evaluate.every=0", "checkpoint=off", "backend.threads=1",
@@ -450,7 +450,7 @@ def test_the_most_informative_finding_of_all_ranks_is_reported(
 
 
 @pytest.mark.parametrize(("items", "is_fault"), [(0.0, True), (float("nan"), True), (4.0, False), (None, False)])
-def test_ranks_without_items_are_a_fault_only_if_all_are(
+def test_missing_items_are_a_fault_only_if_no_rank_has_items(
     items: float | None, is_fault: bool, search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search.task.fault = "items"

@@ -16,7 +16,7 @@ from tests.opened import opened
 
 
 class Ranks(World):
-    """The first of several ranks, of which another one is out of memory."""
+    """The first of several ranks; `reports` contains the cause of the rank that is out of memory."""
 
     def __init__(self, reports: list[Any]) -> None:
         super().__init__(torch.device("cpu"), world_size=len(reports))

@@ -49,7 +49,7 @@ def test_on_a_slow_disk_a_checkpoint_still_has_the_state_of_its_update(tmp_path:
                 saved = weights(phase)
                 assert disk.reached.wait(60)
                 for _ in range(5):
-                    next(updates)  # not blocked by the save, or this would never return
+                    next(updates)  # would never return if the save blocked training
                 assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
                 disk.gate.set()
                 saving_of(phase).saver.writer.wait()
@@ -279,7 +279,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(args:
 
 def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, messages = [1000.0], list[str]()
-    waits_s = itertools.cycle([0.7, 0.0])  # for the previous save, then when the next is handed over
+    waits_s = itertools.cycle([0.7, 0.0])  # the wait for the previous save, and that when the next save is handed over
 
     def pass_time() -> None:
         now[0] += next(waits_s)
@@ -328,7 +328,8 @@ def test_the_interval_follows_from_save_costs_and_is_restored_on_resume(
             60.0,
         )
         updates, updated = phase.updates(), saving_of(phase).saver.record_update
-        monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))  # no update is slow
+        # all updates take the same time
+        monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))
         next(updates)
         saving_of(phase).save()
         saving_of(phase).saver.save_cost.record_pause(4.0)  # the cost of the last pause

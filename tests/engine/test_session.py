@@ -1,4 +1,4 @@
-"""How a run gets its name, what its first rank leaves when it fails, and which error it raises."""
+"""How a run gets its name, what its first rank records when it fails, and which error it raises."""
 
 from __future__ import annotations
 
@@ -365,13 +365,13 @@ def test_measurements_of_a_failed_attempt_do_not_replace_those_of_a_complete_one
     with pytest.raises(DataError):
         trained(job)
     first = read_record(job.folder)
-    assert first.evidence is not None, "there is nothing better yet"
+    assert first.evidence is not None, "no earlier attempt has measurements"
     assert first.evidence.unfinished
     calls.inside = lambda _: None
     trained(job)
     second = read_record(job.folder)
     assert second.evidence is not None
-    assert second.evidence.updates, "after the first one"
+    assert second.evidence.updates, "updates after the first one are measured"
     assert not second.evidence.unfinished
     assert second.evidence.attempt == second.process.started
     assert second.result is not None

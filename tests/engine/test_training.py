@@ -25,7 +25,7 @@ def test_auto_evaluates_about_ten_times_and_at_most_once_per_update(updates: int
 
 
 def test_finished_phases_and_consumed_batches_are_freed(server: ForkServer, tmp_path: Path) -> None:
-    """Otherwise they take memory of the GPU until the end of the run."""
+    """Otherwise, they would occupy GPU memory until the end of the run."""
     task = Path(__file__).with_name("task_that_counts_tensors.py")
     result = server.run(f"train --task {task} run=r device=cpu monitor=off dataloader.num_workers=0", tmp_path)
     assert result.code == 0, result.out + result.err
@@ -35,7 +35,7 @@ def test_finished_phases_and_consumed_batches_are_freed(server: ForkServer, tmp_
     for row in evaluated.values():
         assert row["val/finished_phases"] == row["val/consumed_batches"] == 0, row
     first, second = (evaluated[phase]["val/of_weight_shape"] for phase in ("first", "second"))
-    assert second == first >= 3, "the average and the two moments of AdamW, of this phase alone"
+    assert second == first >= 3, "only the average and the two moments of AdamW of this phase"
 
 
 def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp_path: Path) -> None:

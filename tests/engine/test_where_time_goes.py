@@ -88,7 +88,7 @@ def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer
 """
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
-LAG_S = 0.02  # of the late device, for which the end of the run waits
+LAG_S = 0.02  # of the late device; the end of the run waits for it
 TICKS_S = 5e-3  # per run: each reading of the clock takes a microsecond
 NUM_EVALUATED = 64 // 8  # batches of an evaluation
 
@@ -133,7 +133,7 @@ def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
     assert result.parts_s["first_update"] == pytest.approx((6 + 9 + 12 + 15) / 1e3, abs=0.03)
     assert result.seconds is not None
     assert sum(result.parts_s.values()) == pytest.approx(result.seconds)
-    assert {"wait", "transfer"}.isdisjoint(result.parts_s), "this part did not occur"
+    assert {"wait", "transfer"}.isdisjoint(result.parts_s), "these parts did not occur"
     assert result.transfer is None
     (phase,) = result.phases
     assert phase.seconds is not None
@@ -268,11 +268,11 @@ def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, r
     assert phase.updates == 6
 
 
-def test_a_run_that_fails_at_once_keeps_earlier_measurements(server: ForkServer, folder: Path) -> None:
+def test_a_run_that_fails_immediately_keeps_earlier_measurements(server: ForkServer, folder: Path) -> None:
     before = evidence_of(server, folder, "")
     result = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
     assert result.code not in (0, 75)
-    assert "as planned" in result.err, "it was in progress at the failure"
+    assert "as planned" in result.err, "the planned error ended the run"
     assert read_record(folder / "outputs/r").evidence == before
 
 

@@ -1,4 +1,4 @@
-"""Which settings may differ when a run is resumed, and that its model must match by name, shape and dtype."""
+"""A resumed run may change some settings; its model must match by name, shape and dtype."""
 
 from __future__ import annotations
 

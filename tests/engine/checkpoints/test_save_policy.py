@@ -101,7 +101,7 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         policy.record_result(has_succeeded=False)
         now += 90.0
         assert not policy.is_due_by_time(), (
-            "three in a row end the run; a disk that is unavailable for minutes must not"
+            "three failures in a row end the run, but a disk that is unavailable for minutes must not"
         )
         policy.restart_interval()
         policy.record_result(has_succeeded=True)

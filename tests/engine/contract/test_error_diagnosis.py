@@ -53,7 +53,7 @@ def test_out_of_memory_is_reported_as_a_memory_error(error: Exception, wanted: t
 
 
 def functions_of(text: str, file: Path) -> dict[str, Any]:
-    """Return the functions of a file with this text, which need not exist."""
+    """Return the functions that a file with this text would define; the file need not exist."""
     functions: dict[str, Any] = {}
     exec(compile(text, str(file), "exec"), functions)  # noqa: S102 - the text is in the test
     return functions

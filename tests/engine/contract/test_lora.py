@@ -287,7 +287,7 @@ def test_a_target_layer_with_a_shared_weight_is_rejected(layer: str) -> None:
 @pytest.mark.parametrize(
     ("target", "suggestion"), [("q_prj", "q_proj"), ("blocks.1.q_prj", "blocks.1.q_proj")], ids=["end", "full name"]
 )
-def test_a_typo_in_a_layer_name_is_corrected_in_the_same_form(target: str, suggestion: str) -> None:
+def test_the_suggested_layer_name_is_complete_only_if_the_given_name_is(target: str, suggestion: str) -> None:
     blocks = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(2))
     task = Tied()
     task.model.blocks = blocks

@@ -1,4 +1,4 @@
-"""Members of a task or hook with wrong arguments or types are refused by name when the task is loaded."""
+"""Members of a task or hook with wrong arguments or types are reported by name when the task is loaded."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_invalid_value_in_a_mapping_is_reported_by_key(name: str) -> None:
 
 def test_the_fix_for_a_wrong_mapping_depends_on_how_it_is_defined(snapshot: SnapshotAssertion) -> None:
     assigned: Any = Task()
-    assigned.losses = []  # for its own record of losses
+    assigned.losses = []  # meant as its own record of losses
     messages = []
     for task in (assigned, type("Wrong", (Task,), {"losses": property(lambda self: [])})()):
         with pytest.raises(TaskFault) as raised:

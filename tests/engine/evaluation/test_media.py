@@ -1,4 +1,4 @@
-"""Values that hooks log."""
+"""Conversion of values that hooks log."""
 
 from __future__ import annotations
 

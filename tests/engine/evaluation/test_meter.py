@@ -1,4 +1,4 @@
-"""The meter: a row is the sum over its window divided by its items, wherever the run is stopped and resumed."""
+"""The meter: a row is the sum over its window divided by its items, wherever a run is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_end_of_a_phase_writes_a_partial_window_once() -> None:
     assert [(row["update"], row["train/loss"]) for row in rows] == [(4, 5.0), (5, 10.0)]
 
 
-def test_a_row_has_readings_and_none_for_an_unmeasured_or_infinite_norm() -> None:
+def test_a_row_has_readings_and_no_value_for_an_unmeasured_or_infinite_norm() -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
     meter(step(1, 1.0, norm=None))
@@ -183,7 +183,7 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
         assert row["perf/hooks_ms"] == 1000.0
     assert "perf/wait_ms" not in rows[0], "parts that did not occur are missing, not 0"
     assert [row.get("perf/evaluation_ms") for row in rows] == [1000.0, 2000.0, 2000.0], (
-        "of the samples before its last update"
+        "each row includes the evaluations before its last update"
     )
 
 
@@ -284,7 +284,7 @@ class Late:
         return PendingCopy(numbers, event)
 
 
-def test_rows_are_written_in_order_once_their_values_arrive() -> None:
+def test_rows_are_written_in_order_as_soon_as_their_values_arrive() -> None:
     rows: list[Row] = []
     late = Late()
     meter = make_meter(rows, every=1, send=late)

@@ -141,7 +141,7 @@ def test_metrics_start_empty_and_are_nan_without_samples() -> None:
 
 @pytest.mark.parametrize("value", [0.5, (0.5, 1), torch.tensor(0.5), None])
 def test_a_value_without_rows_is_rejected_with_the_name_of_the_metric(value: Any) -> None:
-    """Such as an F1 score of the batch, instead of its predictions and labels."""
+    """An example is an F1 score of the batch instead of its predictions and labels."""
     states = states_of({"f1_macro": Gather(len)}, lambda batch: {"f1_macro": value})
     with pytest.raises(TaskFault) as caught:
         evaluate(states, batch_of(None))
@@ -325,7 +325,7 @@ def test_metrics_of_ranks_with_and_without_samples_equal_those_of_all_samples() 
     assert run_ranks(measured, 3) == [expected] * 3
 
 
-def test_a_metric_without_samples_on_any_rank_is_nan() -> None:
+def test_a_metric_is_nan_if_no_rank_has_samples() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def measured(world: World) -> bool:

@@ -55,7 +55,7 @@ class Evaluated:
         return self.result
 
     def every(self, number: Any, *, has_interim: bool = True) -> None:
-        """Use this setting of `evaluate.every`."""
+        """Set `evaluate.every`."""
         self.hook.__dict__.pop("every", None)
         self.monkeypatch.setattr(type(self.phase.work), "has_interim_evaluation", has_interim)
         object.__setattr__(self.phase.planned.evaluate, "every", number)

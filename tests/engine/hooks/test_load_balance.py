@@ -1,4 +1,4 @@
-"""Times of all ranks are averaged over the updates of a row, and shares that change are recorded."""
+"""Times of all ranks are averaged over the updates of a row, and changed shares are recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.opened import opened
 
 
 def status(*forward: float | None, **others: float) -> StepStatus:
-    """Return the status of ranks with these seconds in the forward pass, and other parts of equal seconds."""
+    """Return the status of ranks with these forward times; other parts take the same time on all ranks."""
     seconds = tuple(
         None if spent is None else {**dict.fromkeys(PARTS, 0.0), "forward": spent, **others} for spent in forward
     )

@@ -94,7 +94,7 @@ def test_the_first_evaluation_reports_an_unknown_metric_once(
     assert len([text for text in warned if text.startswith(PLATEAU)]) == (1 if args else 3)
 
 
-def test_the_check_leaves_the_task_and_the_generators_unchanged(
+def test_checking_metric_names_changes_neither_the_task_nor_the_generators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, monkeypatch, "checkpoint.best=val/f1") as (phase, warned):
@@ -106,7 +106,7 @@ def test_the_check_leaves_the_task_and_the_generators_unchanged(
     assert len(warned) == 1
 
 
-def test_all_ranks_check_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_check_metric_names_with_the_same_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     two = ["parallelism=ddp", "parallelism.world_size=2"]
     args = ["train", "--task", str(TASK), *COMMON, *two, f"output_root={tmp_path}", "checkpoint.best=val/acuracy"]
     assert main(args) == 0

@@ -1,4 +1,4 @@
-"""Both kinds of phases in one process: the parameters they change, their state, and what they leave behind."""
+"""Both kinds of phases in one process: the parameters they change, their state, and what their release frees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_of(*settings: str) -> Plan:
 
 
 class Points(Task):
-    """A model of two layers, of which the second has no bias and a part that has no gradient."""
+    """A model with two layers, the second without a bias, and a part that gets no gradient."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ def order(updates_per_epoch: int = 3, num_samples: int = 20, shares: tuple[int, 
 def training(
     trains: list[str] | None = None, *settings: str, task: Task | None = None, update: int = 0, **others: Any
 ) -> tuple[GradientPhase, Any]:
-    """Return a phase of training at this update, and its parts."""
+    """Return a training phase at this update, and its parts."""
     parts = parts_of(task or Points(), *settings, **others)
     phase = replace(parts.plan.phases[0], trains=trains)
     return LossPhase(phase, parts, order(), Position("train", update)), parts

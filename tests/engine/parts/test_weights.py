@@ -65,7 +65,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], *, index: bool = True
     return [folder / name for name in names]
 
 
-def test_a_file_shards_and_a_hugging_face_folder_give_the_same_weights(tmp_path: Path) -> None:
+def test_single_files_shards_and_hugging_face_folders_give_the_same_weights(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -250,7 +250,7 @@ def test_shards_that_are_missing_duplicated_or_outside_the_folder_are_rejected(t
     index.write_text(
         index.read_text().replace('"weight_map": {', '"weight_map": {"more": "model-00002-of-00002.safetensors", ')
     )
-    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "even if the model needs no more"
+    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "even if the model does not need that tensor"
     write_shards(tmp_path / "outside", source())
     index = tmp_path / "outside" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../w.safetensors"}}))

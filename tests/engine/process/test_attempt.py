@@ -1,4 +1,4 @@
-"""The record of an attempt to run: run.json, error.json, and the files that repeat the run."""
+"""The record of an attempt to run: run.json, error.json, and the files that reproduce the run."""
 
 from __future__ import annotations
 

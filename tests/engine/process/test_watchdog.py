@@ -205,7 +205,7 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
     directory = folder / "outputs" / run
     if fault == "disk":  # nothing can be written to the folder anymore
         assert re.search(r"last checkpoint: update \d+ ", result.err), result.err
-        assert ".py:" in result.err, "stacks, which cannot be stored in a file"
+        assert ".py:" in result.err, "the message has the stacks, which cannot be stored in a file"
         return
     error = json.loads((directory / "error.json").read_text())
     assert (error["exit_code"], message in error["cause"]) == (83, True)

@@ -89,7 +89,8 @@ def test_a_retried_update_repeats_only_the_batches_that_it_read_again() -> None:
     samples = SharedSamples(iter([*batches("failed", "not read"), *batches("one", "two"), *batches("next update")]))
     first = samples.read(again=False, keep=True)
     assert next(first).name == "failed"
-    next(first)  # as the feed is rewound after an out-of-memory error: the rest of the failed attempt is not read again
+    # like a feed that is rewound after an out-of-memory error: the rest of the failed attempt is not read again
+    next(first)
     assert [micro.name for micro in samples.read(again=True, keep=True)] == ["one", "two"]
     assert [micro.name for micro in samples.read(again=False, keep=True)] == ["one", "two"]
     samples.end()

@@ -191,7 +191,7 @@ def measured_on_gpu(
     return measure_memory(dataclasses.replace(CAUSE, side=side), CPU, uuid, 4, "2x2")
 
 
-def test_the_report_of_a_gpu_has_this_process_and_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_attributed_to_this_process_and_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = 2**22 + 7  # above the largest PID of Linux
     others = [(absent + number, None if number == 3 else number * GIB) for number in range(8)]
     found = measured_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
@@ -209,7 +209,7 @@ def test_without_a_process_list_no_other_processes_are_reported(
     assert measured_on_gpu(monkeypatch, Driver(listed), uuid=uuid).others == ()
 
 
-def test_the_report_of_an_error_on_the_host_has_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_the_host_is_described_with_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured_on_gpu(monkeypatch, Driver([(1, GIB)]), side="host")
     assert found.total_bytes != 80 * GIB
     assert found.others == ()

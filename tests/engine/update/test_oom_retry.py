@@ -1,4 +1,4 @@
-"""State that an interrupted update changed is restored, or named if it cannot be; other updates are not affected."""
+"""State that an interrupted update changed is restored or reported; other updates are not affected."""
 
 from __future__ import annotations
 
