@@ -162,12 +162,14 @@ class FullDisk:
 
 
 DISKS = {
-    "before anything": FullDisk("", 73, 0, left=0),
+    "before the first file": FullDisk("", 73, 0, left=0),
     "at the first save": FullDisk("", 74, 0, left=34_500, cause="3 saves in a row failed"),
     "at the third save": FullDisk(BIG, 74, 20, cause="3 saves in a row failed", mib=2),
     "while metrics are appended": FullDisk("log_every=1", 74, 20, act=("fill", 23), cause="3 saves in a row failed"),
     "at the end": FullDisk("log_every=60 checkpoint.every=50", 74, 50, act=("fill", 59)),
-    "for good, read-only": FullDisk("", 74, 20, act=("read-only", 22), cause="the file system is read-only (EROFS)"),
+    "read-only for the rest of the run": FullDisk(
+        "", 74, 20, act=("read-only", 22), cause="the file system is read-only (EROFS)"
+    ),
 }
 
 

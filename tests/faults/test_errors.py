@@ -44,7 +44,7 @@ WAYS = {
     "no such run": Way(Exit.NO_INPUT, ["inference", "run=nowhere"], "there is no run 'nowhere'"),
     "no such device": Way(Exit.NO_DEVICE, [*BASE[:3], "device=mps", *BASE[4:]], "device=mps"),
     "the task raises": Way(Exit.SOFTWARE, BASE, "raised KeyError: 'points'", act="raise"),
-    "asked to stop": Way(Exit.PREEMPTED, BASE, act="hang-up"),
+    "a stop signal": Way(Exit.PREEMPTED, BASE, act="hang-up"),
     "a typo": Way(Exit.CONFIG, ["train", "lrr=3"], "did you mean"),
     "a GPU that is full": Way(Exit.GPU_MEMORY, BASE, "the GPU is out of memory", act="gpu-memory"),
     "a rank that is killed": Way(
@@ -250,27 +250,29 @@ def method(*lines: str) -> str:
 
 
 RAISED = {
-    "a cause": ReportedError(
+    "an explicit cause": ReportedError(
         in_loss("try:", "    inner()", "except KeyError as error:", "    raise ValueError('outer') from error"),
         "update 6 of phase train raised ValueError: outer",
         ("from KeyError: 'inner'", 'in inner: return {}["inner"]'),
     ),
-    "while another": ReportedError(
+    "an exception in a handler": ReportedError(
         in_loss("try:", "    inner()", "except KeyError:", "    raise ValueError('outer')"),
         "raised ValueError: outer",
         ("while handling KeyError: 'inner'",),
     ),
-    "a group": ReportedError(
+    "an exception group": ReportedError(
         in_loss("raise ExceptionGroup('two', [KeyError('one'), ValueError('other')])"),
         "raised ExceptionGroup: two (2 sub-exceptions)",
         ("1. KeyError: 'one'", "2. ValueError: other"),
     ),
-    "no words": ReportedError(in_loss("raise Unprintable"), "raised Unprintable: (its __str__ raises ValueError)"),
+    "an exception that cannot be printed": ReportedError(
+        in_loss("raise Unprintable"), "raised Unprintable: (its __str__ raises ValueError)"
+    ),
     "a very long message": ReportedError(in_loss("raise ValueError('x' * 10**6)"), "... (999600 more characters)"),
-    "very many lines": ReportedError(
+    "a message of many lines": ReportedError(
         in_loss("raise ValueError('x\\n' * 10**4)"), "raised ValueError: x", ("(9988 more lines)",)
     ),
-    "colors and bells": ReportedError(
+    "control characters": ReportedError(
         in_loss("raise ValueError('\\x1b[31mred\\x1b]0;title\\x07 \\r\\b\\x9b2J')"), "raised ValueError: red"
     ),
     "endless recursion": ReportedError(
@@ -279,22 +281,22 @@ RAISED = {
     "a subprocess": ReportedError(
         in_loss("import subprocess", "subprocess.run(['false'], check=True)"), "raised CalledProcessError: Command"
     ),
-    "words like torch's of a worker": ReportedError(
+    "a message like torch's about a worker": ReportedError(
         in_loss("raise ValueError('ffmpeg exited unexpectedly')"),
         "raised ValueError: ffmpeg exited",
         ("in loss: raise",),
     ),
-    "words like the system's of memory": ReportedError(
+    "a message like the system's about memory": ReportedError(
         in_loss("raise ValueError('cannot allocate memory for this frame')"),
         "update 6 of phase train raised ValueError",
     ),
-    "words like the system's of files": ReportedError(
+    "a message like the system's about files": ReportedError(
         in_loss("raise ValueError('too many open files')"), "update 6 of phase train raised ValueError"
     ),
-    "words like torch's of a GPU": ReportedError(
+    "a message like torch's about a GPU": ReportedError(
         in_loss("raise RuntimeError('my CUDA error handler is missing')"), "update 6 of phase train raised RuntimeError"
     ),
-    "a class named like torch's": ReportedError(
+    "a class with the name of torch's": ReportedError(
         in_loss("raise type('OutOfMemoryError', (RuntimeError,), {})('CUDA budget used up')"),
         "raised OutOfMemoryError: CUDA budget used up",
     ),
@@ -304,28 +306,26 @@ RAISED = {
         ("in loss: x.new_empty(1 << 60)",),
         code=81,
     ),
-    "no exception": ReportedError(
+    "a BaseException": ReportedError(
         in_loss("raise BaseException('odd')"), "update 6 of phase train raised BaseException: odd"
     ),
-    "no exception, with ranks": ReportedError(
+    "a BaseException, with ranks": ReportedError(
         in_loss("raise BaseException('odd')"),
         "raised BaseException: odd",
         words="parallelism=ddp parallelism.world_size=2",
     ),
-    "an interruption of its own": ReportedError(
+    "a KeyboardInterrupt": ReportedError(
         in_loss("raise KeyboardInterrupt"), "update 6 of phase train raised KeyboardInterrupt"
     ),
-    "the end of a generator": ReportedError(
-        in_loss("raise GeneratorExit"), "update 6 of phase train raised GeneratorExit"
-    ),
+    "a GeneratorExit": ReportedError(in_loss("raise GeneratorExit"), "update 6 of phase train raised GeneratorExit"),
     "an exit": ReportedError(in_loss("raise SystemExit(0)"), "update 6 of phase train raised SystemExit: 0"),
-    "no exception in a sample": ReportedError(
+    "a BaseException in a sample": ReportedError(
         "        if index == 37:\n            raise BaseException('odd')\n        return torch.full(",
         "sample 37 cannot be read: BaseException: odd",
         old="        return torch.full(",
         code=65,
     ),
-    "no exception in a sample, in a worker": ReportedError(
+    "a KeyboardInterrupt in a sample, in a worker": ReportedError(
         "        if index == 37:\n            raise KeyboardInterrupt\n        return torch.full(",
         "sample 37 cannot be read: KeyboardInterrupt",
         old="        return torch.full(",
@@ -429,7 +429,7 @@ RAISED = {
         old="    def loss(",
         words="dataloader=thread",
     ),
-    "collate, with words like torch's": ReportedError(
+    "collate, with a message like torch's": ReportedError(
         method("def collate(self, samples):", "    raise ValueError('a\\nb')"),
         "raised ValueError: a",
         old="    def loss(",

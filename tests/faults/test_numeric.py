@@ -48,22 +48,28 @@ FAULTS = {
     "a module, with workers": Fault("task.fault=module dataloader.num_workers=1", FORWARD),
     "a module, with a thread": Fault("task.fault=module dataloader=thread", FORWARD),
     "a module, micro-batches": Fault("task.fault=module micro_batch_size=1", FORWARD),
-    "a module, rows rarely": Fault("task.fault=module log_every=1000", FORWARD),
-    "a module at once": Fault("task.fault=module task.at=1", "at update 1: first in the output of middle", saved=0),
+    "a module, few metric rows": Fault("task.fault=module log_every=1000", FORWARD),
+    "a module in the first update": Fault(
+        "task.fault=module task.at=1", "at update 1: first in the output of middle", saved=0
+    ),
     "the backward pass": Fault("task.fault=backward", BACKWARD),
     "the backward pass, checkpointed": Fault("task.fault=backward memory=checkpoint", "the gradients are not finite"),
-    "the gradient by the loss": Fault("task.fault=gradient", "the gradients are not finite at update 12: "),
-    "gradients that nobody clips": Fault("task.fault=backward max_grad_norm=null", BACKWARD),
-    "gradients that nobody clips, at the end": Fault("task.fault=backward max_grad_norm=null updates=12", BACKWARD),
+    "the gradient of the loss": Fault("task.fault=gradient", "the gradients are not finite at update 12: "),
+    "gradients without clipping": Fault("task.fault=backward max_grad_norm=null", BACKWARD),
+    "gradients without clipping, in the last update": Fault(
+        "task.fault=backward max_grad_norm=null updates=12", BACKWARD
+    ),
     "samples": Fault("task.fault=samples task.at=1", "samples that are not finite: ", saved=-1),
     "augmentation": Fault("task.fault=augmentation updates=500", "samples that are not finite: 32", saved=-1),
     "augmentation, in a worker": Fault(
         "task.fault=augmentation updates=500 dataloader.num_workers=1", "samples that are not finite: 32", saved=-1
     ),
-    "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
-    "only once": Fault("task.fault=once", "at update 12: the update was finite when it was repeated"),
+    "a large learning rate": Fault(
+        "optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1
+    ),
+    "a fault that does not recur": Fault("task.fault=once", "at update 12: the update was finite when it was repeated"),
     "no items": Fault("task.fault=nothing", "loss() returned a count of 0 for all micro-batches (update 12)", code=70),
-    "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
+    "an unused parameter": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
     "half precision": Fault(
         "task.fault=half precision=fp16 precision.max_skips=4 precision.growth_interval=1000",
         "4 consecutive updates were skipped because float16 overflowed",

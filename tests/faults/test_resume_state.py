@@ -36,13 +36,13 @@ def killed_at(update: int, phase: str = "train", before: int = 0) -> dict[str, A
 HELD: dict[str, tuple[Cell, list[dict[str, Any]]]] = {
     "generators of torch, NumPy and Python": (plain(saves="1"), [killed_at(6)]),
     "the best metric of early stopping": (plain(saves="1", optimizer="adamw early stop"), [killed_at(7)]),
-    "the level of a plateau": (plain(saves="1", optimizer="sgd plateau"), [killed_at(9)]),
+    "the level of a plateau schedule": (plain(saves="1", optimizer="sgd plateau"), [killed_at(9)]),
     "a window of metrics that is not written yet": (plain(saves="1", optimizer="sgd multistep"), [killed_at(5)]),
     "the loss scale and skipped updates of earlier phases": (
         plain(saves="1", precision="fp16 overflowing", phases="three"),
         [killed_at(3, "head", 3 + 7)],
     ),
-    "half gathered statistics": (plain(saves="1", phases="three", ranks="ddp 2"), [killed_at(2, "statistics")]),
+    "partially computed statistics": (plain(saves="1", phases="three", ranks="ddp 2"), [killed_at(2, "statistics")]),
     "the result of a finished phase": (
         plain(saves="1", phases="three"),
         [{**killed_at(0, "body", 3), "at": "begin"}],

@@ -152,7 +152,7 @@ test_exit_code = copied(
 test_errors_of_a_task = copied(
     errors.test_errors_of_a_task_are_reported_with_lines_of_the_task_only,
     LONG,
-    pytest.mark.parametrize("name", ["no exception, with ranks", "an exit in a sample, with ranks"]),
+    pytest.mark.parametrize("name", ["a BaseException, with ranks", "an exit in a sample, with ranks"]),
 )
 
 # Tests whose ranks are forks of the process that runs pytest. They run over NCCL in a process with the stand-in.
