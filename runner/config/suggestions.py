@@ -65,7 +65,7 @@ def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
             setting = f"{key}={value.lower()}" if value.lower() in known else suggestion_for_option(key, value)
             if setting and value not in known:
                 return setting
-        values = [value] if "(" not in value else re.sub(r"^\w+\(|\)$", "", value).split(",")  # choice(1,2)
+        values = [value] if value.startswith("[") else re.sub(r"^\w+\(|\)$", "", value).split(",")  # choice(1,2)
         return match[0] if is_own or all(_is_accepted(key, each) for each in values) else f"{key}=..."
 
     return _SETTING.sub(checked, suggestion)

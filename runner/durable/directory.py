@@ -362,7 +362,7 @@ def check_run_name(name: str) -> None:
         fix = f"use run={suggestion or 'first-try'}"
     elif len(name) > _MAX_NAME_LENGTH:
         what = f"a run name must have at most {_MAX_NAME_LENGTH} characters, but has {len(name):,}"
-        fix = f"for example run={name[:20]}"
+        fix = f"use, for example, run={name[:20]}"
     else:
         return
     raise ConfigError(Problem(what, where=f"run={name}", fix=fix))

@@ -149,7 +149,7 @@ ARGPARSE = {
     "--save-model": "",
     "--auto-resume": "accel-run resume",
     "--optimizer:adamw": "optimizer=adamw",
-    "--epochs 1,2": "epochs=...",
+    "--epochs 1,2": "epochs=1,2",
     "lr:0.1": "optimizer.lr=0.1",
     "updates:100": "updates=100",
     "updates=10k": "updates=10000",

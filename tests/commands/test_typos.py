@@ -194,6 +194,7 @@ accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000
 """,
     "train scheduler=CosineAnnealingLR": """\
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
+           use scheduler=cosine
 """,
     "train optimizer.betas=(0.9,0.95)": """\
 accel-run: optimizer.betas=(0.9,0.95): must be KEY=VALUE, but cannot be parsed
@@ -341,7 +342,7 @@ accel-run: checkpoint.every=5days: must be an integer of at least 1 or 200update
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu"
-           use device=auto, the default
+           use device=cuda
 """,
     "train updates=10 epochs=2": """\
 accel-run: updates=10 epochs=2: both are set
