@@ -12,7 +12,7 @@ settings after `--`; each update has a row unless log_every= is set. Compare a c
 the training is repeatable.
 
 Exit 0: identical. 1: different, or one has updates that the other lacks. 64: invalid command line. 66: no such run,
-commit, or rows. If a training fails, its exit code is returned.
+commit, or rows. If training fails, its exit code is returned.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _format_difference(difference: Difference) -> str:
 
 
 def _train_at(commit: str, folder: Path, settings: Sequence[str]) -> RunDirectory:
-    """Train at that commit; return the run. Raises AccelRunError with the exit code of a training that fails."""
+    """Train at that commit; return the run. Raises AccelRunError with the exit code of training if it fails."""
     keys = {word.partition("=")[0].lstrip("+") for word in settings}
     taken = sorted(keys & set(RESERVED))
     if taken:

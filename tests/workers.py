@@ -68,7 +68,7 @@ def _stand_ins(session: pytest.Session, number: int) -> Iterator[list[list[str]]
 
 
 class Worker:
-    """A forked process that runs files of tests until none is left."""
+    """A forked process that runs test files until none is left."""
 
     def __init__(
         self, session: pytest.Session, files: Files, queue: int, server: ForkServer, stand_in: list[str]

@@ -113,7 +113,7 @@ class SampleNoise:
     def named(self, name: str | int) -> SampleNoise:
         """Return separate draws for the same rows, numbered from 0, and determined by the name.
 
-        Use it for parts of a model, so that the draws of one part do not depend on how often the others draw.
+        Use it for parts of a model, so that the draws of one part do not depend on the number of draws of the others.
         """
         return SampleNoise(_mix(self.keys + _to_signed(_derive_salt(0, str(name)))), self._samples)
 

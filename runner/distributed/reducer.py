@@ -36,7 +36,7 @@ class _Bucket:
     views       slice of the flat tensor for each parameter
     awaited     parameter -> how often its gradient is expected in the last backward pass: usually once, several times
                 if the parameter is shared by reentrant checkpoints, never if it is unused
-    arrived     parameter -> how often its gradient arrived in this pass
+    arrived     parameter -> number of times its gradient arrived in this pass
     missing     number of expected gradients that have not arrived
     position    number of gradients of the model that had arrived when the last one of this bucket did
     is_late     a gradient arrived after the bucket was launched, so the bucket must be exchanged again

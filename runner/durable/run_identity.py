@@ -31,7 +31,7 @@ class RunIdentity:
         return bool(self.names) and name is not None and not (isinstance(name, str) and name in self.names)
 
     def has_other_uid(self, manifest: Mapping[str, Any]) -> bool | None:
-        """Return whether the checkpoint has another uid than this run; None if either has none."""
+        """Return whether the uid of the checkpoint differs from that of this run; None if either has none."""
         uid = manifest_uid(manifest)
         return None if uid is None or self.uid is None else uid != self.uid and uid not in self.adopted
 

@@ -30,8 +30,8 @@ def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
     """Return the columns of a metrics row from torch's memory_stats: GiB, shares and counts.
 
     fragmentation  share of the reserved memory that is free, but in segments that also hold memory in use
-    retries        how often torch released its cache and called cudaMalloc again, since the start
-    ooms           how often cudaMalloc failed again
+    retries        number of times torch released its cache and called cudaMalloc again, since the start
+    ooms           number of times cudaMalloc failed again
     """
     reserved = stats.get("reserved_bytes.all.current", 0)
     return {

@@ -1,4 +1,4 @@
-"""Count how often `suite=ladder` classifies techniques with a known effect correctly while another job runs.
+"""Count the repetitions in which `suite=ladder` classifies techniques with known effects correctly beside another job.
 
 nothing   same as the baseline: `no clear change` in at least 19 of 20 repetitions
 slow      also sleeps for a tenth of the baseline's update: always `worse`

@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("tasks", nargs="*", help="names of tasks; default: all")
     parser.add_argument("--root", type=Path, help="folder for the runs; default: a temporary one, which is kept")
     parser.add_argument("--cold", action="store_true", help="prepare the tasks' data from scratch")
-    parser.add_argument("--seeds", default="0", help="one training per seed: 0,1,2")
+    parser.add_argument("--seeds", default="0", help="seeds of the runs, such as 0,1,2")
     parser.add_argument("--busy", action="store_true", help="the machine is busy: times are shown but not checked")
     given = parser.parse_args()
     unknown = [task for task in given.tasks if task not in {run.split()[0] for run in BOUNDS}]

@@ -51,7 +51,7 @@ def read_reductions(folder: Path) -> list[ReducedMicroBatch]:
 
 
 def num_restarts(folder: Path) -> int:
-    """Return how often a run was restarted from its last checkpoint with smaller micro-batches."""
+    """Return the number of times that a run was restarted from its last checkpoint with smaller micro-batches."""
     return sum(not row.in_place for row in read_reductions(folder))
 
 

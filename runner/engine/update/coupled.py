@@ -131,7 +131,7 @@ def check_rows(embedding: Embedding, samples: BatchSamples | None, embed: Callab
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return how often each tensor of a batch was changed in place."""
+    """Return the number of in-place changes of each tensor of a batch."""
     versions: list[int] = []
     map_tensors(lambda tensor: versions.append(tensor._version), batch)
     return versions
