@@ -136,7 +136,7 @@ def mode_of(call: ast.Call, position: int) -> ast.expr | None:
 
 
 def only_reads(call: ast.Call, name: str) -> bool:
-    """Return whether a call opens a file for reading only."""
+    """Return whether a call opens a file only for reading."""
     if name == "os.open":
         return {part.strip() for part in ast.unparse(call.args[1]).split("|")} <= READING_FLAGS
     is_method = isinstance(call.func, ast.Attribute) and name == "open"

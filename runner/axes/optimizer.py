@@ -439,7 +439,7 @@ def _groups(
     assert len(set(names)) == len(names), "each parameter has one name"
     problems = unmatched_problems(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
-        what = "the model has no parameter to train: all are frozen"
+        what = "the model has no parameter to train, because all are frozen"
         problems.append(Problem(what, "optimizer", "set requires_grad=True for at least one"))
     if problems:
         raise ConfigError(problems)

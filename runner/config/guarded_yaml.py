@@ -203,7 +203,7 @@ def _check_size(events: Iterable[Event], where: str) -> None:
         if depth > MAX_DEPTH:
             raise ConfigError(Problem(f"must be nested at most {MAX_DEPTH} deep", where))
         if nodes > MAX_NODES:
-            raise ConfigError(Problem(f"must have at most {MAX_NODES} values, with aliases expanded", where))
+            raise ConfigError(Problem(f"must have at most {MAX_NODES} values after aliases are expanded", where))
         if documents > 1:
             raise ConfigError(Problem("must contain only one YAML document, but another follows after ---", where))
 

@@ -363,7 +363,7 @@ class _CpuDeviceMode(TorchFunctionMode):
         if function in _READS and self.deferred.is_deferred(args[0]):
             return function(self.deferred.value(args[0]), *args[1:], **(kwargs or {}))
         if function in _ADDRESSES and self.deferred.is_deferred(args[0]):
-            raise RuntimeError("the code accesses the memory of a tensor that is not initialized yet")
+            raise RuntimeError("the task accesses the memory of a tensor that is not initialized yet")
         return function(*args, **(kwargs or {}))
 
 

@@ -42,7 +42,7 @@ class HostBuffer:
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Allocate memory for `nbytes` bytes on a thread, so that even the first copy does not wait for page faults.
 
-        A no-op for sizes that the system provides within milliseconds, and if there is enough memory already.
+        Does nothing for sizes that the system provides within milliseconds, or if enough memory is already allocated.
 
         device  source of the copies
         """

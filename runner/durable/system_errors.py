@@ -78,7 +78,7 @@ _REASONS = {
     errno.EPERM: "not permitted",
     errno.EIO: "the disk reports an error",
     errno.ELOOP: "it is a link, and links are not followed",
-    errno.EEXIST: "it exists already",
+    errno.EEXIST: "it already exists",
     errno.ENOENT: "it does not exist",
     errno.EMFILE: "too many files are open",
 }

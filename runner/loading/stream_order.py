@@ -45,7 +45,7 @@ class RoundRobin:
         rounds, place = divmod(position - self._starts[segment], len(self._active[segment]))
         return self._active[segment][place], self._levels[segment] + rounds
 
-    def taken(self, position: int) -> list[int]:
+    def counts_before(self, position: int) -> list[int]:
         """Return how many elements of each sequence are before this position."""
         if position >= self.total:
             return list(self.lengths)
@@ -92,7 +92,7 @@ class StreamSampler(Sampler):
         self.num_samples = sum(self.lengths)
 
     def start(self, seed: int, epoch: int, window: int) -> int:
-        taken = self._updates.taken(window)
+        taken = self._updates.counts_before(window)
         return sum(
             min(number * self.global_batch_size, group.total) for number, group in zip(taken, self._groups, strict=True)
         )

@@ -356,7 +356,7 @@ def _evaluation_of_shards(planner: Decisions) -> None:
         reason = "auto: the whole model, which an evaluation would gather on each rank, does not fit a device"
         planner.set("parallelism", "evaluation", "sharded", reason)
     else:
-        fits = "the whole model fits each device" if whole < len(is_sharded) else "neither the model nor shards fit"
+        fits = "the whole model fits on each device" if whole < len(is_sharded) else "neither the model nor shards fit"
         reason = "memory was not traced" if planner.needs is None else fits
         planner.set("parallelism", "evaluation", "whole", f"auto: {reason}")
 

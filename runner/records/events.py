@@ -37,7 +37,7 @@ def terminal_log_level() -> Level:
 
 
 def uses_old_level_variable() -> bool:
-    """Return whether the log level is set by the variable's old name only."""
+    """Return whether the log level is set only by the old name of the variable."""
     return OLD_LEVEL_VARIABLE in os.environ and LEVEL_VARIABLE not in os.environ
 
 

@@ -148,7 +148,7 @@ def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
         if not override.is_sweep_override():
             continue
         if key in _SWEEP_KEYS:
-            problems.append(Problem("names the sweep, so it must have one value", key, f"use {key}=NAME"))
+            problems.append(Problem("names the sweep, so it must have only one value", key, f"use {key}=NAME"))
         elif count[key] > 1:
             others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
             problems.append(Problem(f"{key} is given twice, here and by {others[0]}", text, "remove one of them"))

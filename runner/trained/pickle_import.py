@@ -116,7 +116,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def _exists_error(target: Path) -> AccelRunError:
-    return CannotCreate("exists already and is not overwritten", where=str(target), fix="pass another name after FILE")
+    return CannotCreate("already exists and is not overwritten", where=str(target), fix="pass another name after FILE")
 
 
 def limit_resources(size: int) -> None:

@@ -111,7 +111,7 @@ def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], N
         less = halve(size)
         if find_oom_cause(error) is None or less is None:
             raise error
-        warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
+        warn(f"out of memory: the batches of this evaluation now have {less} samples instead of {size}")
         return less
 
     failed = reduce if plan.settings.on_oom == "retry" else None

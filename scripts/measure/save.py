@@ -135,7 +135,7 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
         note("write", saving.saver.writer.last.write_s)
         settle()
 
-    def copied() -> None:
+    def copy_state() -> None:
         for target, tensor in zip(warm, state, strict=True):
             target.copy_(tensor)
 
@@ -143,11 +143,11 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
     for _ in range(20):  # warm-up updates: a run does not save at its start, either
         next(updates)
     saved("first held")
-    copied()
+    copy_state()
     for round_ in range(rounds):
         acts = [
             lambda: measured("clone", lambda: [tensor.clone() for tensor in state]),
-            lambda: measured("warm", copied),
+            lambda: measured("warm", copy_state),
             lambda: saved("held"),
             lambda: note("dd", seconds_of_dd(folder, nbytes)),
         ]

@@ -170,7 +170,7 @@ def peak_mib(case: Case, which: str, updates: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def alone(case: Case, which: str, updates: int) -> None:
+def print_peak_memory(case: Case, which: str, updates: int) -> None:
     """Run some updates and print the peak memory in MiB."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
@@ -235,7 +235,7 @@ def main() -> int:
         arguments.micro or arguments.batch, arguments.compile, tuple(arguments.words),
     )  # fmt: skip
     if arguments.alone:
-        alone(case, arguments.alone, arguments.block)
+        print_peak_memory(case, arguments.alone, arguments.block)
         return 0
     times = time_both(case, arguments.rounds, arguments.block)
     ratios = sorted(mine / hand for mine, hand in zip(times["ours"], times["hand"], strict=True))

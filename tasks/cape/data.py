@@ -77,8 +77,8 @@ class Annotation:
         side = max(width, height) * (BOX_MARGIN if crop == "box" else 1.0)
         return x + (width - side) / 2, y + (height - side) / 2, side
 
-    def seen(self, crop: Crop) -> tuple[Array, Array]:
-        """Return the keypoints (K, 2) relative to the crop, and which of them (K,) are visible and inside it."""
+    def visible_keypoints(self, crop: Crop) -> tuple[Array, Array]:
+        """Return the keypoints (K, 2) relative to the crop, and whether each is visible and inside it (K,)."""
         left, top, side = self.square(crop)
         shares = (self.keypoints - [left, top]) / side
         within = self.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
@@ -135,7 +135,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
             reasons[reason] += 1
         else:
             annotations.append(_annotation(path, row, images, categories, folder / "images"))
-    within = [annotation.seen(crop)[1] for annotation in annotations]
+    within = [annotation.visible_keypoints(crop)[1] for annotation in annotations]
     usable = [annotation for annotation, seen in zip(annotations, within, strict=True) if seen.any()]
     reasons["without a visible keypoint"] += len(annotations) - len(usable)
     counts = Counter(annotation.category.id for annotation in usable)
@@ -296,7 +296,7 @@ class Episodes:
         size = np.zeros(len(positions), dtype=np.float32)
         for row, position in enumerate(positions):
             annotation = self.poses.annotations[position]
-            shares, seen = annotation.seen(self.crop)
+            shares, seen = annotation.visible_keypoints(self.crop)
             visible[row, : len(seen)] = seen
             xy[row, : len(seen)] = shares
             size[row] = max(annotation.box[2:]) / annotation.square(self.crop)[2]

@@ -136,7 +136,7 @@ def open_corpus(
     """
     if data_path is not None and (data_path / "train.bin").is_file():
         if tokenizer != "byte":
-            what = "has no effect on token shards, which are tokenized already"
+            what = "has no effect on token shards, which are already tokenized"
             raise ConfigError(Problem(what, "task.tokenizer", "leave it out, or give text as data.path"))
         return _token_shards(data_path, _check_vocab_size(vocab_size, 50257, minimum=1))
     documents = standard_library() if data_path is None else user_documents(data_path)

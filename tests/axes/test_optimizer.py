@@ -39,25 +39,25 @@ from tests.rounding import allowed
 Make = Callable[[nn.Module], Optimizer]
 
 
-def made(function: Callable[..., Optimizer], **options: Any) -> Make:
+def factory(function: Callable[..., Optimizer], **options: Any) -> Make:
     return lambda model: function(list(model.named_parameters()), **options)
 
 
 EVERY_RULE = {
-    "adamw fused": made(adamw, kernel="fused"),
-    "adamw foreach": made(adamw, kernel="foreach"),
-    "adamw for-loop": made(adamw, kernel="for-loop"),
-    "adam": made(adam, lr_scales={"0": 0.5}),
-    "sgd": made(sgd),
-    "sgd nesterov for-loop": made(sgd, nesterov=True, kernel="for-loop"),
-    "sgd without momentum": made(sgd, momentum=0.0),
-    "nadam": made(OPTIMIZERS["nadam"], lr_scales={"0": 0.5}),
-    "rmsprop": made(OPTIMIZERS["rmsprop"]),
-    "rmsprop centered": made(OPTIMIZERS["rmsprop"], momentum=0.9, centered=True),
-    "adafactor": made(OPTIMIZERS["adafactor"]),
-    "lion": made(OPTIMIZERS["lion"], lr_scales={"0": 0.5}),
-    "muon": made(OPTIMIZERS["muon"]),
-    "muon but one layer": made(OPTIMIZERS["muon"], adamw_for=["3"], lr_scales={"0": 0.5}),
+    "adamw fused": factory(adamw, kernel="fused"),
+    "adamw foreach": factory(adamw, kernel="foreach"),
+    "adamw for-loop": factory(adamw, kernel="for-loop"),
+    "adam": factory(adam, lr_scales={"0": 0.5}),
+    "sgd": factory(sgd),
+    "sgd nesterov for-loop": factory(sgd, nesterov=True, kernel="for-loop"),
+    "sgd without momentum": factory(sgd, momentum=0.0),
+    "nadam": factory(OPTIMIZERS["nadam"], lr_scales={"0": 0.5}),
+    "rmsprop": factory(OPTIMIZERS["rmsprop"]),
+    "rmsprop centered": factory(OPTIMIZERS["rmsprop"], momentum=0.9, centered=True),
+    "adafactor": factory(OPTIMIZERS["adafactor"]),
+    "lion": factory(OPTIMIZERS["lion"], lr_scales={"0": 0.5}),
+    "muon": factory(OPTIMIZERS["muon"]),
+    "muon but one layer": factory(OPTIMIZERS["muon"], adamw_for=["3"], lr_scales={"0": 0.5}),
 }
 
 
@@ -88,11 +88,11 @@ def test_parameters_with_fewer_than_two_dimensions_have_no_weight_decay_by_defau
     model = network()
     decay = {
         name: group["weight_decay"]
-        for group in made(adamw, weight_decay=0.3)(model).param_groups
+        for group in factory(adamw, weight_decay=0.3)(model).param_groups
         for name in group["names"]
     }
     assert decay == {name: 0.3 if p.dim() >= 2 else 0.0 for name, p in model.named_parameters()}
-    assert [g["weight_decay"] for g in made(adamw, weight_decay=0.3, decay_1d=True)(model).param_groups] == [0.3]
+    assert [g["weight_decay"] for g in factory(adamw, weight_decay=0.3, decay_1d=True)(model).param_groups] == [0.3]
 
 
 @pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
@@ -136,12 +136,12 @@ def test_every_option_is_passed_to_the_optimizer_of_torch(option: str) -> None:
 
     theirs = trained(lambda model: rule(model.parameters(), **options))
     tolerance = allowed(torch.float64, 4)
-    assert largest_difference(trained(made(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
+    assert largest_difference(trained(factory(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
     for left_out in (
         options
     ):  # leaving an option out must change the result; otherwise this test could not detect a rule that ignores it
         rest = {key: value for key, value in options.items() if key != left_out}
-        other = trained(made(OPTIMIZERS[option], decay_1d=True, **rest))
+        other = trained(factory(OPTIMIZERS[option], decay_1d=True, **rest))
         assert largest_difference(other, theirs) > tolerance, left_out
 
 
@@ -168,7 +168,7 @@ def test_every_group_lists_its_parameters_in_order(option: str) -> None:
 
 def test_the_lr_scale_of_the_longest_prefix_of_whole_name_components_applies() -> None:
     model = nn.ModuleDict({f"b{i}": nn.Linear(2, 2) for i in (1, 10)})
-    optimizer = made(adamw, lr=1.0, lr_scales={"b1": 0.5, "b1.bias": 0.0})(model)
+    optimizer = factory(adamw, lr=1.0, lr_scales={"b1": 0.5, "b1.bias": 0.0})(model)
     scales = {name: group["lr_scale"] for group in optimizer.param_groups for name in group["names"]}
     assert scales == {"b1.weight": 0.5, "b1.bias": 0.0, "b10.weight": 1.0, "b10.bias": 1.0}
     assert all(group["lr"] == group["base_lr"] * group["lr_scale"] for group in optimizer.param_groups)
@@ -189,7 +189,7 @@ def test_an_lr_scale_of_0_keeps_the_parameters_unchanged(function: str) -> None:
 
 def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
-        made(sgd, lr_scales={"heads": 0.1})(nn.ModuleDict({"head": nn.Linear(2, 2)}))
+        factory(sgd, lr_scales={"heads": 0.1})(nn.ModuleDict({"head": nn.Linear(2, 2)}))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_nothing_to_train_is_an_error() -> None:
 
 
 def test_the_learning_rate_is_base_rate_times_schedule_factor_times_lr_scale() -> None:
-    optimizer = made(sgd, lr=0.2, lr_scales={"0": 0.1})(network())
+    optimizer = factory(sgd, lr=0.2, lr_scales={"0": 0.1})(network())
     assert set_learning_rate(optimizer, 0.5) == pytest.approx(0.1)
     assert {group["lr_scale"]: group["lr"] for group in optimizer.param_groups} == {
         0.1: pytest.approx(0.01),
@@ -219,7 +219,7 @@ def test_the_learning_rate_is_base_rate_times_schedule_factor_times_lr_scale() -
 
 
 def test_a_learning_rate_tensor_is_updated_in_place() -> None:
-    optimizer = made(sgd, lr=0.2)(network())
+    optimizer = factory(sgd, lr=0.2)(network())
     rate = torch.tensor(0.2)
     optimizer.param_groups[0]["lr"] = rate
     set_learning_rate(optimizer, 0.5)
@@ -235,7 +235,7 @@ def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -
     models = {}
     for kernel in ("fused", "foreach", "for-loop"):
         models[kernel] = network(torch.float64)
-        train(models[kernel], made(rule, weight_decay=0.01, kernel=kernel)(models[kernel]), range(10))
+        train(models[kernel], factory(rule, weight_decay=0.01, kernel=kernel)(models[kernel]), range(10))
     rounded = allowed(torch.float64, 4, growth=10)  # ten updates of four additions in different orders
     assert largest_difference(models["fused"], models["for-loop"]) <= rounded
     assert largest_difference(models["foreach"], models["for-loop"]) <= rounded
@@ -244,7 +244,7 @@ def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -
 
 def test_updates_equal_those_of_torch() -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
-    train(ours, made(adamw, weight_decay=0.1, decay_1d=True, kernel="for-loop")(ours), range(5))
+    train(ours, factory(adamw, weight_decay=0.1, decay_1d=True, kernel="for-loop")(ours), range(5))
     reference = torch.optim.AdamW(
         theirs.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
     )
@@ -328,7 +328,7 @@ def test_an_option_equals_the_torch_optimizer_with_the_same_arguments(
     option: str, options: dict[str, Any], reference: Callable[[nn.Module], Optimizer]
 ) -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
-    train(ours, made(OPTIMIZERS[option], decay_1d=True, **options)(ours), range(5))
+    train(ours, factory(OPTIMIZERS[option], decay_1d=True, **options)(ours), range(5))
     train(theirs, reference(theirs), range(5))
     assert largest_difference(ours, theirs) == 0.0
     assert largest_difference(ours, network(torch.float64)) > 0.0
@@ -336,7 +336,7 @@ def test_an_option_equals_the_torch_optimizer_with_the_same_arguments(
 
 def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
-    train(ours, made(OPTIMIZERS["muon"], adamw_for=["3"])(ours), range(5))
+    train(ours, factory(OPTIMIZERS["muon"], adamw_for=["3"])(ours), range(5))
     named = dict(theirs.named_parameters())
     muon = torch.optim.Muon([named["0.weight"]], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     options: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "fused": True}
@@ -363,7 +363,7 @@ class Together(Optimizer):
 def test_lion_equals_the_reference_code_of_its_paper() -> None:
     ours, weights = network(torch.float64), network(torch.float64)
     momentum = {weight: torch.zeros_like(weight) for weight in weights.parameters()}
-    train(ours, made(OPTIMIZERS["lion"], decay_1d=True, weight_decay=0.5)(ours), range(4))
+    train(ours, factory(OPTIMIZERS["lion"], decay_1d=True, weight_decay=0.5)(ours), range(4))
     for update in range(4):
         generator = torch.Generator().manual_seed(update)
         weights(torch.randn(5, 6, generator=generator).double()).square().mean().backward()
@@ -380,7 +380,7 @@ def test_lion_equals_the_reference_code_of_its_paper() -> None:
 
 def test_a_name_in_adamw_for_that_matches_nothing_is_an_error() -> None:
     with pytest.raises(ConfigError, match="adamw_for"):
-        made(OPTIMIZERS["muon"], adamw_for=["head"])(network())
+        factory(OPTIMIZERS["muon"], adamw_for=["head"])(network())
 
 
 def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -> None:
@@ -397,10 +397,10 @@ def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -
 
 
 def test_auto_selects_exactly_one_kernel() -> None:
-    group = made(adamw)(network()).param_groups[0]
+    group = factory(adamw)(network()).param_groups[0]
     assert (group["fused"], group["foreach"]) == (True, False)
     complex_model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))})
-    group = made(adamw)(complex_model).param_groups[0]
+    group = factory(adamw)(complex_model).param_groups[0]
     assert (group["fused"], group["foreach"]) == (False, True)
 
 
@@ -431,14 +431,14 @@ def test_the_default_kernel_trains_complex_parameters(server: ForkServer, tmp_pa
 
 def test_a_fused_kernel_that_cannot_work_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"w is complex64.*\n.*kernel=foreach"):
-        made(adamw, kernel="fused")(nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}))
+        factory(adamw, kernel="fused")(nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}))
     with pytest.raises(ConfigError, match="weight is on meta"):
-        made(adamw, kernel="fused")(nn.Linear(2, 2, device="meta"))
+        factory(adamw, kernel="fused")(nn.Linear(2, 2, device="meta"))
 
 
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ConfigError, match="nesterov"):
-        made(sgd, momentum=0.0, nesterov=True)(network())
+        factory(sgd, momentum=0.0, nesterov=True)(network())
 
 
 # State
@@ -478,7 +478,7 @@ def test_the_state_survives_a_checkpoint_bit_for_bit(rule: str, updates: int) ->
 
 
 def test_a_bfloat16_state_survives_bit_for_bit() -> None:
-    assert_resuming_changes_nothing(made(adamw), network(torch.bfloat16))
+    assert_resuming_changes_nothing(factory(adamw), network(torch.bfloat16))
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
@@ -486,16 +486,16 @@ def test_the_state_survives_a_checkpoint_if_float64_is_the_default_dtype(kernel:
     """If float64 is the default dtype, torch counts steps in float64, except in its fused kernels."""
     torch.set_default_dtype(torch.float64)
     try:
-        assert_resuming_changes_nothing(made(adamw, kernel=kernel), network(torch.float64))
+        assert_resuming_changes_nothing(factory(adamw, kernel=kernel), network(torch.float64))
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_the_empty_state_before_the_first_update_is_restored() -> None:
     model = network()
-    fresh = export_state(made(adamw)(model))
+    fresh = export_state(factory(adamw)(model))
     assert fresh[0] == {}
-    optimizer = made(adamw)(model)
+    optimizer = factory(adamw)(model)
     train(model, optimizer, range(2))
     import_state(optimizer, *fresh)
     assert not optimizer.state
@@ -504,21 +504,21 @@ def test_the_empty_state_before_the_first_update_is_restored() -> None:
 def test_a_parameter_that_was_never_updated_has_no_state() -> None:
     model = network()
     model[0].requires_grad_(False)
-    optimizer = made(adamw)(model)
+    optimizer = factory(adamw)(model)
     train(model, optimizer, range(2))
     tensors, rest = export_state(optimizer)
     assert not any(name.startswith("0.") for name in tensors)
-    other = made(adamw)(model)
+    other = factory(adamw)(model)
     import_state(other, tensors, rest)
     assert len(other.state) == len(optimizer.state) == 4
 
 
 def test_a_run_can_be_resumed_with_another_kernel() -> None:
     model = network()
-    optimizer = made(adamw, kernel="fused")(model)
+    optimizer = factory(adamw, kernel="fused")(model)
     train(model, optimizer, range(3))
     resumed = deepcopy(model)
-    other = made(adamw, kernel="for-loop")(resumed)
+    other = factory(adamw, kernel="for-loop")(resumed)
     import_state(other, *through_a_file(optimizer))
     train(model, optimizer, range(3, 8))
     train(resumed, other, range(3, 8))
@@ -531,7 +531,7 @@ def test_a_run_can_be_resumed_with_another_kernel() -> None:
 def test_a_run_can_be_resumed_with_another_memory_format(kernel: str) -> None:
     """Fused kernels read raw memory: if the layout differs from the parameter's, results are silently wrong."""
     uninterrupted = nn.Conv2d(3, 8, 3)
-    make = made(adamw, lr=0.1, kernel=kernel)
+    make = factory(adamw, lr=0.1, kernel=kernel)
     optimizer = make(uninterrupted)
 
     def step(model: nn.Module, optimizer: Optimizer, update: int) -> None:
@@ -580,10 +580,10 @@ def damage(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> Non
 )
 def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, pattern: str) -> None:
     model = network()
-    optimizer = made(adamw)(model)
+    optimizer = factory(adamw)(model)
     train(model, optimizer, range(2))
     tensors, rest = through_a_file(optimizer)
-    other = made(adamw)(network())
+    other = factory(adamw)(network())
     train(network(), other, range(0))
     damage(change, tensors, rest)
     with pytest.raises(IncompatibleResume, match=pattern):
@@ -605,11 +605,11 @@ def test_a_sharded_parameter_loads_an_unsharded_state() -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     model = nn.Linear(4, 3, bias=False)
-    optimizer = made(adamw)(model)
+    optimizer = factory(adamw)(model)
     train(model, optimizer, range(2))
     mesh = init_device_mesh("cpu", (1,))
     sharded = nn.ParameterDict({"weight": nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))})
-    other = made(adamw)(sharded)
+    other = factory(adamw)(sharded)
     import_state(other, *through_a_file(optimizer))
     mean = other.state[sharded["weight"]]["exp_avg"]
     assert isinstance(mean, DTensor)
@@ -630,7 +630,7 @@ def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: st
     mesh, weight = init_device_mesh("cpu", (1,)), torch.randn(4, 3)
     sharded = nn.ParameterDict({"weight": nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))})
     plain = nn.ParameterDict({"weight": nn.Parameter(weight.clone())})
-    optimizers = [made(rule)(model) for model in (sharded, plain)]
+    optimizers = [factory(rule)(model) for model in (sharded, plain)]
     assert optimizers[0].param_groups[0][kernel]
     for model, optimizer in zip((sharded, plain), optimizers, strict=True):
         model["weight"].square().sum().backward()
@@ -639,7 +639,7 @@ def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: st
     torch.testing.assert_close(sharded["weight"].full_tensor(), plain["weight"])
     if rule is sgd:
         with pytest.raises(ConfigError) as refused:
-            made(sgd, kernel="fused")(sharded)
+            factory(sgd, kernel="fused")(sharded)
         assert [problem.where for problem in refused.value.problems] == ["optimizer.kernel"]
 
 
@@ -689,15 +689,15 @@ def wide() -> nn.Sequential:
 @ABSENT["bitsandbytes"]
 @pytest.mark.parametrize("updates", [0, 3])
 def test_bitsandbytes_states_survive_a_checkpoint_bit_for_bit(updates: int) -> None:
-    assert_resuming_changes_nothing(made(adamw8bit, library="bitsandbytes"), wide(), updates)
+    assert_resuming_changes_nothing(factory(adamw8bit, library="bitsandbytes"), wide(), updates)
 
 
 @ABSENT["bitsandbytes"]
 def test_an_8_bit_state_takes_a_quarter_of_the_memory_and_gives_similar_updates() -> None:
     model, reference = wide(), wide()
-    optimizer = made(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
+    optimizer = factory(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
     train(model, optimizer, range(10))
-    train(reference, made(adamw, lr=1e-3)(reference), range(10))
+    train(reference, factory(adamw, lr=1e-3)(reference), range(10))
     # 6144 of 6434 values are in 8 bits, with one float per 256 of them and two tables of 256 floats.
     assert 0.25 < state_bytes(optimizer) / expected_state_bytes(optimizer) < 0.35
     # A value moves by at most lr per update; 8-bit states stay close to that.
@@ -707,7 +707,7 @@ def test_an_8_bit_state_takes_a_quarter_of_the_memory_and_gives_similar_updates(
 @ABSENT["bitsandbytes"]
 def test_each_exported_tensor_has_its_own_memory() -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
-    optimizer = made(adamw8bit, library="bitsandbytes")(model)
+    optimizer = factory(adamw8bit, library="bitsandbytes")(model)
     train(model, optimizer, range(1))
     tensors = export_state(optimizer)[0]
     assert len({tensor.data_ptr() for tensor in tensors.values()}) == len(tensors)
@@ -717,7 +717,7 @@ def test_each_exported_tensor_has_its_own_memory() -> None:
 def test_bitsandbytes_reports_that_it_undoes_channels_last() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with pytest.warns(UserWarning, match="undoes channels_last for 1"):
-        made(adamw8bit, library="bitsandbytes")(model)
+        factory(adamw8bit, library="bitsandbytes")(model)
     assert model.weight.is_contiguous()
 
 
@@ -726,7 +726,7 @@ def test_torchao_states_survive_a_checkpoint_bit_for_bit(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: function
     )  # compiling takes 38 s and does not change the state
-    assert_resuming_changes_nothing(made(adamw8bit, library="torchao"), wide())
+    assert_resuming_changes_nothing(factory(adamw8bit, library="torchao"), wide())
 
 
 def loader_without(*missing: str) -> Callable[[str], Any]:
@@ -741,15 +741,15 @@ def loader_without(*missing: str) -> Callable[[str], Any]:
 def test_an_error_for_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", loader_without("bitsandbytes", "torchao"))
     with pytest.raises(ConfigError, match=r"not installed.*not installed(.|\n)*pip install bitsandbytes"):
-        made(adamw8bit)(network())
+        factory(adamw8bit)(network())
     with pytest.raises(ConfigError, match="pip install torchao"):
-        made(adamw8bit, library="torchao")(network())
+        factory(adamw8bit, library="torchao")(network())
 
 
 def test_a_library_that_does_not_load_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", loader_without("torchao"))
     with pytest.raises(ConfigError, match=r"bitsandbytes: libcudart.so.99: cannot open shared object file;"):
-        made(adamw8bit)(network())
+        factory(adamw8bit)(network())
 
 
 def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,7 +758,7 @@ def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", Old)
     with pytest.raises(ConfigError, match=r"0\.50 or newer"):
-        made(adamw8bit, library="bitsandbytes")(network())
+        factory(adamw8bit, library="bitsandbytes")(network())
 
 
 def boundary_values(hint: Any) -> list[float]:
@@ -779,4 +779,4 @@ def boundary_values(hint: Any) -> list[float]:
 def test_every_number_in_the_declared_range_is_accepted(option: str) -> None:
     for key, hint in get_type_hints(OPTIMIZERS[option], include_extras=True).items():
         for value in boundary_values(hint):
-            made(OPTIMIZERS[option], **{key: value})(network())
+            factory(OPTIMIZERS[option], **{key: value})(network())

@@ -144,7 +144,7 @@ def test_a_loss_factor_is_bitwise_equal_to_multiplying_the_loss(make: Any) -> No
 # ---------------------------------------------------------------- float16 with loss scaling
 
 
-def made(**options: Any) -> tuple[ScaledHalf, nn.Linear, torch.optim.Optimizer]:
+def fp16_case(**options: Any) -> tuple[ScaledHalf, nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     precision = fp16(CPU, model, **options)
@@ -166,12 +166,14 @@ def update(precision: Precision, model: nn.Linear, optimizer: torch.optim.Optimi
 
 
 def test_unscaled_gradients_do_not_depend_on_the_scale() -> None:
-    gradients = [update(*made(init_scale=scale)) for scale in (1.0, 1024.0)]
+    gradients = [update(*fp16_case(init_scale=scale)) for scale in (1.0, 1024.0)]
     assert torch.equal(*gradients), "a power of two changes no bit of a float32 gradient"
 
 
 def test_an_overflow_skips_the_update_and_halves_the_scale_before_it_grows_again() -> None:
-    precision, model, optimizer = made(init_scale=1024.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
+    precision, model, optimizer = fp16_case(
+        init_scale=1024.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25
+    )
     scales = []
     for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
         before = model.weight.detach().clone()
@@ -186,7 +188,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale_before_it_grows_again
 def test_the_loss_scaler_resumes_from_its_state() -> None:
     factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]
     options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
-    uninterrupted, stopped = made(**options), made(**options)
+    uninterrupted, stopped = fp16_case(**options), fp16_case(**options)
     for number, factor in enumerate(factors):
         update(*uninterrupted, factor)
         if number == 4:
@@ -202,7 +204,7 @@ def test_the_loss_scaler_resumes_from_its_state() -> None:
 
 
 def test_loading_a_state_replaces_a_scale_that_was_already_read() -> None:
-    precision, model, optimizer = made(init_scale=1024.0)
+    precision, model, optimizer = fp16_case(init_scale=1024.0)
     saved = precision.state()
     update(precision, model, optimizer, float("inf"))
     assert precision.values()["precision/loss_scale"] == 512.0
@@ -211,7 +213,7 @@ def test_loading_a_state_replaces_a_scale_that_was_already_read() -> None:
 
 
 def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
-    precision, model, optimizer = made(max_skips=3)
+    precision, model, optimizer = fp16_case(max_skips=3)
     for _ in range(2):
         update(precision, model, optimizer, float("inf"))
     again = fp16(CPU, model, max_skips=3)
@@ -224,7 +226,7 @@ def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_resumed_run_counts_the_skipped_updates_of_forks_once(is_finished: bool) -> None:
     """After a resume, forks of a finished phase do not exist; forks of an unfinished phase restore their counts."""
-    precision, model, optimizer = made(max_skips=9)
+    precision, model, optimizer = fp16_case(max_skips=9)
     forked = precision.fork(model)
     for each, num_skipped in ((precision, 1), (forked, 2)):
         for _ in range(num_skipped):
@@ -242,14 +244,14 @@ def test_a_resumed_run_counts_the_skipped_updates_of_forks_once(is_finished: boo
 
 
 def test_the_state_of_another_precision_does_not_change_the_scaler() -> None:
-    precision, *_ = made(init_scale=8.0)
+    precision, *_ = fp16_case(init_scale=8.0)
     before = precision.state()
     precision.load({})
     assert precision.state() == before
 
 
 def test_a_run_ends_when_the_loss_scale_collapses() -> None:
-    precision, model, optimizer = made(init_scale=4.0, min_scale=1.0)
+    precision, model, optimizer = fp16_case(init_scale=4.0, min_scale=1.0)
     for scale in (2.0, 1.0):
         update(precision, model, optimizer, float("inf"))
         assert precision.values()["precision/loss_scale"] == scale

@@ -177,7 +177,7 @@ def test_a_new_file_never_follows_a_link(tmp_path: Path, dangling: bool) -> None
 
 def test_an_existing_file_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / "name").write_text("first")
-    with pytest.raises(StorageError, match="exists already"):
+    with pytest.raises(StorageError, match="already exists"):
         files.write_new(tmp_path / "name", [b"second"])
     assert (tmp_path / "name").read_text() == "first"
 

@@ -96,7 +96,7 @@ def test_round_robin_takes_each_element_once_alternating_between_iterators(lengt
     assert [turns.locate(position)[::-1] for position in range(turns.total)] == expected
     for position in range(turns.total + 1):
         taken = Counter(which for _, which in expected[:position])
-        assert turns.taken(position) == [taken[which] for which in range(len(lengths))]
+        assert turns.counts_before(position) == [taken[which] for which in range(len(lengths))]
 
 
 @given(

@@ -45,7 +45,7 @@ def eight(**values: float) -> View:
     return view_of(*[sample] * 50, gpus=8, users=users)
 
 
-def shown(view: View, columns: int = 100, rows: int = 40) -> list[str]:
+def render(view: View, columns: int = 100, rows: int = 40) -> list[str]:
     console = Console(width=columns, color_system=None, highlight=False)
     with console.capture() as captured:
         console.print(machine_screen(view, columns, rows))
@@ -61,25 +61,25 @@ def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
 
 
 def test_the_screen_shows_every_reading_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
-    lines = shown(view_of(*[T4] * 3, users=USERS, seconds=12.4))
+    lines = render(view_of(*[T4] * 3, users=USERS, seconds=12.4))
     screen("\n".join(lines))
 
 
 def test_a_missing_reading_is_a_question_mark_or_absent_and_never_0() -> None:
-    text = "\n".join(shown(view_of({"cpu/percent": 5.0, "gpu0/memory_gib": 2.0})))
+    text = "\n".join(render(view_of({"cpu/percent": 5.0, "gpu0/memory_gib": 2.0})))
     assert re.search(r"Tesla T4 +\? +2\.0 GiB +\?", text)
     assert not any(word in text for word in (" W", "MHz", "°C", "slowed", "RAM", "disk", " 0%"))
 
 
 def test_readings_that_stop_or_start_late_leave_gaps() -> None:
     view = view_of({"cpu/percent": 100.0}, {}, {"cpu/percent": 100.0, "ram/percent": 1.0})
-    assert any(line.endswith("█ █") for line in shown(view))
-    assert any(line.endswith("  ▁") for line in shown(view))
+    assert any(line.endswith("█ █") for line in render(view))
+    assert any(line.endswith("  ▁") for line in render(view))
     assert {len(values) for values in view.history.values()} == {3}
 
 
 def test_the_history_of_a_lost_gpu_stays_on_the_screen() -> None:
-    line = shown(view_of(T4, T4, {"cpu/percent": 1.0}))[1]
+    line = render(view_of(T4, T4, {"cpu/percent": 1.0}))[1]
     assert line.split() == ["GPU", "0", "Tesla", "T4", "?", "▇▇", "?", "▅▅"]
 
 
@@ -92,20 +92,20 @@ def test_the_history_has_a_maximum_length() -> None:
 @pytest.mark.parametrize("columns", [1, 5, 12, 20, 30, 49, 60, 79, 120, 300])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     for view in (view_of(T4, users=USERS), eight(), view_of({}, gpus=0, missing=["no GPU " * 20])):
-        assert all(len(line) <= columns for line in shown(view, columns, 24))
+        assert all(len(line) <= columns for line in render(view, columns, 24))
 
 
 def test_processes_that_do_not_fit_are_counted() -> None:
     for rows in (16, 17, 20):
-        lines = shown(eight(), 80, rows)
+        lines = render(eight(), 80, rows)
         left_out = int(re.search(r"(\d+) more processes", lines[-1])[1])  # type: ignore[index]
         assert len(lines) == rows
         assert sum(line.split()[-1:] == ["python"] for line in lines) == 8 - left_out
-    assert not any("more processes" in line for line in shown(eight(), 80, 100))
+    assert not any("more processes" in line for line in render(eight(), 80, 100))
 
 
 def test_each_gpu_has_a_line_and_an_error_names_the_affected_gpus(screen: Callable[..., None]) -> None:
-    lines = shown(eight(gpu5=64.0, gpu6=64.0), 100)
+    lines = render(eight(gpu5=64.0, gpu6=64.0), 100)
     gpus = [line for line in lines if line.startswith("GPU ") and "%" in line]
     assert {line.index("8.0/15.0 GiB") for line in gpus} == {gpus[0].index("8.0/15.0 GiB")}
     assert all("61 °C  54/70 W  1590 MHz" in line for line in gpus)
@@ -125,14 +125,14 @@ def test_only_errors_are_red() -> None:
 
 def test_without_a_gpu_the_reason_is_shown() -> None:
     reason = "GPUs are not monitored: no driver"
-    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], is_waiting=True))
+    lines = render(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], is_waiting=True))
     assert reason in lines
     assert WAITING in lines
     assert not any("process" in line for line in lines)
 
 
 def test_zero_processes_and_an_unknown_number_of_processes_are_distinguished() -> None:
-    assert shown(view_of(T4, users=None))[-1] != shown(view_of(T4, users={"gpu0": []}))[-1]
+    assert render(view_of(T4, users=None))[-1] != render(view_of(T4, users={"gpu0": []}))[-1]
 
 
 def test_the_terminal_is_restored_and_the_variable_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def server(stand_in: StandIn) -> OnDevices:
 COPIED: set[Callable[..., None]] = set()
 
 
-def copied(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
+def copy_of(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
     """Return a test of another file with its parameters, unless new ones are among the new marks."""
 
     @functools.wraps(test)
@@ -113,43 +113,43 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
 ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
 HOURS = pytest.mark.timeout(7200)  # the long form repeats a test, with other moments of the fault
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
-test_ranks = copied(faults.test_a_failing_rank_is_reported_and_the_run_resumes, ONE, SLOW, HOURS)
-test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
-test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
-test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_reported_as_lost, LONG)
-test_a_loss_that_is_not_finite = copied(whole_runs.test_a_non_finite_loss_ends_all_ranks_with_exit_code_82, LONG)
-test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE, SLOW)
-test_a_second_signal = copied(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
-test_a_killed_launcher = copied(whole_runs.test_no_process_remains_after_the_launcher_is_killed, LONG)
-test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
-test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
-test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
-test_bad_samples = copied(whole_runs.test_training_continues_if_a_rank_has_only_bad_samples, LONG)
-test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_bitwise_equal, LONG)
-test_an_exact_sum = copied(own_tables.test_a_custom_exact_all_reduce_trains_bitwise_like_ddp, SLOW)
-test_a_wrong_sum = copied(own_tables.test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update, SLOW)
-test_a_sum_that_returns_its_result = copied(
+test_ranks = copy_of(faults.test_a_failing_rank_is_reported_and_the_run_resumes, ONE, SLOW, HOURS)
+test_a_killed_rank = copy_of(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
+test_an_exception = copy_of(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
+test_an_early_exit = copy_of(whole_runs.test_a_rank_that_exits_during_training_is_reported_as_lost, LONG)
+test_a_loss_that_is_not_finite = copy_of(whole_runs.test_a_non_finite_loss_ends_all_ranks_with_exit_code_82, LONG)
+test_a_signal = copy_of(whole_runs.test_a_stopped_run_saves_and_resumes, ONE, SLOW)
+test_a_second_signal = copy_of(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
+test_a_killed_launcher = copy_of(whole_runs.test_no_process_remains_after_the_launcher_is_killed, LONG)
+test_out_of_memory = copy_of(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
+test_a_fresh_run = copy_of(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
+test_fewer_stages = copy_of(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
+test_bad_samples = copy_of(whole_runs.test_training_continues_if_a_rank_has_only_bad_samples, LONG)
+test_a_killed_run = copy_of(whole_runs.test_a_resumed_run_of_two_ranks_is_bitwise_equal, LONG)
+test_an_exact_sum = copy_of(own_tables.test_a_custom_exact_all_reduce_trains_bitwise_like_ddp, SLOW)
+test_a_wrong_sum = copy_of(own_tables.test_an_incorrect_custom_all_reduce_ends_the_run_in_the_first_update, SLOW)
+test_a_sum_that_returns_its_result = copy_of(
     own_tables.test_a_custom_all_reduce_that_returns_its_result_ends_the_run, SLOW
 )
-test_not_finite = copied(numeric.test_all_ranks_stop_and_the_failing_rank_is_reported, LONG)
-test_a_pipeline_that_is_not_finite = copied(numeric.test_the_search_in_a_pipeline_covers_samples_but_not_modules, LONG)
+test_not_finite = copy_of(numeric.test_all_ranks_stop_and_the_failing_rank_is_reported, LONG)
+test_a_pipeline_that_is_not_finite = copy_of(numeric.test_the_search_in_a_pipeline_covers_samples_but_not_modules, LONG)
 
-test_signals = copied(signals.test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals, LONG, HOURS)
-test_no_time_to_save = copied(
+test_signals = copy_of(signals.test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals, LONG, HOURS)
+test_no_time_to_save = copy_of(
     signals.test_a_save_that_cannot_finish_in_time_is_not_started, LONG, pytest.mark.parametrize("num_ranks", [2])
 )
-test_a_late_signal = copied(
+test_a_late_signal = copy_of(
     last_seconds.test_a_second_signal_after_the_last_save_does_not_change_the_exit_code,
     LONG,
     pytest.mark.parametrize(("num_ranks", "watchdog"), [(2, "default"), (2, "off")]),
 )
-test_stalled_output = copied(
+test_stalled_output = copy_of(
     stalled.test_a_stop_signal_is_handled_while_output_is_stalled, LONG, pytest.mark.parametrize("num_ranks", [2])
 )
-test_exit_code = copied(
+test_exit_code = copy_of(
     errors.test_a_command_reaches_each_exit_code, LONG, pytest.mark.parametrize("name", ["a rank that is killed"])
 )
-test_errors_of_a_task = copied(
+test_errors_of_a_task = copy_of(
     errors.test_errors_of_a_task_are_reported_with_lines_of_the_task_only,
     LONG,
     pytest.mark.parametrize("name", ["a BaseException, with ranks", "an exit in a sample, with ranks"]),

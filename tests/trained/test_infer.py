@@ -239,7 +239,7 @@ def test_the_text_of_a_prediction_that_cannot_be_written_is_not_shown(
 
 
 class Full(Quick):
-    """A disk with space for small files only."""
+    """A disk that has space only for small files."""
 
     def write(self, descriptor: int, data: memoryview) -> int:
         if len(data) > 4:

@@ -177,7 +177,7 @@ def test_the_first_shares_are_as_equal_as_possible() -> None:
 # ---------------------------------------------------------------- settled ranks
 
 
-def settled(
+def timed_solver(
     per_sample_s: Sequence[float],
     *,
     total: int = 200,
@@ -208,7 +208,7 @@ def block(solver: ShareSolver, per_sample_s: Sequence[float], samples: Sequence[
 
 
 def test_a_clear_gain_changes_the_shares_at_once() -> None:
-    solver = settled([1.0, 1.5])
+    solver = timed_solver([1.0, 1.5])
     decision = block(solver, [1.0, 1.5])
     assert decision is not None
     assert decision.shares == solver.current == (120, 80)
@@ -218,7 +218,7 @@ def test_a_clear_gain_changes_the_shares_at_once() -> None:
 
 @pytest.mark.parametrize("gained", [False, True])
 def test_a_small_gain_changes_the_shares_when_it_is_found_twice(gained: bool) -> None:
-    solver = settled([1.0, 1.08], gained=gained)
+    solver = timed_solver([1.0, 1.08], gained=gained)
     decisions = [block(solver, [1.0, 1.08]) for _ in range(3)]
     assert [decision is not None for decision in decisions] == (
         [True, False, False] if gained else [False, True, False]
@@ -228,7 +228,7 @@ def test_a_small_gain_changes_the_shares_when_it_is_found_twice(gained: bool) ->
 
 
 def test_a_small_gain_that_vanishes_is_not_confirmed_later() -> None:
-    solver = settled([1.0, 1.08])
+    solver = timed_solver([1.0, 1.08])
     assert block(solver, [1.0, 1.08]) is None
     assert solver.state()["gained"]
     for _ in range(4):
@@ -238,7 +238,7 @@ def test_a_small_gain_that_vanishes_is_not_confirmed_later() -> None:
 
 @pytest.mark.parametrize(("threshold", "changes"), [(0.03, True), (0.04, False)])
 def test_a_gain_below_the_threshold_counts_as_none(threshold: float, changes: bool) -> None:
-    solver = settled([1.0, 1.08], threshold=threshold, gained=True)
+    solver = timed_solver([1.0, 1.08], threshold=threshold, gained=True)
     assert (block(solver, [1.0, 1.08]) is not None) == changes
     assert not solver.state()["gained"]
 
@@ -246,7 +246,7 @@ def test_a_gain_below_the_threshold_counts_as_none(threshold: float, changes: bo
 def test_a_gain_within_the_errors_of_the_times_counts_as_none() -> None:
     """With 1000 times of noise 0.4 per count and rank, the error of a prediction is about 1.6 %, and 2.5 errors 4 %."""
     for noise, changes in ((0.1, True), (0.6, False)):
-        solver = settled([1.0, 1.08], noise=noise, gained=True)
+        solver = timed_solver([1.0, 1.08], noise=noise, gained=True)
         assert (block(solver, [1.0, 1.08]) is not None) == changes, noise
 
 
@@ -280,14 +280,14 @@ def rescaled(solver: ShareSolver, rank: int = 1) -> float:
 )  # fmt: skip
 def test_a_change_of_speed_must_be_large_and_exceed_the_noise(noise: float, factor: float, counts: bool) -> None:
     """The median of 4 times with noise 0.1 has an error of 0.1 x 1.2533 / 2 = 6.3 %, and 3 errors are 19 %."""
-    solver = settled([1.0, 1.0], noise=noise)
+    solver = timed_solver([1.0, 1.0], noise=noise)
     block(solver, [1.0, factor])
     assert rescaled(solver) == pytest.approx(factor if counts else 1.0, rel=CLOSE)
     assert rescaled(solver, 0) == 1.0
 
 
 def test_times_before_a_change_of_speed_have_less_weight() -> None:
-    solver = settled([1.0, 1.0])
+    solver = timed_solver([1.0, 1.0])
     block(solver, [1.0, 2.0])
     first, second = solver.state()["ranks"]
     assert [timing[2] for timing in first["timings"]] == [1000, 1000, EVERY]
@@ -296,12 +296,12 @@ def test_times_before_a_change_of_speed_have_less_weight() -> None:
 
 def test_the_speed_is_measured_at_the_sample_count_with_the_most_updates() -> None:
     """One slow update with another sample count is not a change of speed."""
-    solver = settled([1.0, 1.0])
+    solver = timed_solver([1.0, 1.0])
     for _ in range(EVERY - 1):
         solver.observe((100.0, 100.0), (100, 100))
     solver.observe((90.0, 440.0), (90, 110))
     assert rescaled(solver) == 1.0
-    solver = settled([1.0, 1.0])
+    solver = timed_solver([1.0, 1.0])
     for _ in range(EVERY - 1):
         solver.observe((100.0, 200.0), (100, 100))
     solver.observe((110.0, 90.0), (110, 90))
@@ -313,7 +313,7 @@ def test_the_speed_is_measured_at_the_sample_count_with_the_most_updates() -> No
     [((1.0, 2.0), "rank 1 became 2.0"), ((0.25, 1.0), "rank 0 became 4.0"), ((2.0, 0.4), "rank 1 became 2.5")],
 )
 def test_a_decision_names_the_largest_change_of_speed(factors: tuple[float, float], word: str) -> None:
-    decision = block(settled([1.0, 1.0]), factors)
+    decision = block(timed_solver([1.0, 1.0]), factors)
     assert decision is not None
     assert word in decision.reason
     assert ("slower" in decision.reason) == (factors == (1.0, 2.0))
@@ -323,7 +323,7 @@ def test_a_decision_names_the_largest_change_of_speed(factors: tuple[float, floa
 
 
 def test_only_the_latest_blocks_and_sample_counts_are_kept() -> None:
-    solver = settled([1.0, 1.0], counts=(100,))
+    solver = timed_solver([1.0, 1.0], counts=(100,))
     for _ in range(MAX_BLOCKS + 3):
         block(solver, [1.0, 1.0], (100, 100))
     (*_, oldest), newest = solver.state()["ranks"][0]["timings"][0], solver.state()["ranks"][0]["timings"]
@@ -336,14 +336,14 @@ def test_only_the_latest_blocks_and_sample_counts_are_kept() -> None:
 
 
 def test_a_sample_count_that_is_timed_again_becomes_the_newest() -> None:
-    solver = settled([1.0, 1.0], counts=(50, 150))
+    solver = timed_solver([1.0, 1.0], counts=(50, 150))
     block(solver, [1.0, 1.0], (50, 150))
     block(solver, [1.0, 1.0], (100, 100))
     assert [timing[0] for timing in solver.state()["ranks"][0]["timings"]] == [150, 50, 50, 100]
 
 
 def test_the_noise_is_estimated_from_blocks_with_several_times() -> None:
-    solver = settled([1.0, 1.0])
+    solver = timed_solver([1.0, 1.0])
     seconds = (90.0, 100.0, 110.0, 100.0, 120.0)[:EVERY]
     for each in seconds:
         solver.observe((each, 100.0), (100, 100))
@@ -359,7 +359,7 @@ def test_the_noise_is_estimated_from_blocks_with_several_times() -> None:
 
 
 def test_the_state_of_a_solver_contains_everything_that_decisions_depend_on() -> None:
-    solver = settled([1.0, 1.08, 1.3], total=300, noise=0.05)
+    solver = timed_solver([1.0, 1.08, 1.3], total=300, noise=0.05)
     block(solver, [1.0, 1.1, 1.3])
     state = json.loads(json.dumps(solver.state()))
     again = ShareSolver(300, 3, every=EVERY, warm_up=0)
@@ -374,7 +374,7 @@ def test_the_state_of_a_solver_contains_everything_that_decisions_depend_on() ->
     [(ShareSolver(200, 2), True), (ShareSolver(201, 2), False), (ShareSolver(200, 3), False)],
 )
 def test_times_for_another_number_of_samples_or_ranks_are_not_used(other: ShareSolver, fits: bool) -> None:
-    other.load(settled([1.0, 2.0]).state())
+    other.load(timed_solver([1.0, 2.0]).state())
     assert bool(other.lines) == fits
     assert (other.ahead(3) == other.current) == fits
 
@@ -391,7 +391,7 @@ def test_the_reason_states_the_ratio_of_the_slowest_to_the_fastest_rank(
     per_sample_s: tuple[float, ...], ratio: str | None
 ) -> None:
     total = 200 * len(per_sample_s)
-    decision = block(settled(per_sample_s, total=total, gained=True, threshold=0.001), per_sample_s)
+    decision = block(timed_solver(per_sample_s, total=total, gained=True, threshold=0.001), per_sample_s)
     assert decision is not None
     found = re.search(r"rank (\d) takes ([\d.]+) times", decision.reason)
     assert (found[2] if found else None) == ratio
@@ -404,7 +404,7 @@ def test_the_reason_states_the_ratio_of_the_slowest_to_the_fastest_rank(
     ("scale", "shown"), [(1e-3, "150 -> 120 ms"), (1e-4, "15.0 -> 12.0 ms"), (0.999e-3 / 1.5, "99.9 -> 79.9 ms")]
 )
 def test_milliseconds_are_printed_with_three_digits(scale: float, shown: str) -> None:
-    decision = block(settled([scale, 1.5 * scale]), [scale, 1.5 * scale])
+    decision = block(timed_solver([scale, 1.5 * scale]), [scale, 1.5 * scale])
     assert decision is not None
     assert shown in decision.reason
     assert "100+100 -> 120+80" in decision.reason

@@ -136,7 +136,7 @@ class RunAttempt:
             is_recorded = code == Exit.RANK_LOST != previous.exit_code and previous.place.get("rank", 0) != 0
             reached = self.reached or previous.reached or checkpoint_update(last_checkpoint)
             self.reached = 0
-            # A Hang has this note already.
+            # A Hang already has this note.
             if has_started and (last_checkpoint or reached) and not getattr(error, "__notes__", ()):
                 error.add_note(resume_note(last_checkpoint, reached))
             content = ErrorRecord(

@@ -291,7 +291,7 @@ def _hash_item(digest: Any, item: Any, memo: dict[int, tuple[Any, str]] | None) 
 
 
 def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
-    """Add bytes to a hash; above several megabytes, add evenly spaced blocks only."""
+    """Add bytes to a hash; of more than several megabytes, add only evenly spaced blocks."""
     if len(content) <= _BLOCK * _NUM_BLOCKS:
         digest.update(content)
         return

@@ -94,7 +94,7 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
         if describe_mismatch(int, every) or every < 1:
             new.append(Problem(f"the value of every must be an integer of at least 1, but is {every!r}", where))
         if norm is not None and (describe_mismatch(float, norm) or norm <= 0):
-            new.append(Problem(f"the value of max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
+            new.append(Problem(f"the value of max_grad_norm must be None or a number above 0, but is {norm!r}", where))
         trains, shares = content.get("trains", []), content.get("shares", [])
         if describe_mismatch(list[str], trains) or describe_mismatch(list[str], shares) or not trains:
             new.append(

@@ -251,7 +251,7 @@ def _check_cudnn(number: int, here: Inventory) -> CheckResult:
 
 
 def _suggest_order_fix() -> str:
-    """Return a fix for different numbering; if CUDA_DEVICE_ORDER is set already, only UUIDs are reliable."""
+    """Return a fix for different numbering; if CUDA_DEVICE_ORDER is already set, only UUIDs are reliable."""
     by_bus = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     by_name = "export CUDA_VISIBLE_DEVICES=GPU-..., with the UUIDs that nvidia-smi -L lists"
     if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":

@@ -297,7 +297,7 @@ def _parse_time(column: str, cell: str) -> float:
     except ValueError:
         value = math.nan
     if not _are_times((value,)):
-        raise ValueError(f"column {column!r} has the value {cell!r}")
+        raise ValueError(f"column {column!r} has the value {cell!r}, which is not a positive number")
     return value
 
 

@@ -1,4 +1,4 @@
-"""actor_critic.py with Lightning."""
+"""tests/projects/actor_critic.py with Lightning."""
 
 import lightning
 import torch

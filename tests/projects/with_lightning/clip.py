@@ -1,4 +1,4 @@
-"""clip.py with Lightning, whose loss is that of a batch: gradient accumulation and ranks would change it."""
+"""tests/projects/clip.py with Lightning; its loss compares only the samples of one micro-batch."""
 
 import math
 

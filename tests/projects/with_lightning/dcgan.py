@@ -1,4 +1,4 @@
-"""dcgan.py with Lightning."""
+"""tests/projects/dcgan.py with Lightning."""
 
 import lightning
 import torch

@@ -1,4 +1,4 @@
-"""distillation.py with Lightning."""
+"""tests/projects/distillation.py with Lightning."""
 
 import lightning
 import torch

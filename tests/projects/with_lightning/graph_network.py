@@ -1,4 +1,4 @@
-"""graph_network.py with Lightning."""
+"""tests/projects/graph_network.py with Lightning."""
 
 import lightning
 import torch

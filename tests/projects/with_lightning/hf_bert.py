@@ -1,4 +1,4 @@
-"""hf_bert.py with Lightning."""
+"""tests/projects/hf_bert.py with Lightning."""
 
 import lightning
 import torch

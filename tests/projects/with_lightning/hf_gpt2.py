@@ -1,4 +1,4 @@
-"""hf_gpt2.py with Lightning."""
+"""tests/projects/hf_gpt2.py with Lightning."""
 
 import lightning
 import torch

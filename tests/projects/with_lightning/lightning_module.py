@@ -1,4 +1,4 @@
-"""lightning_module.py with Lightning, for which it was written."""
+"""tests/projects/lightning_module.py with Lightning, for which it was written."""
 
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint

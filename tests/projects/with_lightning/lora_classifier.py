@@ -1,4 +1,4 @@
-"""lora_classifier.py with peft and Lightning."""
+"""tests/projects/lora_classifier.py with peft and Lightning."""
 
 import lightning
 import torch

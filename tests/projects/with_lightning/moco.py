@@ -1,4 +1,4 @@
-"""moco.py with Lightning; on several ranks, the keys of all ranks would have to be gathered for the queue."""
+"""tests/projects/moco.py with Lightning; several ranks would have to gather the keys of all ranks."""
 
 import lightning
 import torch

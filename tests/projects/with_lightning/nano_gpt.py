@@ -1,4 +1,4 @@
-"""nano_gpt.py with Lightning."""
+"""tests/projects/nano_gpt.py with Lightning."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""resnet_augmented.py with Lightning."""
+"""tests/projects/resnet_augmented.py with Lightning."""
 
 import math
 

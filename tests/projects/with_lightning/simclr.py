@@ -1,4 +1,4 @@
-"""simclr.py with Lightning, whose loss is that of a batch: gradient accumulation and ranks would change it."""
+"""tests/projects/simclr.py with Lightning; its loss compares only the samples of one micro-batch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""speech_ctc.py with Lightning."""
+"""tests/projects/speech_ctc.py with Lightning."""
 
 import lightning
 import torch

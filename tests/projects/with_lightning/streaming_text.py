@@ -1,4 +1,4 @@
-"""streaming_text.py with Lightning; a resumed run starts with the first text again."""
+"""tests/projects/streaming_text.py with Lightning; a resumed run starts with the first text again."""
 
 import lightning
 import torch

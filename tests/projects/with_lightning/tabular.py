@@ -1,4 +1,4 @@
-"""tabular.py with Lightning."""
+"""tests/projects/tabular.py with Lightning."""
 
 import lightning
 import torch

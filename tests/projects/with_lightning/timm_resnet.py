@@ -1,4 +1,4 @@
-"""timm_resnet.py with Lightning."""
+"""tests/projects/timm_resnet.py with Lightning."""
 
 import math
 

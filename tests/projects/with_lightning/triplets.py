@@ -1,4 +1,4 @@
-"""triplets.py with Lightning, whose loss is that of a batch: gradient accumulation and ranks would change it."""
+"""tests/projects/triplets.py with Lightning; its loss compares only the samples of one micro-batch."""
 
 import lightning
 import torch

@@ -1,4 +1,4 @@
-"""unet_diffusion.py with Lightning."""
+"""tests/projects/unet_diffusion.py with Lightning."""
 
 import lightning
 import torch

@@ -1,4 +1,4 @@
-"""vae.py with Lightning."""
+"""tests/projects/vae.py with Lightning."""
 
 from types import SimpleNamespace
 

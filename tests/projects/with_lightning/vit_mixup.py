@@ -1,4 +1,4 @@
-"""vit_mixup.py with Lightning."""
+"""tests/projects/vit_mixup.py with Lightning."""
 
 import math
 

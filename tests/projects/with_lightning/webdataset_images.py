@@ -1,4 +1,4 @@
-"""webdataset_images.py with Lightning; a resumed run starts with the first file again."""
+"""tests/projects/webdataset_images.py with Lightning; a resumed run starts with the first file again."""
 
 import lightning
 import torch

@@ -1,4 +1,4 @@
-"""clip.py with the Trainer of transformers, whose loss is that of a batch: accumulation and ranks would change it."""
+"""tests/projects/clip.py with the Hugging Face Trainer; its loss compares only the samples of one micro-batch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""distillation.py with the Trainer of transformers."""
+"""tests/projects/distillation.py with the Hugging Face Trainer."""
 
 import torch
 from torch.nn import functional as F

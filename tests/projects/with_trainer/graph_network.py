@@ -1,4 +1,4 @@
-"""graph_network.py with the Trainer of transformers."""
+"""tests/projects/graph_network.py with the Hugging Face Trainer."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""hf_gpt2.py with the Trainer of transformers."""
+"""tests/projects/hf_gpt2.py with the Hugging Face Trainer."""
 
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint

@@ -1,4 +1,4 @@
-"""lora_classifier.py with peft and the Trainer of transformers."""
+"""tests/projects/lora_classifier.py with peft and the Hugging Face Trainer."""
 
 import torch
 from peft import LoraConfig, get_peft_model

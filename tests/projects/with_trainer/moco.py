@@ -1,4 +1,4 @@
-"""moco.py with the Trainer of transformers; on several ranks, the keys of all ranks would have to be gathered."""
+"""tests/projects/moco.py with the Hugging Face Trainer; several ranks would have to gather the keys of all ranks."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""resnet_augmented.py with the Trainer of transformers."""
+"""tests/projects/resnet_augmented.py with the Hugging Face Trainer."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""speech_ctc.py with the Trainer of transformers, which draws batches of utterances of similar length."""
+"""tests/projects/speech_ctc.py with the Hugging Face Trainer, which draws batches of utterances of similar length."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""streaming_text.py with the Trainer of transformers."""
+"""tests/projects/streaming_text.py with the Hugging Face Trainer."""
 
 import torch
 from torch.nn import functional as F

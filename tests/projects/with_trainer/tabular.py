@@ -1,4 +1,4 @@
-"""tabular.py with the Trainer of transformers."""
+"""tests/projects/tabular.py with the Hugging Face Trainer."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""timm_resnet.py with the Trainer of transformers."""
+"""tests/projects/timm_resnet.py with the Hugging Face Trainer."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""triplets.py with the Trainer of transformers, whose loss is that of a batch."""
+"""tests/projects/triplets.py with the Hugging Face Trainer; its loss compares only the samples of one micro-batch."""
 
 import torch
 from transformers import Trainer, TrainingArguments

@@ -1,4 +1,4 @@
-"""vae.py with the Trainer of transformers, which reports the loss only, not its two terms."""
+"""tests/projects/vae.py with the Hugging Face Trainer, which reports only the loss, not its two terms."""
 
 from types import SimpleNamespace
 

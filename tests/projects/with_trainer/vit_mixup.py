@@ -1,4 +1,4 @@
-"""vit_mixup.py with the Trainer of transformers."""
+"""tests/projects/vit_mixup.py with the Hugging Face Trainer."""
 
 import math
 

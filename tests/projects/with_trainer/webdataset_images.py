@@ -1,4 +1,4 @@
-"""webdataset_images.py with the Trainer of transformers."""
+"""tests/projects/webdataset_images.py with the Hugging Face Trainer."""
 
 import torch
 from torch.nn import functional as F

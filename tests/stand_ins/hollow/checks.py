@@ -166,7 +166,7 @@ def waits() -> Iterator[Result]:
 
 
 def contexts(args: str) -> Iterator[Result]:
-    """Check that each process has a context on its own GPU only."""
+    """Check that each process has a context only on its own GPU."""
     device = next(word.partition("=")[2] for word in args.split() if word.startswith("device="))
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     run(["train", "updates=1", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *args.split()])

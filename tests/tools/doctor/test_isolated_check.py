@@ -44,7 +44,7 @@ def check(function: Callable[[CheckContext], Iterator[CheckResult]]) -> DoctorCh
     return DoctorCheck(function, "because", LIMIT_S)
 
 
-def found(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
+def run_all(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
     """Run these checks and return the findings of each; fails if processes or files are left."""
     before, clock = children(), Clock()
     checks = {name: check(function) for name, function in functions.items()}
@@ -113,7 +113,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: str, tmp_path: Path) -> None:
     end, expected = ENDS[name]
-    findings = found(tmp_path, broken=breaking(end), after=fine)
+    findings = run_all(tmp_path, broken=breaking(end), after=fine)
     one, two = findings["broken"]
 
     assert [(each.subject, each.state) for each in (one, two)] == [("one", "ok"), ("two", "FAIL")]
@@ -125,7 +125,7 @@ def test_a_check_that_exits_early_is_a_finding_and_the_other_checks_run(name: st
 
 @pytest.mark.slow
 def test_a_check_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
-    findings = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
+    findings = run_all(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
     assert [each.state for each in findings["after"]] == ["ok"]
 
@@ -173,7 +173,7 @@ def test_a_process_that_ignores_signals_is_killed(tmp_path: Path) -> None:
             signal.signal(number, signal.SIG_IGN)
         hang()
 
-    assert found(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
+    assert run_all(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
 
 
 def test_the_last_output_of_a_crash_is_reported(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_last_output_of_a_crash_is_reported(tmp_path: Path) -> None:
         os.write(2, b"CUDA error: device-side assert\nterminate called\n")
         os.abort()
 
-    seen = found(tmp_path, broken=breaking(complain))["broken"][1].seen
+    seen = run_all(tmp_path, broken=breaking(complain))["broken"][1].seen
     assert "(SIGABRT): terminate called" in seen
     assert f" {HERE}:" in seen
 
@@ -192,7 +192,7 @@ def test_output_of_checks_is_captured(tmp_path: Path, capfd: pytest.CaptureFixtu
         os.write(2, b"err")
         yield ok("", f"reads {sys.stdin.read()!r}" if False else "fine")
 
-    found(tmp_path, chatty=prints)
+    run_all(tmp_path, chatty=prints)
     assert capfd.readouterr() == ("", "")
 
 
@@ -202,7 +202,7 @@ def test_every_finding_has_a_check_a_reason_and_a_duration(tmp_path: Path) -> No
         context.clock.now += 0.25  # type: ignore[attr-defined]
         yield CheckResult("warn", "two", "odd", "mend it", "for another reason")
 
-    one, two = found(tmp_path, slow=slow)["slow"]
+    one, two = run_all(tmp_path, slow=slow)["slow"]
     assert (one.why, two.why) == ("because", "for another reason")
     assert (one.took_s, two.took_s) == (0.0, 0.25)
 
@@ -217,7 +217,7 @@ def test_a_process_that_cannot_start_is_a_finding(tmp_path: Path, monkeypatch: p
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "fork", refuse_to_fork)
-    (finding,) = found(tmp_path, any=fine)["any"]
+    (finding,) = run_all(tmp_path, any=fine)["any"]
     assert finding.state == "FAIL"
     assert "Resource temporarily unavailable" in finding.seen
 

@@ -33,7 +33,7 @@ def fork_servers() -> Iterator[VirtualForkServers]:
 
 @pytest.fixture(scope="module", autouse=True)
 def virtual_time(fork_servers: VirtualForkServers) -> Iterator[SharedVirtualTime]:
-    """Variants are forks of one process; they and the code that measures them use virtual time only."""
+    """Make variants forks of one process; they and the code that measures them use only virtual time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", fork_servers)
         patch.setattr(fork_server, "wait", Wait(fork_servers.time))

@@ -608,7 +608,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], list[str], Path]:
+def show_in_browser(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], list[str], Path]:
     """Return what a browser shows at each width, its console messages, and a screenshot."""
     (folder / "page.html").write_text(text)
     frames = "".join(
@@ -642,7 +642,7 @@ def test_a_browser_shows_the_page_in_light_and_dark_mode_at_any_width_without_re
     )
     intruder += f"<link rel=stylesheet href='{address}/style'><iframe src='{address}/frame'></iframe>"
     text = full.text.replace("</main>", f"{intruder}</main>") if dark else full.text
-    seen, console, picture = shown(text, tmp_path, dark=dark)
+    seen, console, picture = show_in_browser(text, tmp_path, dark=dark)
     assert paths == []
     assert all("Content Security Policy" in line for line in console), console
     assert bool(console) == dark, "foreign arguments are refused with a single message"
