@@ -20,11 +20,11 @@ from scripts.mutants import (
     SIGNATURES,
     TARGETS,
     Mutant,
+    abbreviate,
     is_restoring,
     mirror_of,
     mutants_of,
     places,
-    shown,
     target_files,
 )
 
@@ -74,7 +74,7 @@ def test_every_field_with_a_listed_fresh_value_is_saved_in_checkpoints() -> None
 
 @pytest.mark.slow
 def test_every_listed_survivor_is_still_a_mutant() -> None:
-    known = {(each.path, each.function, shown(each.before), shown(each.after)) for each in every_mutant()}
+    known = {(each.path, each.function, abbreviate(each.before), abbreviate(each.after)) for each in every_mutant()}
     listed = {(row["path"], row["function"], row["before"], row["after"]) for row in
               tomllib.loads(EQUIVALENT.read_text())["mutant"]}  # fmt: skip
     assert listed - known == set()

@@ -382,7 +382,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(map(id, held)) != sorted(names):
         what = f"must hold each of the {len(names)} parameters exactly once, and no others; it holds {len(held)}"
-        raise TaskFault(what, where=function, fix="pass it all given parameters, in groups if their settings differ")
+        raise TaskFault(what, where=function, fix="pass all parameters to the optimizer, in groups if settings differ")
     if any("lr" not in group for group in optimizer.param_groups):
         raise TaskFault(
             "a group of the optimizer has no lr",

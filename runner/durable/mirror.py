@@ -150,7 +150,7 @@ class Mirror:
             for entry in _parse_entries(content, f"{self.store.shown}/{folder}"):
                 source = f"{folder}/{entry['name']}"
                 if self.store.size(source) != entry["size"]:
-                    raise DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)
+                    raise DataError(f"{entry['name']} is missing or has the wrong size", where=self.store.shown)
                 files.write_stream(temporary / entry["name"], self.store.chunks(source))
             files.write_new(temporary / MANIFEST, [content])
 

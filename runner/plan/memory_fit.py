@@ -431,7 +431,7 @@ def may_fit(prediction: MemoryPrediction, overrides: Sequence[str]) -> bool:
 
 
 def largest_micro_batch(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | None = None) -> int:
-    """Return the largest micro-batch that fits the device, at most `at_most`; 0 if not even one sample does."""
+    """Return the largest micro-batch that fits on the device, at most `at_most`; 0 if not even one sample fits."""
     low, high = 0, at_most
     if part is not None and 0 < part.share <= at_most and predict_memory(demand, part.share, rank, part).fits:
         low = part.share  # the whole share at once may need less than several smaller micro-batches
@@ -490,7 +490,7 @@ class MemoryNeeds:
         )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: RankPart) -> bool:
-        """Return whether a micro-batch of `samples[rank]` samples fits the device of each rank in every phase."""
+        """Return whether a micro-batch of `samples[rank]` samples fits on the device of each rank in every phase."""
         return all(
             predict_memory(demand, size, rank, part.for_rank(number)).fits
             for demand in self.demands.values()

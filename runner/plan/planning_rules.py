@@ -326,7 +326,7 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     gathers_model = planner.choices["parallelism"].options["evaluation"] == "whole"
     part = dataclasses.replace(_part_of_shards(planner), shard_size=size, gathers_model=gathers_model)
     if not _shards_fit(planner, part):
-        return "all", f"auto: 1/{size} of the model does not fit a device"
+        return "all", f"auto: 1/{size} of the model does not fit on a device"
     planner.copy_sizes = (size, "all")
     return (
         size,
@@ -353,7 +353,7 @@ def _evaluation_of_shards(planner: Decisions) -> None:
 
     whole, sharded = index_of_first_fit(gathers_model=True), index_of_first_fit(gathers_model=False)
     if sharded < whole and len(planner.ranks) > 1:
-        reason = "auto: the whole model, which an evaluation would gather on each rank, does not fit a device"
+        reason = "auto: the whole model, which an evaluation would gather on each rank, does not fit on a device"
         planner.set("parallelism", "evaluation", "sharded", reason)
     else:
         fits = "the whole model fits on each device" if whole < len(is_sharded) else "neither the model nor shards fit"

@@ -329,7 +329,7 @@ class Episodes:
 
 
 def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
-    """Return the crop of the object (3, S, S) as uint8. Raises DataError if the file is invalid or has another size."""
+    """Return the crop of the object (3, S, S) as uint8. Raises DataError for an invalid file or a wrong size."""
     pillow = require("PIL.Image", "cape")
     try:
         with pillow.open(annotation.image) as file:

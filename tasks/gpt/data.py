@@ -66,7 +66,7 @@ class Windows:
         tokens = read_tokens(path, dtype)
         if len(tokens) <= block_size:
             what = f"must hold at least block_size + 1 = {block_size + 1} tokens, but holds {len(tokens)}"
-            raise DataError(what, where=str(path), fix="give more text, or a smaller task.block_size")
+            raise DataError(what, where=str(path), fix="use more text, or a smaller task.block_size")
         self._length = (len(tokens) - 1) // block_size
         self._can_exceed = num_tokens <= np.iinfo(dtype).max
         self._rows = np.lib.stride_tricks.as_strided(
@@ -220,7 +220,7 @@ def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
     for name, size in json.loads(header.read_text(encoding="utf-8")).items():
         file = folder / name
         if not file.exists() or file.stat().st_size != size:
-            raise DataError(f"{file} is damaged", fix=f"delete {folder}; it is prepared again")
+            raise DataError(f"{file} is damaged", fix=f"delete {folder}; it will be prepared again")
     return folder
 
 

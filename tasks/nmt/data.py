@@ -223,7 +223,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
             read = {key: arrays[key] for key in arrays.files}
         pieces = json.loads((folder / "pieces.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder} is damaged: {error}", fix="delete it; it is prepared again") from error
+        raise DataError(f"{folder} is damaged: {error}", fix="delete it; it will be prepared again") from error
     splits = [split for split in SPLITS if f"{split}.sources.tokens" in read]
     sides = [
         {split: Sequences(read[f"{split}.{side}.tokens"], read[f"{split}.{side}.starts"]) for split in splits}

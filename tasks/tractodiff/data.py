@@ -213,7 +213,7 @@ def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
     for part in ("train", "val"):
         if SPLITS.index(part) not in split:
             what = f"no {part} streamline is at least {(NUM_POINTS + 1) * step:g} mm long (16 points every {step:g} mm)"
-            raise DataError(what, where="data.path", fix="give longer streamlines, or a smaller task.step_mm")
+            raise DataError(what, where="data.path", fix="use longer streamlines, or a smaller task.step_mm")
     values = np.concatenate([subject.field.reshape(-1, NUM_CHANNELS) for subject in subjects])
     np.save(folder / "values.npy", values.astype(np.float16))
     np.savez(

@@ -10,9 +10,9 @@ import pytest
 
 from runner.base.task import Task
 from runner.cli import main
-from tests.tasks.test_resume_of_tasks import NEEDS, WORDS
+from tests.tasks.test_resume_of_tasks import ARGUMENTS, NEEDS
 
-SHORT = WORDS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["updates=1", "global_batch_size=4"]}
+SHORT = ARGUMENTS | {"gpt": ["updates=3", "global_batch_size=4"], "dynamo": ["updates=1", "global_batch_size=4"]}
 
 
 @pytest.mark.slow
