@@ -37,12 +37,12 @@ from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.contract.lora import merge
 from runner.engine.contract.task_loading import load_task, task_errors
 from runner.engine.evaluation.evaluate import eval_mode
-from runner.engine.hooks.averaging import expand_shared_names
 from runner.plan.planner import plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
 from runner.tensors.bitwise import bitwise_equal
 from runner.tensors.global_rng import seed_everything
+from runner.tensors.shared_names import expand_shared_names, names_of_parameters
 from runner.tensors.stored_tensor import StoredTensor
 from runner.trained.trained_run import ModelSource, TrainedModel, find_source, open_source
 
@@ -323,15 +323,13 @@ def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Pa
     """
     check_state(checkpoint)
     model = _build_without_memory(plan_this_process(source.configuration)[0])
+    names = names_of_parameters(model)
     tensors = dict(checkpoint.stored("model"))
     stem = averaged_stem(checkpoint)
     if stem:
-        tensors |= expand_shared_names(model, checkpoint.stored(stem))
+        tensors |= expand_shared_names(names, checkpoint.stored(stem))
     # Map each additional name of a shared parameter to the first one, which safetensors stores.
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    replaced_by = {other: first for first, *others in map(sorted, names.values()) for other in others}
+    replaced_by = {other: first for first, *others in map(sorted, names) for other in others}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in replaced_by}
     draft = folder / f"{files.TEMPORARY}{file_name}-{secrets.token_hex(4)}"
     files.write_stream(draft, _file_content(tensors, replaced_by))

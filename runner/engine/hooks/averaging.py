@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from runner.base.values import Factor
@@ -18,7 +17,7 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.assemble import Parts
 from runner.engine.update.loop import StepInfo
 from runner.tensors.optimizer_state import copy_values
-from runner.tensors.stored_tensor import StoredTensor
+from runner.tensors.shared_names import expand_shared_names, names_of_parameters
 
 Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far); in place
 
@@ -79,7 +78,7 @@ class Averaging(Hook):
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if _evaluates_average(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
-            averaged = expand_shared_names(parts.bare, checkpoint.stored(Averaging.name))
+            averaged = expand_shared_names(names_of_parameters(parts.bare), checkpoint.stored(Averaging.name))
             parts.parallel.load(parts.bare, {**checkpoint.stored("model"), **averaged})
 
     def _weights(self) -> dict[str, Tensor]:
@@ -93,15 +92,6 @@ class Averaging(Hook):
                 before = weights[name].clone()
                 weights[name].copy_(average)
                 average.copy_(before)
-
-
-def expand_shared_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors with each shared parameter under all of its names, because loading uses the last one."""
-    names_by_parameter = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_parameter[parameter].append(name)
-    aliases = {name: names for names in names_by_parameter.values() for name in names}
-    return {alias: tensor for name, tensor in tensors.items() for alias in aliases.get(name, [name])}
 
 
 def _evaluates_average(options: Mapping[str, Any]) -> bool:

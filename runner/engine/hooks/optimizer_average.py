@@ -11,10 +11,11 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError, Problem
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.hooks.averaging import Averaging, expand_shared_names
+from runner.engine.hooks.averaging import Averaging
 from runner.engine.hooks.hook import Hook
 from runner.engine.parts.assemble import Parts
 from runner.engine.parts.phase_kinds import GradientPhase
+from runner.tensors.shared_names import expand_shared_names, names_of_parameters
 
 
 class OptimizerAverage(Hook):
@@ -40,7 +41,7 @@ class OptimizerAverage(Hook):
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if OptimizerAverage.name in checkpoint.stems:
-            averaged = expand_shared_names(parts.bare, checkpoint.stored(OptimizerAverage.name))
+            averaged = expand_shared_names(names_of_parameters(parts.bare), checkpoint.stored(OptimizerAverage.name))
             parts.parallel.load(parts.bare, {**checkpoint.stored("model"), **averaged})
 
     def _averaging_optimizers(self) -> list[Any]:

@@ -21,6 +21,7 @@ from runner.durable.safetensors_header import InvalidFormat, refusal
 from runner.durable.safetensors_reader import join_parts, open_tensors
 from runner.durable.weight_source import WeightSource, find_weights
 from runner.engine.contract.lora import Adapter
+from runner.tensors.shared_names import expand_shared_names, names_of_parameters
 from runner.tensors.stored_tensor import StoredTensor
 
 NO_ADAPTER = Adapter()
@@ -67,8 +68,9 @@ def load_initial_weights(
         if (base_name := adapter.base_name(name)) is not None
     }
     source = find_weights(str(options.source), settings.root)
-    tensors = _apply_renames(read_tensors(source, f"weights={options.source}"), options.rename)
-    result = match_weights(tensors, model, model_tensors, options, adapter)
+    weights, averages = read_tensors(source, f"weights={options.source}")
+    tensors = _apply_renames(weights | averages, options.rename)
+    result = match_weights(tensors, model, model_tensors, options, adapter, averages={*averages.values()})
     problems = [
         f"{len(names)} {what}: {abbreviate(names, _MAX_NAMES)}"
         for what, names in (
@@ -97,14 +99,19 @@ def match_weights(
     model_tensors: Mapping[str, Tensor],
     options: WeightsSettings,
     adapter: Adapter = NO_ADAPTER,
+    *,
+    averages: Collection[StoredTensor] = (),
 ) -> WeightMatch:
     """Match the tensors with the model by name and shape.
 
     model_tensors  state_dict of the model; sharded tensors have the shape of the full tensor
+    averages       those of the tensors that are averages; a tied weight has one under only one of its names
     Raises ConfigError for modules in `weights.only` that the model lacks.
     """
     _check_modules(options.only, model_tensors)
     found, stripped = strip_prefixes(tensors, model_tensors)
+    names = [[adapter.base_name(name) or name for name in group] for group in names_of_parameters(model)]
+    found |= expand_shared_names(names, {name: tensor for name, tensor in found.items() if tensor in averages})
     is_used = {
         name: not options.only or any(is_under(name, module) for module in options.only)
         for name in {*model_tensors, *found}
@@ -125,16 +132,13 @@ def match_weights(
         else:
             result.matched[name] = loaded
             result.num_cast += loaded.dtype != tensor.dtype
-    _add_tied(result, model, adapter)
+    _add_tied(result, names)
     return result
 
 
-def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
+def _add_tied(result: WeightMatch, shared: Iterable[Sequence[str]]) -> None:
     """Fill a missing tensor from a parameter that it is tied to: files store a shared tensor once."""
-    shared: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(weight), []).append(adapter.base_name(name) or name)
-    for names in shared.values():
+    for names in shared:
         stored = next((name for name in names if name in result.matched), None)
         for name in names if stored else ():
             if name in result.missing:
@@ -142,8 +146,8 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
                 result.matched[name] = result.matched[str(stored)]
 
 
-def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
-    """Return all tensors of the source; their values are read when needed.
+def read_tensors(source: WeightSource, where: str) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return all weights of the source, and the averages that replace some of them; values are read when needed.
 
     Raises DataError if a tensor of the index is in no shard, or a tensor is in two shards.
     """
@@ -153,7 +157,7 @@ def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
     if missing:
         what = f"{len(missing)} tensors in the index are missing from the shards: {abbreviate(missing, _MAX_NAMES)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
-    return tensors | average
+    return tensors, average
 
 
 def _read_files(paths: Sequence[Path], where: str, *, is_joined: bool) -> dict[str, StoredTensor]:

@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.base.errors import IncompatibleResume
 from runner.config.request import Request
+from runner.config.settings import Settings, WeightsSettings
+from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.engine.checkpoints.resumption import ADDED_KEYS, check_resume
-from runner.engine.hooks.averaging import expand_shared_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
+from runner.engine.parts.weights import load_initial_weights
 from runner.records.events import Console
 from runner.trained.trained_run import open_trained
 from tests.distributed.ranks import run_ranks
+from tests.engine.task_of_tied import Tied
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED
 
@@ -246,12 +249,28 @@ def test_a_run_resumes_from_an_older_checkpoint_without_newer_keys(option: str, 
     assert not messages
 
 
-def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
-    """A checkpoint has one average for the two names of the model, and the name that is loaded last wins."""
-    model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
-    model["last"].weight = model["first"].weight
-    average = torch.full((2, 2), 3.0)
-    result = expand_shared_names(model, {"first.weight": average, "foreign": average})
-    assert set(result) == {"first.weight", "last.weight", "foreign"}
-    model.load_state_dict({**model.state_dict(), **{name: result[name] for name in model.state_dict()}})
-    assert torch.equal(model["last"].weight, average)
+def test_the_average_of_a_tied_weight_is_loaded_under_all_of_its_names(server: ForkServer, tmp_path: Path) -> None:
+    """A checkpoint has the weight under both names, but its average under the first only; loading uses the last."""
+    task = Path(__file__).parents[1] / "task_of_tied.py"
+    assert server.run(["train", "--task", str(task), *request_of(tmp_path, *EMA).overrides], tmp_path).code == 0
+    average, weights = saved(tmp_path), saved(tmp_path, "model")
+    assert weights.keys() - average.keys() == {"2.weight"}
+    assert not torch.equal(average["0.weight"], weights["0.weight"])
+    everything = {**average, "2.weight": average["0.weight"]}
+
+    with ExitStack() as stack:
+        parts = open_trained(Request(("run=mine", f"output_root={tmp_path}"), task), Console(), stack).parts
+        assert_close(dict(parts.bare.state_dict()), everything, 0.0)
+
+    def load(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+        settings = Settings(weights=WeightsSettings(source="mine", **options), output_root=str(tmp_path))
+        load_initial_weights(settings, model, Parallel(World(torch.device("cpu"))))
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    assert_close(load(Tied().model), everything, 0.0)
+    moved = load(nn.ModuleDict({"net": Tied().model}), rename={"0": "net.0", "2": "net.2"})
+    assert_close(moved, {f"net.{name}": tensor for name, tensor in everything.items()}, 0.0)
+    selected = {name: everything[name] for name in ("0.weight", "2.weight", "2.bias")}
+    assert_close(
+        {name: tensor for name, tensor in load(Tied().model, only=["2"]).items() if name in selected}, selected, 0.0
+    )
