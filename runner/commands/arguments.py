@@ -17,7 +17,7 @@ from runner.base.text import wrap_for_terminal
 from runner.commands import COMMANDS
 from runner.config.options import GROUPS, all_keys, list_options
 from runner.config.overrides import EMPTY_RUN, parse_overrides
-from runner.config.request import Request, format_override
+from runner.config.request import Request, format_override, unquote
 from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
 
 JSON = "--json"
@@ -141,7 +141,7 @@ def parse_command_keys(
     for arg in argv:
         key, has_value, value = arg.partition("=")
         if key in values and has_value:
-            values[key] = value
+            values[key] = unquote(value)
         elif key in values:
             problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, defaults[key]) or 'NAME'}"))
         elif not flag or arg != flag:
@@ -170,7 +170,8 @@ def parse_options(
     keys = settings_keys(options_type)
     options, problems = ParsedOptions({}, set()), []
     for arg in argv:
-        key, has_value, text = arg.partition("=")
+        key, has_value, quoted = arg.partition("=")
+        text = unquote(quoted)
         if arg in flags:
             options.flags.add(arg)
         elif key in keys and has_value:

@@ -24,7 +24,7 @@ EMPTY_RUN = Problem("needs a value", "run=", "use run=NAME, or leave it out")
 
 MAX_ARGUMENT_CHARACTERS = 20_000  # maximum characters of an argument
 MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining arguments are not parsed
-_SYNTAX = "write lists as KEY=[1,2], and quote text with special characters: 'KEY=\"a b\"'"
+_SYNTAX = "write lists as KEY=[1,2], and quote text with special characters: 'KEY=\"a (b)\"'"
 
 
 def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:

@@ -56,6 +56,14 @@ def format_override(key: str, text: str) -> str:
     return f'{key}="{escaped}"'
 
 
+def unquote(text: str) -> str:
+    """Return the text that a quoted value of an override stands for; text without quotes is returned unchanged."""
+    quote = text[:1]
+    if len(text) < 2 or quote not in "'\"" or text[-1] != quote:
+        return text
+    return re.sub(rf"(\\+)({quote}|$)", lambda match: match[1][: len(match[1]) // 2] + match[2], text[1:-1])
+
+
 def override_key(argument: str) -> str:
     """Return the key of an argument without the prefixes + and ~."""
     return argument.partition("=")[0].lstrip("+~")

@@ -198,7 +198,7 @@ accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of consta
 """,
     "train optimizer.betas=(0.9,0.95)": """\
 accel-run: optimizer.betas=(0.9,0.95): must be KEY=VALUE, but cannot be parsed
-           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a b"'
+           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a (b)"'
 """,
     "train lrr=3": """\
 accel-run: lrr=3: unknown key
@@ -270,7 +270,7 @@ accel-run: --budget 5: unknown option; settings have the form key=value
 """,
     "train x=[1,2": """\
 accel-run: x=[1,2: must be KEY=VALUE, but cannot be parsed
-           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a b"'
+           write lists as KEY=[1,2], and quote text with special characters: 'KEY="a (b)"'
 """,
     "train optimizer=adamm": """\
 accel-run: optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd

@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped_path
+from runner.commands.arguments import parse_command_keys, parse_options
+from runner.commands.runs import RunsOptions
 from runner.config.aliases import FOREIGN_KEYS, PRECISION_NAMES
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
@@ -256,11 +258,21 @@ def test_a_second_equals_sign_is_rejected_for_other_settings(argument: str) -> N
     assert [problem.where for problem in error.value.problems] == [argument]
 
 
-@pytest.mark.parametrize(
-    "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
-)
+ANY_STRING = ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
+
+
+@pytest.mark.parametrize("text", ANY_STRING)
 def test_any_string_can_be_given_as_an_override(text: str) -> None:
     assert compose(Request((format_override("output_root", text),))).settings.output_root == text
+
+
+@pytest.mark.parametrize(
+    "argument", [*(format_override("output_root", text) for text in ANY_STRING), "output_root='b'"]
+)
+def test_options_of_commands_are_quoted_like_settings(argument: str) -> None:
+    text = compose(Request((argument,))).settings.output_root
+    assert parse_command_keys([argument], {"output_root": ""})[0] == {"output_root": text}
+    assert parse_options([argument], RunsOptions, ())[0].given == {"output_root": text}
 
 
 @pytest.mark.parametrize("text", ["2026", "007", "1e-3", "2.50", "-1", "nan"])
