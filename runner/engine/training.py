@@ -21,6 +21,7 @@ from runner.engine.contract.error_diagnosis import explain
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.metrics import Metrics
+from runner.engine.parts.assemble import begin_earlier_phases
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.phase_kinds import check_parameters
 from runner.engine.phase import Phase, restore_rank_random_state
@@ -51,13 +52,15 @@ def run_phases(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterabl
     if start is not None:
         with convert_state_errors(start):
             _restore_progress(run, start, before)
-        if not is_resumed(start, phases[0], run.directory, run.plan):
-            _load_finished_phase(run, start)
-            start = None
     progress = run.progress
-    for planned in phases[1 if start else 0 :]:
+    resumes_phase = start is not None and is_resumed(start, phases[0], run.directory, run.plan)
+    for planned in phases[1 if resumes_phase else 0 :]:
         # The checkpoint may be of another run, which finished this phase. This run must not count it as finished.
         progress.records.pop(planned.name, None)
+    begin_earlier_phases(run.parts, progress.records, phases[0].name)
+    if start is not None and not resumes_phase:
+        _load_finished_phase(run, start)
+        start = None
     for planned in phases:
         if start is None:  # otherwise the record of the resumed phase is kept
             progress.records[planned.name] = PhaseRecord(planned.kind, planned.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from runner.engine.checkpoints.checkpoint_state import check_state
 from runner.engine.contract.lora import make_adapter
 from runner.engine.contract.task_loading import task_errors
 from runner.engine.hooks import HOOKS, custom
-from runner.engine.parts.assemble import Parts, assemble
+from runner.engine.parts.assemble import Parts, assemble, begin_earlier_phases
 from runner.engine.parts.frozen_base import load_weights
 from runner.engine.parts.weights import load_initial_weights
 from runner.host.gc_pause import end_pause
@@ -123,12 +124,13 @@ def open_source(
     if source.run is None or source.checkpoint is None or checkpoint is None:
         directory = _open_results(source, plan, stack, owns_results=owns_results and parts.world.is_first)
         return _open_weights(source, plan, parts, console, directory)
+    state = checkpoint.state
+    _begin_phases(parts, state["records"], state["phase"])
     load_weights(parts, checkpoint)
     for hook in HOOKS:
         hook.load_for_inference(parts, checkpoint)
     custom.load_for_inference(parts, checkpoint)
-    state = checkpoint.state
-    _begin(parts, Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
+    _begin_update(parts, Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
     device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
     ranks = f" and {plan.world_size - 1} more" if plan.world_size > 1 else ""
     labels = f" ({', '.join(source.labels)})" if source.labels else ""
@@ -195,21 +197,26 @@ def _open_weights(
     load_given = partial(
         load_initial_weights, settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])
     )
-    message = load_given()
     phase = plan.selected[-1]
+    _begin_phases(parts, [each.name for each in plan.selected], phase.name)
+    message = load_given()
     # As after the phase: a value such as a temperature has its last value in trained weights. The length of the phase
     # in the unit that is not set would depend on the data.
     total = phase.updates or 1
-    _begin(parts, Progress(phase.name, total, total, float(phase.epochs or 0)))
+    _begin_update(parts, Progress(phase.name, total, total, float(phase.epochs or 0)))
     if type(parts.task).begin_update is not Task.begin_update:
         load_given()  # again: a buffer that it sets has its trained value in the weights
     console.info(f"{source.name}: {message}")
     return TrainedModel(directory, plan, parts, phase.name, 0)
 
 
-def _begin(parts: Parts, progress: Progress) -> None:
-    """Call the methods of the task that training calls before an evaluation with this progress."""
+def _begin_phases(parts: Parts, phases: Iterable[str], last: str) -> None:
+    """Call `begin_phase` as training does: before the weights are loaded, because it may change the model."""
+    begin_earlier_phases(parts, phases, last)
     with task_errors(parts.source, "begin_phase()"):
-        parts.task.begin_phase(progress.phase)
+        parts.task.begin_phase(last)
+
+
+def _begin_update(parts: Parts, progress: Progress) -> None:
     with task_errors(parts.source, "begin_update()"):
         parts.task.begin_update(progress)

@@ -143,6 +143,43 @@ def test_options_of_a_later_phase_can_refer_to_parameters_that_begin_phase_adds_
     assert result.code == 0, result.err
 
 
+LASTING = """
+class Lasting(TwoPhases):
+    def __init__(self):
+        super().__init__(True, "loss", 8)
+        self.model[0].requires_grad_(False)
+
+    def begin_phase(self, phase):
+        super().begin_phase(phase)
+        if phase == "two":
+            {}
+
+
+def build():
+    return Lasting()
+"""
+
+
+@pytest.mark.parametrize("change", ["self.model[0].requires_grad_(True)", "self.model.append(nn.Linear(2, 2))"])
+def test_what_begin_phase_changes_lasts_after_a_resume(change: str, server: ForkServer, tmp_path: Path) -> None:
+    phases = TASK.read_text().replace('"two": {}', '"two": {}, "three": {}')
+    (tmp_path / "task.py").write_text(phases + LASTING.format(change))
+    base = ["--task", "task.py", "device=cpu", "monitor=off", "updates=2", "optimizer=sgd", "optimizer.momentum=0"]
+    assert server.run(["train", *base, "run=straight"], tmp_path).code == 0
+    for phase in ("one", "two"):
+        assert server.run(["train", *base, "run=apart", f"phases=[{phase}]"], tmp_path).code == 0
+    fault = {"at": "update", "number": 2, "phase": "three", "by": "SIGTERM"}
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+    stopped = server.run(["train", *base, "run=apart"], tmp_path, env)
+    assert stopped.code == 75, stopped.err
+    resumed = server.run(["train", *base, "run=apart"], tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert rows(tmp_path, "apart") == rows(tmp_path, "straight")
+    evaluated = server.run(["evaluate", "run=apart", "split=val", "--json"], tmp_path)
+    assert evaluated.code == 0, evaluated.err
+    assert json.loads(evaluated.out)["metrics"]["val/loss"] == rows(tmp_path, "straight")[-1]["val/loss"]
+
+
 def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     together.mkdir()

@@ -76,7 +76,7 @@ def calls_of(request: Request) -> list[Any]:
 
 
 def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(folder: Path) -> None:
-    assert calls_of(request_of(folder, "run=mine")) == ["two", Progress("two", 3, 3, 3 * 8 / 64)]
+    assert calls_of(request_of(folder, "run=mine")) == ["one", "two", Progress("two", 3, 3, 3 * 8 / 64)]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_given_weights_are_opened_at_the_end_of_the_last_phase(
     """A task that depends on its progress, for example for a temperature, evaluates them as at the end of training."""
     weights = f"weights={folder / 'w.safetensors'}"
     request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", *length)
-    assert calls_of(request) == ["two", progress]
+    assert calls_of(request) == ["one", "two", progress]
 
 
 def test_a_buffer_that_the_task_updates_has_the_value_of_the_given_weights(folder: Path) -> None:

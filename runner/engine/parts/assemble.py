@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -256,3 +256,15 @@ def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:
 
 
 _FAST_MULTIPLE = 8  # sizes of matrices in half precision should be multiples of it
+
+
+def begin_earlier_phases(parts: Parts, phases: Iterable[str], current: str) -> None:
+    """Call `begin_phase` for the phases before the current one, in the order in which they ran.
+
+    What it changes, such as `requires_grad` or the modules of the model, lasts beyond the phase, and checkpoints do not
+    contain it. Call this before loading weights, because they include those of added modules.
+    """
+    for phase in phases:
+        if phase != current and parts.plan.phase(phase):  # PHASES may have changed since an earlier phase ran
+            with task_errors(parts.source, "begin_phase()"):
+                parts.task.begin_phase(phase)
