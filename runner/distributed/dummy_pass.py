@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.distributed.parallel import ForwardPasses
-from runner.tensors.module_buffers import restore_buffers
+from runner.tensors.module_buffers import restore_forward_state
 
 
 class CollectiveCounter(nn.Module):
@@ -25,13 +25,13 @@ class CollectiveCounter(nn.Module):
 
 @contextmanager
 def without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Inside the context, passes change no buffers, and synchronized norms use only the statistics of other ranks."""
+    """Inside, passes change no buffers or frozen parameters, and add no statistics to synchronized norms."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
     for norm in norms:
         norm.is_counted = False
     try:
-        with restore_buffers(module for module in modules if not isinstance(module, CollectiveCounter)):
+        with restore_forward_state(module for module in modules if not isinstance(module, CollectiveCounter)):
             yield
     finally:
         for norm in norms:
@@ -39,7 +39,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
 
 
 def run_dummy_pass(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
+    """Run a dummy forward and backward pass with all its collectives; gradients and the model are unchanged.
 
     Only for models whose parameters are plain tensors. Gradients are computed and discarded, so they may be infinite.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import map_tensors
-from runner.tensors.module_buffers import restore_buffers
+from runner.tensors.module_buffers import restore_forward_state
 
 ADAMW_BYTES = 16.0
 """Bytes per trained float32 parameter: 4 each for the value, the gradient and the two moments."""
@@ -67,7 +67,8 @@ def measure_costs(
 ) -> list[LayerCost]:
     """Measure the cost of each layer by running the layers in sequence, each with the output of the previous one.
 
-    Gradients, buffers and random states are restored. Seconds are the median of several passes after a warm-up.
+    Gradients, buffers, frozen parameters and random states are restored. Seconds are the median of several passes
+    after a warm-up.
 
     inputs   arguments of the first layer; all layers and inputs must be on one device
     scale    micro-batch size divided by the batch size of `inputs`; multiplies all costs that depend on the batch
@@ -78,7 +79,7 @@ def measure_costs(
     value: Any = tuple(inputs)
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     modules = [module for layer in layers for module in layer.modules()]
-    with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with restore_forward_state(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             # The first layer takes several arguments, the others the output of the previous layer.
             call = (lambda args, layer=layer: layer(*args)) if number == 0 else layer

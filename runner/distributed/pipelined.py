@@ -58,6 +58,7 @@ from runner.distributed.stage_copies import StageCopies
 from runner.distributed.stages import (
     Call,
     ModelCalled,
+    PassOutcome,
     ReplayedCall,
     Shapes,
     Stage,
@@ -70,7 +71,7 @@ from runner.distributed.stages import (
 )
 from runner.distributed.world import World
 from runner.tensors.global_rng import seed_everything
-from runner.tensors.module_buffers import overwrite, restore_buffers
+from runner.tensors.module_buffers import overwrite, restore_forward_state
 from runner.tensors.stored_tensor import Saved, in_memory
 from runner.workload import partition
 
@@ -419,14 +420,18 @@ class Pipelined(Parallel):
                 noise.switch_pass(micro.samples)
                 passes.loss(passes.model, micro.batch)
 
-        noise.switch_pass(micro.samples)
-        with torch.no_grad(), restore_buffers(modules):
-            outcome = run_stage(self.stage, self.pipeline, call, passes.forward, checked)
-        found = self.pipeline.gather([outcome.failure is not None, outcome.shapes])
+        def infer() -> None:
+            noise.switch_pass(micro.samples)
+            with torch.no_grad(), restore_forward_state(modules):
+                outcomes.append(run_stage(self.stage, self.pipeline, call, passes.forward, checked))
+
+        outcomes: list[PassOutcome] = []
+        failure = catch_exception(infer) or outcomes[0].failure
+        found = self.pipeline.gather([failure is not None, outcomes[0].shapes if outcomes else []])
         failed = any(has_failed for has_failed, _ in found)
         if not failed:
             self._shapes[key] = [Shapes.from_description(shapes) for _, shapes in found]
-        return failed, outcome.failure
+        return failed, failure
 
     # ------------------------------------------------------------ one pass through all stages
 

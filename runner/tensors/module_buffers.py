@@ -1,9 +1,9 @@
-"""List the buffers of a model, detect changes to tensors, and run forward passes without changing buffers."""
+"""List the buffers of a model, detect changes to tensors, and undo what forward passes change in the model."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,7 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import TaskFault
+from runner.base.text import abbreviate
 from runner.tensors.bitwise import bitwise_equal, is_dense
+
+# Larger frozen parameters belong to a pretrained model, and memory may have no room for a copy of it.
+MAX_FROZEN_BYTES = 1 << 30
 
 
 class BufferRef(NamedTuple):
@@ -124,6 +129,64 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
         buffer.device.type == "cpu" and bitwise_equal(buffer, before)
     ):  # not compared on a GPU, because that would synchronize
         buffer.copy_(before)
+
+
+def frozen_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
+    """Return the frozen parameters of these modules (not of their children), with a name for messages.
+
+    Parameters that are treated as buffers are left out, and so are
+    parameters that a strategy has sharded or moved to another rank, because they are not plain tensors.
+    """
+    return {
+        weight: f"{type(module).__name__}.{key}"
+        for module in modules
+        for key, weight in module._parameters.items()
+        if weight is not None
+        and not weight.requires_grad
+        and type(weight) is nn.Parameter
+        and is_dense(weight)
+        and is_writable(weight)
+        and key not in buffers_of(module)
+    }
+
+
+@contextmanager
+def restore_parameters(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Restore the values of these parameters on exit.
+
+    The values are written through `data`, which does not increment the version counters: only those of parameters that
+    the block has changed differ, and show that forward passes change them.
+    """
+    saved = [(weight, weight.data, weight.detach().clone()) for weight in parameters]
+    try:
+        yield
+    finally:
+        for weight, data, before in saved:
+            weight.data = data  # the block may have assigned other memory, such as that of a trained parameter
+            data.copy_(before)
+
+
+@contextmanager
+def restore_forward_state(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the buffers and the frozen parameters of these modules (not of their children) on exit.
+
+    For forward passes that must change nothing, before it is known which frozen parameters forward passes change, as in
+    a mean teacher. Raises TaskFault if one changes and they are too large to be copied.
+    """
+    owners = list(modules)
+    frozen = frozen_parameters(owners)
+    is_copied = sum(weight.nbytes for weight in frozen) <= MAX_FROZEN_BYTES
+    seen = [TensorVersion.of(weight) for weight in frozen]
+    with restore_buffers(owners), restore_parameters([*frozen] if is_copied else ()):
+        yield
+    changed = [name for before, (weight, name) in zip(seen, frozen.items(), strict=True) if before.is_changed(weight)]
+    if changed and not is_copied:
+        key = changed[0].rpartition(".")[2]
+        raise TaskFault(
+            f"a forward pass changes frozen parameters: {abbreviate(changed)}. The change must be undone, which is"
+            f" possible only if all frozen parameters take at most {MAX_FROZEN_BYTES >> 30} GiB",
+            fix=f'register it as a buffer and change it in place: self.register_buffer("{key}", ...)',
+        )
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -135,13 +135,15 @@ class _Passes:
         self.forward = torch.enable_grad
 
 
-def test_buffers_are_restored_after_a_dummy_pass() -> None:
+def test_buffers_and_frozen_parameters_are_restored_after_a_dummy_pass() -> None:
     model = make_model(1, torch.float64)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    frozen = model.get_parameter("0.bias").requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with without_side_effects(model):
         model(samples(1, torch.float64))
+        frozen.add_(1)
         assert not torch.equal(before["1.running_mean"], model.get_buffer("1.running_mean"))
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_names_types_and_single_processes_are_unchanged() -> None:

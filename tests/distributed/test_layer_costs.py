@@ -78,9 +78,22 @@ def test_the_time_of_a_layer_is_its_measured_time(monkeypatch: pytest.MonkeyPatc
     assert [cost.seconds for cost in measure_costs(model, list(model), (torch.randn(2, 4),))] == [0.0, 3.0, 6.0]
 
 
+class Center(nn.Module):
+    """Subtracts a moving average, which is a frozen parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return x - self.mean.clone()
+
+
 def test_measuring_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), Center(4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():  # the caller's mode does not matter
         measure_costs(model, list(model), (torch.randn(8, 4),))

@@ -371,6 +371,19 @@ def test_a_stage_with_unused_parameters_takes_part_in_the_gradient_norm(dtype: t
     assert_same_run(run(ALONE), run_ranks(run, 2)[0], PROMISED[stored])
 
 
+class Centered(nn.Module):
+    """Subtracts a moving average of its inputs, which is a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.5)
+        return x - self.mean.clone()
+
+
 @pytest.mark.slow
 def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
     def update(world: World) -> Any:
@@ -380,11 +393,12 @@ def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
             nn.Linear(WIDTH, WIDTH),
             nn.ReLU(inplace=True),
             nn.BatchNorm1d(TOKENS),
+            Centered(),
             nn.Linear(WIDTH, CLASSES),
         ).double()
-        result = one_update(world, lambda: model, lambda: batches([3, 3, 2], torch.float64), split=[2, 3])
-        mean, tracked = model[3].running_mean, model[3].num_batches_tracked
-        return result, None if mean.is_meta else [mean.tolist(), int(tracked)]
+        result = one_update(world, lambda: model, lambda: batches([3, 3, 2], torch.float64), split=[2, 4])
+        mean, tracked, center = model[3].running_mean, model[3].num_batches_tracked, model[4].mean
+        return result, None if mean.is_meta else [mean.tolist(), int(tracked), center.tolist()]
 
     (one, nothing), (two, statistics) = run_ranks(update, 2)
     alone, expected = update(ALONE)
@@ -392,6 +406,7 @@ def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
     assert nothing is None
     assert statistics[1] == expected[1] == 3
     np.testing.assert_allclose(statistics[0], expected[0], rtol=PROMISED[torch.float64])
+    assert distance(statistics[2], expected[2]) <= PROMISED[torch.float64]
 
 
 class Shifted(nn.Module):

@@ -132,6 +132,21 @@ def test_both_passes_have_the_same_draws_and_only_the_first_one_changes_buffers(
     assert int(calls) == 2 * UPDATES
 
 
+@pytest.mark.parametrize("first_copy", [0, 2])
+def test_only_the_first_pass_changes_frozen_parameters(first_copy: int, tmp_path: Path) -> None:
+    """In every update, also if forward passes start to change one after the first update."""
+    with open_phase(request_of(tmp_path, f"task.first_copy={first_copy}", task=DRAWING)) as phase:
+        model, copies = phase.run.parts.bare, []
+        weights = [model.line.weight.detach().clone()]
+        for _ in phase.updates():
+            copies.append(model.copied.clone())
+            weights.append(model.line.weight.detach().clone())
+    assert len(copies) == UPDATES
+    for update, copied in enumerate(copies):
+        expected = weights[update] if update >= first_copy else torch.zeros_like(copied)
+        assert torch.equal(copied, expected), update
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     expected = trained(tmp_path / "straight", "micro_batch_size=2")
     with open_phase(request_of(tmp_path / "parts", "micro_batch_size=2")) as phase:

@@ -1,4 +1,4 @@
-"""`restore_buffers` restores the buffers that its block changes."""
+"""Buffers, and frozen parameters that forward passes change, are restored to their values before a pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import TaskFault
 from runner.distributed.parallel import Parallel
 from runner.distributed.world import World
-from runner.tensors.module_buffers import TensorVersion, is_writable, overwrite, restore_buffers
+from runner.tensors import module_buffers
+from runner.tensors.module_buffers import TensorVersion, is_writable, overwrite, restore_buffers, restore_forward_state
 
 
 class Expanded(nn.Module):
@@ -153,6 +155,62 @@ def test_a_buffer_without_values_does_not_prevent_restoring_others() -> None:
         change_in_place(holder, "saved")
     assert torch.equal(holder.saved, torch.arange(4.0))  # type: ignore[arg-type]
     assert holder.absent is None
+
+
+class Teacher(nn.Module):
+    """A trained and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Parameter(torch.ones(3))
+        self.slow = nn.Parameter(torch.arange(3.0), requires_grad=False)
+
+
+def move_in_place(model: Teacher) -> None:
+    model.slow.lerp_(model.fast, 0.5)
+
+
+def move_through_data(model: Teacher) -> None:
+    model.slow.data.mul_(2).add_(1)
+
+
+def share_memory(model: Teacher) -> None:
+    model.slow.data = model.fast.data
+
+
+@pytest.mark.parametrize("move", [move_in_place, move_through_data, share_memory], ids=lambda move: move.__name__)
+def test_a_frozen_parameter_is_restored(move: Callable[[Teacher], None]) -> None:
+    model = Teacher()
+    slow = model.slow
+    with restore_forward_state([model]), torch.no_grad():
+        move(model)
+    assert model.slow is slow
+    assert slow.tolist() == [0, 1, 2]
+    assert model.fast.tolist() == [1, 1, 1]
+    with torch.no_grad():
+        model.fast += 1
+    assert slow.tolist() == [0, 1, 2]
+
+
+def test_the_version_of_a_frozen_parameter_shows_whether_it_was_changed() -> None:
+    """Restoring it does not hide the change, nor look like one."""
+    model = Teacher()
+    model.constant = nn.Parameter(torch.ones(2), requires_grad=False)
+    slow, constant = TensorVersion.of(model.slow), TensorVersion.of(model.constant)
+    with restore_forward_state([model]):
+        move_in_place(model)
+    assert slow.is_changed(model.slow)
+    assert not constant.is_changed(model.constant)
+
+
+def test_frozen_parameters_that_are_too_large_to_copy_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Teacher()
+    monkeypatch.setattr(module_buffers, "MAX_FROZEN_BYTES", model.slow.nbytes - 1)
+    with restore_forward_state([model]):
+        pass
+    with pytest.raises(TaskFault) as caught, restore_forward_state([model]):
+        move_in_place(model)
+    assert "slow" in caught.value.problems[0].fix
 
 
 def test_a_tensor_counts_as_changed_if_modified_replaced_or_without_version() -> None:

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.tensors.bitwise import bitwise_equal, is_dense
-from runner.tensors.module_buffers import TensorVersion, buffers_of, is_writable
-
-# Larger frozen parameters belong to a pretrained model, and a copy of it may not fit in host memory.
-MAX_FROZEN_BYTES = 1 << 30
+from runner.tensors.module_buffers import MAX_FROZEN_BYTES, TensorVersion, buffers_of, is_writable
 
 
 class _TensorState(NamedTuple):

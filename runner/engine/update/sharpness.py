@@ -17,7 +17,7 @@ from runner.config.configuration import Choice
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.update.extra_metrics import ExtraMetrics
 from runner.engine.update.gradients import ForwardWrapper, GradientSource, SharedSamples, clear
-from runner.tensors.module_buffers import restore_buffers
+from runner.tensors.module_buffers import TensorVersion, frozen_parameters, restore_buffers, restore_parameters
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
 # (weights, gradients, function from the norm on this rank to the global norm) -> perturbation of the weights.
@@ -73,8 +73,8 @@ def with_sharpness(
 class SharpnessSource(GradientSource):
     """Computes the gradients of an update twice, with the same samples and random numbers.
 
-    All inputs of the update are kept in memory. Buffers, loss and additional metrics come from the first
-    computation, at the current weights.
+    All inputs of the update are kept in memory. Buffers, frozen parameters that forward passes change, loss and
+    additional metrics come from the first computation, at the current weights.
     """
 
     inner: GradientSource
@@ -83,13 +83,21 @@ class SharpnessSource(GradientSource):
     extra: ExtraMetrics
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-        samples = SharedSamples(batches)
+        samples, modules = SharedSamples(batches), [*passes.model.modules()]
+        frozen = {weight: TensorVersion.of(weight) for weight in frozen_parameters(modules)}
         rng_states = [generator.get_state() for generator in global_generators()]
         first = self.inner.accumulate(parallel, passes, samples.read(again=False, keep=True))
         parallel.reduce(first)  # the perturbation uses gradients of all ranks; raises Discarded if a rank failed
         for generator, state in zip(global_generators(), rng_states, strict=True):
             generator.set_state(state)
-        with self._at_ascent_point(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
+        # Only parameters that the first passes have changed are copied: those of a pretrained model may be large.
+        changed = [weight for weight, before in frozen.items() if before.is_changed(weight)]
+        with (
+            self._at_ascent_point(parallel),
+            restore_buffers(modules),
+            restore_parameters(changed),
+            self.extra.pause(),
+        ):
             second = self.inner.accumulate(parallel, passes, samples.read(again=False, keep=False))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 
