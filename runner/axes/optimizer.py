@@ -31,7 +31,7 @@ from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import check_installed
 from runner.base.text import dtype_name
 from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNegative, NonPositive, Positive
-from runner.config.module_names import is_under, unmatched_problems
+from runner.config.module_names import longest_prefix, unmatched_problems
 from runner.config.option_table import call_option
 from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.tensors.step_counters import keep_counters_in_state, remember_numbers
@@ -277,8 +277,7 @@ def muon(
         raise ConfigError(problems)
 
     def rule(name: str, parameter: nn.Parameter) -> str:
-        is_matrix = parameter.dim() == 2 and not any(is_under(name, prefix) for prefix in adamw_for)
-        return "muon" if is_matrix else "adamw"
+        return "muon" if parameter.dim() == 2 and longest_prefix([name], adamw_for) is None else "adamw"
 
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales, rule=rule)
     muon_options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
@@ -446,8 +445,8 @@ def _groups(
     # As few groups as possible: foreach and fused kernels run once per group.
     groups: dict[tuple[float, bool, str], dict[str, Any]] = {}
     for name, parameter in parameters:
-        matching = [prefix for prefix in lr_scales if is_under(name, prefix)]
-        scale = float(lr_scales[max(matching, key=len)]) if matching else 1.0
+        prefix = longest_prefix([name], lr_scales)
+        scale = 1.0 if prefix is None else float(lr_scales[prefix])
         decays = decay_1d or parameter.dim() >= 2
         updated_by = rule(name, parameter) if rule else ""
         group = groups.setdefault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from runner.base.errors import Problem
 from runner.base.text import abbreviate
@@ -12,6 +12,14 @@ from runner.config.schema import did_you_mean
 def is_under(name: str, prefix: str) -> bool:
     """Return whether `prefix` is the name or a module that contains it: blocks.1 does not contain blocks.10.weight."""
     return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
+
+
+def longest_prefix(names: Collection[str], prefixes: Iterable[str]) -> str | None:
+    """Return the longest of the prefixes that one of the names is under, None if there is none.
+
+    names  names of one parameter: a shared parameter has several
+    """
+    return max((each for each in prefixes if any(is_under(name, each) for name in names)), key=len, default=None)
 
 
 def module_prefixes(names: Sequence[str]) -> list[str]:

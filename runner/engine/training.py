@@ -12,7 +12,6 @@ from runner.axes.optimizer import KEYS_WITH_NAMES, OPTIMIZERS, build_optimizer, 
 from runner.axes.scheduler import SCHEDULERS, build_schedule
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.task import Task
-from runner.config.module_names import is_under
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
@@ -28,6 +27,7 @@ from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.sources.training_identity import changed_files, fingerprint_code
 from runner.engine.update.objectives import ObjectiveSpec, parse_objectives
+from runner.engine.update.parameter_selection import resolve_names, select_parameters
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 
@@ -142,11 +142,7 @@ def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
             _check_training(run, f"objective.{objective.name}", objective, names, updates)
         if not objectives:
             # Frozen parameters too, because the task may unfreeze some in `begin_phase`.
-            names = {
-                name: weight
-                for name, weight in run.parts.bare.named_parameters()
-                if phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains)
-            }
+            names = select_parameters(run.parts.bare, phase.trains, with_frozen=True)
             _check_training(run, f"phase.{phase.name}", phase, names, phase.updates)
 
 
@@ -163,7 +159,7 @@ def _check_training(
     updates  number of updates, None if unknown
     """
     optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
-    options = optimizer.options
+    options = resolve_names(optimizer.options, run.parts.bare, parameters, parameters)
     if type(run.parts.task).begin_phase is not Task.begin_phase:
         options = {key: value for key, value in options.items() if key not in KEYS_WITH_NAMES}
     small = [(name, _placeholder(weight, device)) for name, weight in parameters.items()]

@@ -39,12 +39,12 @@ from runner.base.batch import map_tensors
 from runner.base.noise import without_samples
 from runner.base.order import Order
 from runner.base.task import Progress
-from runner.config.module_names import is_under
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import RunDirectory
 from runner.engine.opening import open_new_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
+from runner.engine.update.parameter_selection import select_parameters
 from runner.plan.run_plan import PhasePlan
 from runner.trained.infer import PredictionWriter, iterate_predictions, time_calls
 
@@ -88,11 +88,7 @@ def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None
     task.begin_phase(planned.name)
     model, dataset = task.model.train(), task.dataset("train")
     loss_of = task.losses.get(planned.name, task.loss)
-    trained = [
-        weight
-        for name, weight in model.named_parameters()
-        if planned.trains is None or any(is_under(name, prefix) for prefix in planned.trains)
-    ]
+    trained = [*select_parameters(model, planned.trains).values()]
     for weight in model.parameters():
         weight.requires_grad_(any(weight is each for each in trained))
     options = planned.optimizer.options

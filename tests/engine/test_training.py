@@ -65,6 +65,35 @@ class Raising(Task):
 """
 
 
+TIED = """
+import torch
+from runner import Task
+
+PHASES = {"all": {}, "head": {"trains": ["head"], "optimizer.lr_scales": {"head": 0.5}}}
+
+def build():
+    return Tied()
+
+class Tied(Task):
+    def __init__(self):
+        self.model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("body", "head")})
+        self.model["head"].weight = self.model["body"].weight
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(8, 2))
+    def loss(self, model, batch):
+        return model["head"](batch[0]).square().sum(), len(batch[0])
+"""
+
+
+def test_options_of_a_later_phase_can_refer_to_a_tied_weight_by_its_second_name(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TIED)
+    settings = ("updates=1", "device=cpu", "run=small", "monitor=off", "checkpoint=off", "dataloader.num_workers=0",
+                f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
+    with open_new_run(Request(settings, tmp_path / "task.py")) as run:
+        run_phases(run, None)
+        assert {name: record.finished for name, record in run.progress.records.items()} == {"all": True, "head": True}
+
+
 def test_an_error_with_its_own_message_is_raised_unchanged_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(RAISING)
     settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",

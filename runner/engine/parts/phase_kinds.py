@@ -20,7 +20,7 @@ from runner.base.errors import ConfigError, IncompatibleResume, NumericError, Pr
 from runner.base.order import Order
 from runner.base.task import Fit, State
 from runner.base.text import abbreviate
-from runner.config.module_names import is_under, module_prefixes, unmatched_problems
+from runner.config.module_names import module_prefixes, unmatched_problems
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.contract.contract_checks import describe_value
@@ -34,6 +34,7 @@ from runner.engine.update.gradients import GradientSource
 from runner.engine.update.loop import Position, StepInfo, Training, UpdateInputs, UpdateWrapper, train_updates
 from runner.engine.update.objectives import ObjectiveSpec
 from runner.engine.update.oom_retry import OomRetry, RetryPolicy
+from runner.engine.update.parameter_selection import resolve_names, select_parameters
 from runner.engine.update.sharpness import with_sharpness
 from runner.plan.run_plan import PhasePlan
 from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
@@ -209,7 +210,7 @@ class GradientPhase(PhaseKind):
         """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
         parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
-        options = _omit_names(chosen.optimizer.options, self.trained, weights)
+        options = resolve_names(chosen.optimizer.options, parts.bare, self.trained, weights)
         optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], options)
         wrapper = UpdateWrapper()
         if self.retry_policy is not None:
@@ -342,17 +343,6 @@ class GradientPhase(PhaseKind):
         return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
 
 
-def _omit_names(options: Mapping[str, Any], trained: Collection[str], owned: Collection[str]) -> dict[str, Any]:
-    """Return options of an optimizer without the names of parameters that only other stages of a pipeline own."""
-    elsewhere = {*module_prefixes([*trained])} - {*module_prefixes([*owned])}
-    kept = dict(options)
-    if isinstance(scales := options.get("lr_scales"), Mapping):
-        kept["lr_scales"] = {name: scale for name, scale in scales.items() if name.removesuffix(".") not in elsewhere}
-    if isinstance(names := options.get("adamw_for"), list):
-        kept["adamw_for"] = [name for name in names if name.removesuffix(".") not in elsewhere]
-    return kept
-
-
 class LossPhase(GradientPhase):
     """Training of one loss, with one optimizer and one schedule."""
 
@@ -416,7 +406,7 @@ class LossPhase(GradientPhase):
         if self.prefixes is None:
             return []
         sizes = [
-            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
+            f"{prefix} ({sum(weight.numel() for weight in select_parameters(self.parts.bare, [prefix]).values()):,})"
             for prefix in self.prefixes
         ]
         count = sum(weight.numel() for weight in self.trained.values())
@@ -582,13 +572,11 @@ def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | in
 
 def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
     """Return the phase's parameters by name. Raises ConfigError for a prefix that matches none."""
-    trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    if phase.trains is None:
-        return trainable
-    frozen = [name for name, _ in model.named_parameters() if name not in trainable]
-    problems = unmatched_problems(phase.trains, [*trainable], f"phase.{phase.name}.trains", frozen=frozen)
-    if problems or not phase.trains:
-        raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
-    return {
-        name: weight for name, weight in trainable.items() if any(is_under(name, prefix) for prefix in phase.trains)
-    }
+    if phase.trains is not None:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        trainable = [name for name, weight in named.items() if weight.requires_grad]
+        frozen = [name for name, weight in named.items() if not weight.requires_grad]
+        problems = unmatched_problems(phase.trains, trainable, f"phase.{phase.name}.trains", frozen=frozen)
+        if problems or not phase.trains:
+            raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
+    return select_parameters(model, phase.trains)

@@ -21,13 +21,14 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
 from runner.config.configuration import Choice
-from runner.config.module_names import is_under, unmatched_problems
+from runner.config.module_names import unmatched_problems
 from runner.config.options import find_signature, implemented_options, option_reference, unknown_option
 from runner.config.phases import PHASE_GROUPS
 from runner.config.schema import default_values, describe_mismatch, did_you_mean
 from runner.distributed.parallel import Parallel
 from runner.engine.update.gradients import ForwardWrapper, SharedSamples
 from runner.engine.update.loop import Position, StepInfo, Training, UpdateWrapper
+from runner.engine.update.parameter_selection import select_parameters
 from runner.plan.run_plan import PhasePlan
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # a name is part of keys and of metric names
@@ -52,17 +53,8 @@ class ObjectiveSpec:
     max_grad_norm: float | None
 
     def select_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters by name; a tied parameter has the first of its names, even if `trains` has another."""
-        listed = {id(weight) for weight in _parameters_under(model, self.trains)}
-        return {name: weight for name, weight in model.named_parameters() if id(weight) in listed}
-
-
-def _parameters_under(model: nn.Module, prefixes: Sequence[str]) -> list[nn.Parameter]:
-    return [
-        weight
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if weight.requires_grad and any(is_under(name, prefix) for prefix in prefixes)
-    ]
+        """Return the parameters by name; a shared parameter has the first of its names, see `select_parameters`."""
+        return select_parameters(model, self.trains)
 
 
 def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
@@ -164,10 +156,7 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():
-        weight = model.get_parameter(name)
-        undeclared = [
-            spec for spec in several if not any(weight is each for each in _parameters_under(model, spec.shares))
-        ]
+        undeclared = [spec for spec in several if name not in select_parameters(model, spec.shares)]
         if len(several) > 1 and undeclared:
             others = ", ".join(spec.name for spec in several)
             yield Problem(

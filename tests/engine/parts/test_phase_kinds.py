@@ -172,6 +172,49 @@ def test_a_phase_cannot_train_parameters_that_the_task_freezes() -> None:
     assert "adapter.train=[spare.bias]" in problem.fix, "not another name"
 
 
+class Tied(Task):
+    """A language model whose output layer shares the weight of the embedding."""
+
+    def __init__(self) -> None:
+        self.model = nn.ModuleDict({"embedding": nn.Embedding(4, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 4)})
+        self.model["head"].weight = self.model["embedding"].weight
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        parts: Any = model
+        return parts["head"](parts["body"](parts["embedding"](batch))).square().sum(), len(batch)
+
+
+def test_a_phase_trains_a_tied_parameter_by_any_of_its_names() -> None:
+    for trains, size in (("head", 16), ("head.weight", 12), ("embedding", 12)):
+        phase, _ = training([trains], task=Tied())
+        assert [*phase.trained_names] == ["embedding.weight", *(["head.bias"] if trains == "head" else [])]
+        assert phase.start_lines() == [f"trains {trains} ({size}): {size} of 28 parameters ({size / 28:.1%})"]
+
+
+@pytest.mark.parametrize(
+    ("scales", "scale"),
+    [
+        ("head:2", 2.0),
+        ("head.weight:2", 2.0),
+        ("embedding:3,head:2", 3.0),
+        ("embedding:3,head.weight:2", 2.0),
+        ("embedding.weight:3,head:2", 3.0),
+        ("body:2", 1.0),
+    ],
+)
+def test_the_longest_name_of_a_tied_parameter_scales_its_learning_rate(scales: str, scale: float) -> None:
+    phase, _ = training(None, f"optimizer.lr_scales={{{scales}}}", task=Tied())
+    groups = phase.training.optimizer.param_groups
+    assert [group["lr_scale"] for group in groups if "embedding.weight" in group["names"]] == [scale]
+
+
+@pytest.mark.parametrize("name", ["head", "head.weight", "embedding"])
+def test_adamw_updates_a_tied_parameter_that_adamw_for_contains_by_any_of_its_names(name: str) -> None:
+    phase, _ = training(None, "optimizer=muon", f"optimizer.adamw_for=[{name}]", task=Tied())
+    rules = {each: group["rule"] for group in phase.training.optimizer.param_groups for each in group["names"]}
+    assert (rules["embedding.weight"], rules["body.weight"]) == ("adamw", "muon")
+
+
 class Stage(Parallel):
     """A stage of a pipeline, which updates the parameters of the head."""
 
@@ -186,6 +229,13 @@ def test_optimizer_options_can_name_parameters_of_other_stages() -> None:
     assert (group["names"], group["lr_scale"], group["rule"]) == (["head.weight"], 2.0, "muon")
     with pytest.raises(ConfigError):
         training(None, "optimizer.lr_scales={bodies:3}", parallel=Stage(ALONE))
+
+
+def test_optimizer_options_can_name_tied_parameters_of_other_stages() -> None:
+    names = ("optimizer=muon", "optimizer.lr_scales={head.weight:3,head.bias:2}", "optimizer.adamw_for=[head.weight]")
+    phase, _ = training(None, *names, task=Tied(), parallel=Stage(ALONE))
+    (group,) = phase.training.optimizer.param_groups
+    assert (group["names"], group["lr_scale"]) == (["head.bias"], 2.0)
 
 
 def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
