@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils import pin_memory
 
 
@@ -83,6 +84,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     return value
+
+
+def count_samples(arguments: Any) -> int:
+    """Return the batch size of the arguments of a model: the length of the first tensor that is not a scalar, or 1."""
+    return next((len(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _pin(value: Any) -> Any:

@@ -316,8 +316,12 @@ class Task:
             f"for a pipeline, {type(self).__name__} must define layers() -> modules whose composition is the model"
         )
 
-    def example(self) -> tuple[Tensor, ...]:
-        """Return example arguments of the model, a batch of two samples on the CPU; `export` traces them."""
+    def example(self) -> tuple[Any, ...]:
+        """Return example arguments of one call of the model, with a batch of two samples on the CPU.
+
+        Tensors may be nested in tuples, lists and dictionaries. `export` traces the call: the first dimension of each
+        tensor that contains the batch becomes dynamic, and other values are constants of the exported model.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define example()")
 
     def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:

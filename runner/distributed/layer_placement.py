@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.accelerator import get_accelerator
-from runner.base.batch import map_tensors
+from runner.base.batch import count_samples, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.distributed.agreement import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
@@ -22,7 +22,7 @@ from runner.distributed.world import World
 from runner.host.resources import memory_bytes
 from runner.workload import partition
 
-Example = Callable[[], Sequence[Tensor]]
+Example = Callable[[], Sequence[Any]]
 Weights = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
@@ -249,7 +249,7 @@ def _costs(
         inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))
     except NotImplementedError:
         return estimate_costs(model, layers)
-    size = next((tensor.shape[0] for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()), 1)
+    size = count_samples(inputs)
     scale = (request.samples or size) / max(1, size)
     repeats = 3 if request.balance == "time" else 1
     return measure_costs(

@@ -122,7 +122,7 @@ class Parallel:
 
     # ------------------------------------------------------------ the model
 
-    def expect_inputs(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
+    def expect_inputs(self, example: Callable[[], Sequence[Any]], samples: int, num_microbatches: int) -> None:
         """Set the expected inputs; called before `wrap`.
 
         example           returns the arguments of one call of the model; raises NotImplementedError if unknown

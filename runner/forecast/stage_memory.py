@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.base.batch import map_tensors
+from runner.base.batch import count_samples, map_tensors
 from runner.config.configuration import Choice
 from runner.distributed.join import simulated_world
 from runner.distributed.layer_costs import LayerCost, detach_inputs, estimate_costs, measure_saved_bytes
@@ -29,7 +29,7 @@ from runner.distributed.layer_placement import (
 from runner.distributed.parallel import Sums
 from runner.distributed.pipelined import Pipelined, model_not_called_error
 from runner.distributed.stages import Call, ModelCalled, Shapes
-from runner.engine.contract.contract_checks import validate_modules
+from runner.engine.contract.contract_checks import validate_example, validate_modules
 from runner.engine.contract.task_loading import task_errors
 from runner.engine.parts.assemble import assemble
 from runner.engine.parts.train_order import make_order
@@ -113,12 +113,12 @@ class StagePrediction:
 
         `seconds` holds FLOPs, because a trace cannot be timed. Without an example, the costs are estimated.
         """
-        model, costs = self.parts.bare, []
+        model, task, costs = self.parts.bare, self.parts.task, []
         try:
-            value: Any = tuple(self.parts.task.example())
+            value: Any = validate_example(task.example(), task.example, self.parts.source)
         except NotImplementedError:
             return estimate_costs(model, self.layers), 1
-        size = next((tensor.shape[0] for tensor in value if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
+        size = count_samples(value)
         recorder = self.fake_run.recorder
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
             recorder.stage = cost.name

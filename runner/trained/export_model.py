@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.base.batch import count_samples
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage, Problem
 from runner.base.packages import require
 from runner.base.task import Task
@@ -34,6 +36,7 @@ from runner.durable.safetensors_reader import open_tensors
 from runner.durable.safetensors_writer import serialize_header, stream_tensors, view_bytes
 from runner.durable.weight_source import averaged_stem
 from runner.engine.checkpoints.checkpoint_state import check_state
+from runner.engine.contract.contract_checks import validate_example
 from runner.engine.contract.lora import merge
 from runner.engine.contract.task_loading import load_task, task_errors
 from runner.engine.evaluation.evaluate import eval_mode
@@ -67,8 +70,9 @@ class Parity:
         return self.largest_difference <= TOLERANCE
 
 
+Inputs = tuple[Any, ...]  # arguments of one call of the model
 Outputs = tuple[Tensor, ...]
-Run = Callable[[Outputs], Outputs]
+Run = Callable[[Inputs], Outputs]
 
 
 def export(request: Request, formats: Sequence[str], checkpoint: str | None = None) -> Exit:
@@ -95,7 +99,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         example = None
         if type(task).example is not Task.example:
             with task_errors(trained.parts.source, "example()"):
-                example = task.example()
+                example = validate_example(task.example(), task.example, trained.parts.source, min_samples=2)
         model = trained.parts.bare.cpu()
         if not trained.plan.choices["adapter"].uses("none"):
             merge(model)
@@ -114,7 +118,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
 
 
 def _write_formats(
-    formats: Sequence[str], model: nn.Module, example: Any, draft: Path, folder: Path
+    formats: Sequence[str], model: nn.Module, example: Inputs | None, draft: Path, folder: Path
 ) -> tuple[dict[str, Parity], list[Problem]]:
     """Write files to `draft`, move them to `folder`; return format -> comparison, and the problems of other formats.
 
@@ -191,11 +195,12 @@ def _write_parity(trained: TrainedModel, parities: Mapping[str, Parity]) -> None
     trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
 
 
-def _compare(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
+def _compare(model: nn.Module, inputs: Inputs, file: Path, run: Run) -> Parity:
     """Compare both models on the example and on its first sample, which reveals a batch size fixed by tracing."""
-    largest, sizes = 0.0, (len(inputs[0]), 1)
+    samples = count_samples(inputs)
+    largest, sizes = 0.0, (samples, 1)
     for size in sizes:
-        args = tuple(value[:size] if value.dim() else value for value in inputs)
+        args = tree_map(lambda value, size=size: value[:size] if _has_batch(value, samples) else value, inputs)
         expected, outputs = _flatten(model(*args)), run(args)
         if len(expected) != len(outputs):
             raise ValueError(
@@ -227,12 +232,17 @@ def _classify_non_finite(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
 
 
-def _flatten(output: Any) -> Outputs:
-    leaves = torch.utils._pytree.tree_leaves(output)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+def _has_batch(value: Any, samples: int) -> bool:
+    """Return whether a value is a tensor whose first dimension is the batch size."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
 
 
-def _write_safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _flatten(values: Any) -> Outputs:
+    """Return the tensors of nested values, in the order of the inputs and outputs of an exported graph."""
+    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _write_safetensors(model: nn.Module, inputs: Inputs, file: Path) -> Run:
     """Write only the weights; they are verified in a copy of the model."""
     copied = _save_and_load(model, file)
     return lambda args: _flatten(copied(*args))
@@ -255,14 +265,14 @@ def _save_and_load(model: nn.Module, file: Path) -> nn.Module:
     return copied
 
 
-def _write_program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _write_program(model: nn.Module, inputs: Inputs, file: Path) -> Run:
     """Write a graph of torch operators that runs without the model's code (torch.export.load)."""
     torch.export.save(_trace(model, inputs), str(file))
     program = torch.export.load(str(file)).module()
     return lambda args: _flatten(program(*args))
 
 
-def _write_onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _write_onnx(model: nn.Module, inputs: Inputs, file: Path) -> Run:
     """Write an ONNX graph; it is compared as executed by onnxruntime."""
     require("onnxscript", "onnx")
     runtime = require("onnxruntime", "onnx")
@@ -276,20 +286,19 @@ def _write_onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     names = [item.name for item in session.get_inputs()]
 
-    def run(args: Outputs) -> Outputs:
-        feeds = {name: value.numpy() for name, value in zip(names, args, strict=True)}
+    def run(args: Inputs) -> Outputs:
+        feeds = {name: value.numpy() for name, value in zip(names, _flatten(args), strict=True)}
         return tuple(torch.from_numpy(value) for value in session.run(None, feeds))
 
     return run
 
 
-def _trace(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
+def _trace(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
     """Return the model as a graph with a dynamic batch size, and with portable operators instead of fused attention."""
-    batch = torch.export.Dim("batch", min=1, max=4096)
+    batch, samples = torch.export.Dim("batch", min=1, max=4096), count_samples(inputs)
+    shapes = tree_map(lambda value: {0: batch} if _has_batch(value, samples) else None, inputs)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.export.export(
-            model, inputs, dynamic_shapes=tuple({0: batch} if value.dim() else None for value in inputs)
-        )
+        return torch.export.export(model, inputs, dynamic_shapes=shapes)
 
 
 @dataclass(frozen=True)
@@ -297,7 +306,7 @@ class ExportFormat:
     """A file format: its file name suffix, and a writer that returns a function to run the exported model."""
 
     suffix: str
-    write: Callable[[nn.Module, Outputs, Path], Run]
+    write: Callable[[nn.Module, Inputs, Path], Run]
 
 
 FORMATS: Mapping[str, ExportFormat] = {

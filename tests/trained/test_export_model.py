@@ -31,29 +31,36 @@ from runner import Task
 
 SETTINGS = {"updates": 3}
 
-def build(*, has_example: bool = True):
+def build(*, has_example: bool = True, kind: str = "tensors"):
     if not has_example:
         del Mine.example
-    return Mine()
+    return Mine(kind)
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 2)
-    def forward(self, x, scale):
-        y = self.layer(x) * scale
+    def forward(self, x, scale, negate=False, offset=None):
+        x = x["parts"][0] if isinstance(x, dict) else x
+        y = self.layer(x) * (-scale if negate else scale)
         masked = torch.where(torch.tensor([True, False]), y, float("-inf"))
         return {"y": y, "masked": masked}, y > 0, torch.full_like(y, float("nan"))
 
 class Mine(Task):
-    def __init__(self):
-        self.model = Model()
+    def __init__(self, kind):
+        self.model, self.kind = Model(), kind
     def dataset(self, split):
         return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
     def loss(self, model, batch):
         return self.model.layer(batch[0]).square().sum(), len(batch[0])
     def example(self):
-        return torch.ones(2, 4), torch.tensor(3.0)
+        x, scale = torch.ones(2, 4), torch.tensor(3.0)
+        return {
+            "tensors": (x, scale),
+            "list": [x, scale],
+            "nested": ({"parts": [x, None], "unused": x}, scale, True, None),
+            "one row": (x, torch.full((1, 2), 3.0), False),
+        }[self.kind]
 """
 Outputs = tuple[Tensor, ...]
 Y, MASKED, FLAGS, NANS = range(4)
@@ -238,6 +245,21 @@ def test_exported_weights_and_program_give_the_outputs_of_the_model(run: Path) -
     parity = json.loads((run / "export" / "parity.json").read_text())
     assert parity["safetensors"]["largest_difference"] == 0.0
     assert parity["program"]["largest_difference"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["list", "nested", "one row"])
+def test_arguments_that_are_no_batch_are_constants_of_an_exported_program(kind: str, run: Path) -> None:
+    assert exported("program", options=(f"task.kind={kind}",)) == Exit.DONE
+    program = torch.export.load(str(run / "export" / "model.pt2")).module()
+    x, scale = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.tensor(3.0)
+    args = {
+        "list": (x, scale),
+        "nested": ({"parts": [x, None], "unused": x}, scale, True, None),
+        "one row": (x, scale.expand(1, 2), False),
+    }
+    weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
+    wanted = nn.functional.linear(x, weights["layer.weight"], weights["layer.bias"]) * 3
+    torch.testing.assert_close(program(*args[kind])[0]["y"], -wanted if kind == "nested" else wanted)
 
 
 def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.base.batch import count_samples
 from runner.base.errors import TaskFault
 from runner.base.secret import redact
 from runner.base.task import Fit, Prediction, Progress, Task, default
@@ -335,6 +336,20 @@ def validate_modules(result: Any, method: Callable[..., Any], source: Path) -> l
     name = _callable_name(method)
     what = f"{name}() must return a list of modules of the model, but returned {describe_value(result)}"
     raise TaskFault(what, where=locate_definition(method, source), fix=f"return list(self.model.{name})")
+
+
+def validate_example(
+    result: Any, example: Callable[..., Any], source: Path, *, min_samples: int = 1
+) -> tuple[Any, ...]:
+    """Return the arguments of one model call, as returned by `example`. Raises TaskFault for anything else."""
+    if not isinstance(result, tuple | list):
+        what = f"must return a tuple, the arguments of one model call, but returned {describe_value(result)}"
+    elif count_samples(result) < min_samples:
+        what = f"must return a batch of at least {min_samples} samples, but returned {describe_value(result)}"
+    else:
+        return tuple(result)
+    fix = "return (x,), where x is the first argument of the model, with two samples"
+    raise TaskFault(f"example() {what}", where=locate_definition(example, source), fix=fix)
 
 
 def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Path) -> None:

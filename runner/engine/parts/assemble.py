@@ -34,7 +34,7 @@ from runner.distributed.reducer import CustomSum
 from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
 from runner.durable.safetensors_writer import unsupported_reason
-from runner.engine.contract.contract_checks import validate_modules
+from runner.engine.contract.contract_checks import validate_example, validate_modules
 from runner.engine.contract.task_loading import build_task, task_errors
 from runner.engine.sources.splits import Splits
 from runner.engine.update.coupled import check_strategy, is_coupled
@@ -97,7 +97,11 @@ def assemble(
             bare = synchronize_batch_norms(bare, world)
         precision, blocks, notes = _adapt_model(bare, plan, task, source, world, stack)
     prefetch = make_chosen(PREFETCHES, choices["prefetch"], world.device)
-    parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
+    parallel.expect_inputs(
+        lambda: validate_example(task.example(), task.example, source),
+        plan.batch.micro_batch_size,
+        plan.batch.accumulation_steps,
+    )
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += build_notes + parallel.describe_placement()

@@ -20,6 +20,7 @@ from runner.base.errors import Exit, TaskFault
 from runner.base.task import Prediction, Task
 from runner.base.text import NOT_MEASURED
 from runner.distributed.world import World
+from runner.engine.contract.contract_checks import validate_example
 from runner.engine.contract.task_loading import CheckedLoss
 from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.run import Observers
@@ -55,6 +56,9 @@ class Wrong(Task):
     def predict(self, model: nn.Module, generator: torch.Generator, /) -> Any:
         return self.returns["predict"](one)
 
+    def example(self) -> Any:
+        return self.returns["example"](torch.ones(2, 4))
+
 
 def loss_of(task: Task) -> Any:
     return CheckedLoss(task.loss, HERE, records_operations=False)(task.model, torch.ones(4, 1))
@@ -74,6 +78,10 @@ def iterate_predictions(task: Task) -> list[Prediction]:
     )
     plan: Any = SimpleNamespace(inference={"seed": 0})
     return list(infer.iterate_predictions(plan, parts))
+
+
+def example_of(task: Task) -> tuple[Any, ...]:
+    return validate_example(task.example(), task.example, HERE, min_samples=2)
 
 
 LOSSES: dict[str, Callable[[Tensor], Any]] = {
@@ -139,11 +147,21 @@ PREDICTIONS: dict[str, Callable[[Any], Any]] = {
     "items in a tensor": lambda _: [Prediction({"a": "a"}, items=one)],  # type: ignore[arg-type]
     "a plot that is a path": lambda _: [Prediction({"a": "a"}, plots={"a.png": "a.png"})],  # type: ignore[dict-item]
 }
+EXAMPLES: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "a tensor": lambda x: x,
+    "keyword arguments": lambda x: {"x": x},
+    "one sample": lambda x: (x[:1],),
+    "one sample in a dictionary": lambda x: (True, {"x": x[:1]}),
+    "no argument": lambda x: (),
+    "no batch": lambda x: (one, 3),
+}
 TABLES: dict[str, tuple[dict[str, Callable[[Any], Any]], Callable[[Task], Any]]] = {
     "loss": (LOSSES, loss_of),
     "evaluate": (METRICS, metrics_of),
     "summarize": (SUMMARIES, metrics_of),
     "predict": (PREDICTIONS, iterate_predictions),
+    "example": (EXAMPLES, example_of),
 }
 CASES = [(method, name) for method, (table, _) in TABLES.items() for name in table]
 
