@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from runner.tensors.module_buffers import overwrite
 from runner.tensors.step_counters import changed_numbers, restore_numbers, select_changed
 from runner.tensors.stored_tensor import Saved, StoredTensor, first_row, in_memory
 
+SHARED_STATE = "<state>"  # name of the entries of `state` that belong to no parameter; no module can have it
 _TENSOR = {"<tensor>": True}  # stands for a tensor in a stored list or dictionary
 
 
@@ -95,20 +97,23 @@ def expected_state_bytes(optimizer: Optimizer) -> int:
 def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state as tensors by "<parameter name>.<key>" and a JSON-serializable rest.
 
-    The tensors are the optimizer's own, not copies; sharded parameters give DTensors. Learning rates and other options
-    are not state: they come from the configuration. Raises TaskFault for a value that a checkpoint cannot store.
+    Entries of `state` whose key is not a parameter have SHARED_STATE instead of the name of a parameter. The tensors
+    are the optimizer's own, not copies; sharded parameters give DTensors. Learning rates and other options are not
+    state: they come from the configuration. Raises TaskFault for a key or a value that a checkpoint cannot store.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = changed_numbers(optimizer, _weights(optimizer))
     seen: set[int] = set()
-    for slot in _slots(optimizer):
-        state = optimizer.state.get(slot.parameter, {})
+    states = {slot.name: optimizer.state.get(slot.parameter, {}) for slot in _slots(optimizer)}
+    for name, state in {**states, SHARED_STATE: _shared_state(optimizer)}.items():
         for key, value in state.items():
+            if not isinstance(key, str):
+                raise _unsaved(f"a key of type {type(key).__name__}", name, optimizer)
             if not isinstance(value, Tensor):
-                numbers[f"{slot.name}.{key}"] = _without_tensors(value, f"{slot.name}: state[{key!r}]", optimizer)
+                numbers[f"{name}.{key}"] = _without_tensors(value, f"{name}: state[{key!r}]", optimizer)
         for key, part in _flatten_state(state):
             # bitsandbytes shares one table among all parameters; safetensors requires separate memory per tensor
-            tensors[f"{slot.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
+            tensors[f"{name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
             seen.add(id(part))
     return tensors, {"optimizer": _optimizer_kind(optimizer), "numbers": numbers}
 
@@ -133,7 +138,10 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
     problems: list[str] = []
     restored: dict[Tensor, dict[str, Any]] = {}
     for slot in _slots(optimizer):
-        state = new_state(optimizer, slot) if new_state else _state_like_saved(slot, unused, tensors, numbers)
+        if new_state is not None:
+            state = new_state(optimizer, slot)
+        else:
+            state = _read_state(slot.name, partial(_zeros_for, slot.parameter, tensors), unused, numbers)
         parts = {f"{slot.name}.{key}": part for key, part in _flatten_state(state)}
         counts = {f"{slot.name}.{key}": key for key, value in state.items() if not isinstance(value, Tensor)}
         if unused.isdisjoint({*parts, *counts}):
@@ -145,9 +153,13 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
         if not problems:
             for full_name, part in parts.items():
                 copy_values(part, tensors[full_name])
-            if new_state is not None:  # otherwise, `_state_like_saved` has set the numbers
+            if new_state is not None:  # otherwise, `_read_state` has set the numbers
                 state.update({key: numbers[full_name] for full_name, key in counts.items()})
             restored[slot.parameter] = state
+    shared = _shared_state(optimizer)
+    if new_state is None:
+        shared |= _read_state(SHARED_STATE, partial(_copy_of_shared, optimizer, tensors), unused, numbers)
+        unused = {name for name in unused if not name.startswith(f"{SHARED_STATE}.")}
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:
         raise IncompatibleResume(
@@ -156,7 +168,7 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
             fix="resume with the model and optimizer it was saved with, or use resume=fresh",
         )
     optimizer.state.clear()
-    optimizer.state.update(restored)
+    optimizer.state.update({**restored, **shared})
     restore_numbers(optimizer, outside_of_state, _weights(optimizer))
 
 
@@ -224,41 +236,60 @@ def _without_tensors(value: Any, where: str, optimizer: Optimizer) -> Any:
         return {key: _without_tensors(item, where, optimizer) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TaskFault(
-        f"the state of the optimizer {type(optimizer).__name__} contains a value of type {type(value).__name__}, which"
-        f" a checkpoint cannot store: {where}",
+    raise _unsaved(f"a value of type {type(value).__name__}", where, optimizer)
+
+
+def _unsaved(what: str, where: str, optimizer: Optimizer) -> TaskFault:
+    return TaskFault(
+        f"the state of the optimizer {type(optimizer).__name__} contains {what}, which a checkpoint cannot store:"
+        f" {where}",
         fix="keep only tensors, numbers, strings, lists, and dictionaries with string keys in `state`",
     )
 
 
-def _state_like_saved(
-    slot: _Slot, names: Collection[str], tensors: Saved, numbers: Mapping[str, Any]
+def _read_state(
+    name: str, make: Callable[[str], Tensor], saved_names: Collection[str], numbers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a zero state with the saved names and shapes, for an optimizer defined by the task.
-
-    Step counts are on the host, as in torch's optimizers; tensors of the parameter's shape get its memory layout.
-    """
-    lead = f"{slot.name}."
+    """Return the saved state under a name, for an optimizer defined by the task; `make` returns its tensors by name."""
+    lead = f"{name}."
 
     def fill(value: Any, name: str) -> Any:
         if value == _TENSOR:
-            return empty(tensors[name]) if name in tensors else torch.zeros(())  # reported as missing
+            return make(name) if name in saved_names else torch.zeros(())  # reported as missing
         if isinstance(value, list):
             return [fill(item, f"{name}.{index}") for index, item in enumerate(value)]
         if isinstance(value, dict):
             return {key: fill(item, f"{name}.{key}") for key, item in value.items()}
         return value
 
-    def empty(saved: Tensor | StoredTensor) -> Tensor:
-        if saved.shape == slot.parameter.shape:
-            return torch.zeros_like(slot.parameter, dtype=saved.dtype, requires_grad=False)
-        device = slot.parameter.device if saved.shape else "cpu"
-        return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
-
-    own = [name for name in names if name.startswith(lead)]
+    own = [name for name in saved_names if name.startswith(lead)]
     state = {name.removeprefix(lead): fill(numbers[name], name) for name in own if name in numbers}
     nested = {f"{lead}{name}" for name, _ in _nested_tensors(state)}
-    return state | {name.removeprefix(lead): empty(tensors[name]) for name in own if name not in {*numbers, *nested}}
+    return state | {name.removeprefix(lead): make(name) for name in own if name not in {*numbers, *nested}}
+
+
+def _zeros_for(parameter: Tensor, tensors: Saved, name: str) -> Tensor:
+    """Return zeros with the shape of a saved tensor of a parameter's state, with its memory layout if shapes are equal.
+
+    Step counts are on the host, as in torch's optimizers.
+    """
+    saved = tensors[name]
+    if saved.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if saved.shape else "cpu")
+
+
+def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    states: Mapping[Any, Any] = optimizer.state
+    return {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+
+
+def _copy_of_shared(optimizer: Optimizer, tensors: Saved, name: str) -> Tensor:
+    """Return a copy of a saved tensor, on the device where the optimizer has created it, if it has done so already."""
+    saved = in_memory(tensors[name])
+    device = optimizer.param_groups[0]["params"][0].device if saved.shape else torch.device("cpu")
+    created = dict(_flatten_state(_shared_state(optimizer))).get(name.removeprefix(f"{SHARED_STATE}."))
+    return saved.to(device if created is None else created.device, copy=True)
 
 
 def _differences(name: str, part: Tensor, saved: Tensor | StoredTensor | None) -> list[str]:

@@ -217,6 +217,28 @@ PARALLELISMS = {
 }  # fmt: skip
 
 
+class SharedState(torch.optim.Optimizer):
+    """Gradient descent whose rate decays by state that belongs to no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        shared = self.state["shared"]
+        shared["factor"] = shared.get("factor", torch.ones(3)) * 0.8
+        shared["steps"] = shared.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rate = group["lr"] * float(shared["factor"][0]) / shared["steps"]
+                parameter.sub_(parameter.grad, alpha=rate)
+
+
+def shared_state(parameters, *, lr: float = 0.1):
+    """Decay the learning rate of all parameters together."""
+    return SharedState([parameter for _, parameter in parameters], {"lr": lr})
+
+
+OPTIMIZERS = {"shared_state": shared_state}
+
+
 def build(*, draws: bool = True, dropout: float = 0.0) -> Task:
     """A perceptron.
 

@@ -1,4 +1,4 @@
-"""Data loaders, precisions, gradient sums and techniques of a task file train as the options that they extend."""
+"""Data loaders, precisions, optimizers, gradient sums and techniques of a task file train as they should."""
 
 from __future__ import annotations
 
@@ -167,6 +167,18 @@ def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> No
         layers = [module for module in parts.bare.children() if isinstance(module, torch.nn.Linear)]
         assert layers
         assert all("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("args", ["", f"parallelism=ddp {TWO}"], ids=["one", "two"])
+def test_a_resumed_run_has_the_optimizer_state_that_belongs_to_no_parameter(
+    server: ForkServer, tmp_path: Path, args: str
+) -> None:
+    args = f"{args} dataloader.num_workers=0 optimizer=shared_state"
+    wanted = trained(server, tmp_path / "uninterrupted", args)
+    killed = run(server, tmp_path / "resumed", args, {"at": "update", "number": 6, "by": "SIGKILL", "wait": 4})
+    assert killed.code == -9
+    assert are_equal(trained(server, tmp_path / "resumed", args), wanted)
 
 
 def test_a_custom_exact_all_reduce_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:

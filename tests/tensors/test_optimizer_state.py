@@ -305,6 +305,56 @@ def test_the_state_of_an_unknown_optimizer_is_restored_unchanged() -> None:
             assert not found[key].requires_grad
 
 
+class WithSharedState(Optimizer):
+    """An optimizer with state of no parameter, like the step count of MADGRAD; some of it exists from the start."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {})
+        self.state: Any
+        self.state["k"] = torch.tensor([0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        shared = self.state["shared"] or {"gains": [torch.ones(3)], "rate": 1.0}
+        self.state["shared"] = shared
+        shared["gains"][0] *= 0.8
+        shared["rate"] *= 0.5
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=float(shared["gains"][0][0]) * shared["rate"] / int(self.state["k"]))
+
+
+def test_state_that_belongs_to_no_parameter_is_restored() -> None:
+    weights, others = make_weights(), make_weights()
+    optimizer, resumed = WithSharedState(grouped(weights)), WithSharedState(grouped(others))
+    give_gradients(weights)
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    import_state(resumed, tensors, json.loads(json.dumps(rest)))
+    for (_, one), (_, other) in zip(weights, others, strict=True):
+        other.data.copy_(one.data)
+    for each, its in ((optimizer, weights), (resumed, others)):
+        give_gradients(its, 0.25)
+        each.step()
+    assert resumed.state["k"].dtype == torch.int64
+    assert all(torch.equal(other, one) for (_, one), (_, other) in zip(weights, others, strict=True))
+
+
+def test_state_of_the_constructor_is_kept_by_a_checkpoint_without_it() -> None:
+    optimizer = WithSharedState(grouped(make_weights()))
+    rest = {"optimizer": export_state(optimizer)[1]["optimizer"], "numbers": {}}
+    import_state(optimizer, {}, rest)
+    assert optimizer.state["k"].tolist() == [0]
+
+
+def test_state_under_a_key_that_is_neither_text_nor_a_parameter_is_refused() -> None:
+    optimizer = WithSharedState(grouped(make_weights()))
+    optimizer.state[3] = {"gain": 1.0}
+    with pytest.raises(TaskFault):
+        export_state(optimizer)
+
+
 def test_parameters_without_state_have_none_after_an_import() -> None:
     weights = make_weights(3)
     optimizer = AdamW(grouped(weights))

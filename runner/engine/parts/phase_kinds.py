@@ -37,7 +37,13 @@ from runner.engine.update.oom_retry import OomRetry, RetryPolicy
 from runner.engine.update.parameter_selection import resolve_names, select_parameters
 from runner.engine.update.sharpness import with_sharpness
 from runner.plan.run_plan import PhasePlan
-from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from runner.tensors.optimizer_state import (
+    SHARED_STATE,
+    expected_state_bytes,
+    export_state,
+    import_state,
+    state_bytes,
+)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 BeforeStep = Callable[[Mapping[str, nn.Parameter], str], None]  # (parameters by name, objective), see `Hook`
@@ -382,11 +388,12 @@ class LossPhase(GradientPhase):
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
         gathered = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        named = {*self.trained, SHARED_STATE}
         numbers["numbers"] = {
             name: value
             for rank_numbers in gathered
             for name, value in rank_numbers.items()
-            if not self.trained.keys().isdisjoint(module_prefixes([name]))
+            if not named.isdisjoint(module_prefixes([name]))
         }
         optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
         return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}

@@ -189,11 +189,11 @@ def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         if weight.grad is not None:
             yield weight.grad, f"gradient of {name}"
     yield from ((buffer, name) for name, buffer in model.named_buffers())
-    states: Mapping[Any, Mapping[str, Any]] = optimizer.state if optimizer is not None else {}
-    for weight, state in states.items():
-        for key, value in state.items():
+    states: Mapping[Any, Any] = optimizer.state if optimizer is not None else {}
+    for owner, state in states.items():  # an optimizer may also keep state under keys that are not parameters
+        for key, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
             if isinstance(value, Tensor):
-                yield value, f"{key} of {names.get(weight, 'a parameter')}"
+                yield value, f"{key} of {owner if isinstance(owner, str) else names.get(owner, 'a parameter')}"
 
 
 def _unnamed_tensors() -> Iterator[tuple[Tensor, str]]:
