@@ -348,7 +348,7 @@ def test_a_task_file_may_be_edited_between_two_calls(tmp_path: Path, monkeypatch
 
 
 def test_the_package_exports_the_functions() -> None:
-    assert {"train", "evaluate", "open_run"} <= set(runner.__all__)
+    assert {"train", "evaluate", "open_run"} <= set(runner.__all__) <= set(dir(runner))
 
 
 @pytest.mark.slow

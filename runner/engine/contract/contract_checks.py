@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, product
 from numbers import Integral, Real
 from pathlib import Path
@@ -364,7 +365,8 @@ def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Pa
 def describe_value(value: Any) -> str:
     """Describe a value for error messages: shapes of tensors, short values, types of other objects."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        dtype = "" if value.is_floating_point() else f" and dtype {str(value.dtype).removeprefix('torch.')}"
+        return f"a tensor of shape {tuple(value.shape)}{dtype}"
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {value.shape}"
     if isinstance(value, tuple | list) and len(value) <= _MAX_DESCRIBED_ITEMS:
@@ -382,10 +384,13 @@ def _callable_name(method: Callable[..., Any]) -> str:
 
 def _check_no_secret(name: str, method: Callable[..., Any], source: Path) -> None:
     """Raise TaskFault for a name that contains a secret: as a key in checkpoints, it could not be redacted."""
-    shown = redact(name)
+    shown = _redact_once(name)
     if shown != name:
         what = f"{_callable_name(method)}() returned a name that contains a secret: {shown}"
         raise TaskFault(what, where=locate_definition(method, source), fix="choose a name without the secret")
+
+
+_redact_once = lru_cache(maxsize=1 << 16)(redact)  # the names are the same in every batch
 
 
 def _loss_fault(result: Any, where: str, name: str) -> TaskFault:

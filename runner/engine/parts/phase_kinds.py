@@ -37,13 +37,7 @@ from runner.engine.update.oom_retry import OomRetry, RetryPolicy
 from runner.engine.update.parameter_selection import resolve_names, select_parameters
 from runner.engine.update.sharpness import with_sharpness
 from runner.plan.run_plan import PhasePlan
-from runner.tensors.optimizer_state import (
-    SHARED_STATE,
-    expected_state_bytes,
-    export_state,
-    import_state,
-    state_bytes,
-)
+from runner.tensors.optimizer_state import SHARED_STATE, expected_state_bytes, export_state, import_state, state_bytes
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 BeforeStep = Callable[[Mapping[str, nn.Parameter], str], None]  # (parameters by name, objective), see `Hook`

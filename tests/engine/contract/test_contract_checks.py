@@ -180,6 +180,13 @@ def test_an_invalid_return_value_is_a_task_error_that_names_the_method_and_a_fix
     assert problem.where == f"{__file__}:{line}"
 
 
+@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j)], ids=["bool", "complex64"])
+def test_the_message_about_a_metric_names_the_dtype_that_is_not_allowed(value: Tensor) -> None:
+    with pytest.raises(TaskFault) as result:
+        metrics_of(Wrong(evaluate=lambda x: {"accuracy": (value, len(x))}))
+    assert str(value.dtype).removeprefix("torch.") in str(result.value)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
