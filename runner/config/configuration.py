@@ -269,7 +269,9 @@ def tree_of(configuration: Configuration) -> dict[str, Any]:
 
 def _check_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
-        file = request.task_file.with_suffix(".py")
+        path = request.task_file
+        dotted = Path(f"{path.parent.joinpath(*path.name.split('.'))}.py")  # package.module, as in python -m
+        file = dotted if dotted.is_file() else path.with_suffix(".py")
         name = shlex.quote(str(file))
         others = sorted(path.stem for path in file.parent.glob("*.py"))
         fix = f"use --task {name}" if file.is_file() else f"create it: accel-run new {name}"

@@ -489,6 +489,17 @@ def test_the_error_for_a_missing_task_file_suggests_the_most_similar_one(
     assert capsys.readouterr().err.endswith(f" accel-run new '{folder / 'other.py'}'\n")
 
 
+@pytest.mark.parametrize("name", ["package.part.task", "package/part/task"])
+def test_the_error_for_a_dotted_module_name_suggests_its_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "package" / "part" / "task.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    assert main(["train", "--task", str(tmp_path / name)]) == 66
+    assert capsys.readouterr().err.endswith(f" use --task {file}\n")
+
+
 def test_the_error_for_spaces_around_an_equals_sign_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optimizer.lr = 0.1"]) == 78
     assert "optimizer.lr" in capsys.readouterr().err

@@ -156,12 +156,17 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
     return TaskFault(
         f"{what} raised {task_exception}",
         where=f"{task_frames[-1].file}:{task_frames[-1].line}",
-        fix="\n".join([*_format_traceback(task_exception, source), *_suggest_rename(error, source)]),
+        fix="\n".join([*_format_traceback(task_exception, source), *_suggest_import(error, source)]),
     )
 
 
-def _suggest_rename(error: BaseException, source: Path) -> Iterator[str]:
-    """Suggest renaming a task module called runner: an import finds this package instead."""
+def _suggest_import(error: BaseException, source: Path) -> Iterator[str]:
+    """Suggest absolute imports, and renaming a task module called runner: an import finds this package instead."""
+    if isinstance(error, ImportError) and "no known parent package" in error.msg:  # Python's message
+        yield (
+            "a task file is not part of a package: use absolute imports, such as import data; modules are searched in"
+            " the folder of the task file and in those of PYTHONPATH"
+        )
     top = __name__.partition(".")[0]
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.connection
+import runpy
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -211,3 +212,14 @@ def test_definitions_are_located_in_the_task_file_and_never_in_a_library() -> No
     assert locate_definition(wraps(task.loss)(lambda: None), here) == locate_definition(task.loss, here)
     assert locate_definition(task.sample_weights, here) == str(here)
     assert locate_definition(torch.nn.Linear.forward, here) == str(here)
+
+
+def test_the_error_for_a_relative_import_names_the_search_path(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    for name, statement in (("__init__", ""), ("data", ""), ("task", "from .data import make")):
+        (tmp_path / f"{name}.py").write_text(statement)
+    with pytest.raises(ImportError) as raised:
+        runpy.run_path(str(file))
+    fault = explain(raised.value, file, "the file", 1)
+    assert isinstance(fault, TaskFault)
+    assert "PYTHONPATH" in str(fault)
