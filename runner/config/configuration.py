@@ -17,6 +17,8 @@ from runner.config.custom_options import find_custom_hooks, table_problems
 from runner.config.custom_tables import HOOK, omit_consequences
 from runner.config.known_keys import PhaseKeys, Schema, build_schema, check_phases, find_functions
 from runner.config.layers import (
+    Merged,
+    Setting,
     choose_phase_options,
     command_line_setting,
     default_settings,
@@ -200,13 +202,18 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     files = [*default_settings(schema), *from_files]
     from_task, for_auto = task_file_settings(task, choices, schema, problems, notes)
     expanded = [setting for override in command_line for setting in expand_setting(override, schema, problems)]
-    run = merge(setting for setting in (*files, *from_task, *expanded) if not setting.for_phase)
-    merged = {**run, **merge_phases(phase_options, run, [*files, *expanded], schema, task, problems)}
+
+    def merge_with(overrides: list[Setting], problems: list[Problem]) -> tuple[Merged, Merged]:
+        run = merge(setting for setting in (*files, *from_task, *overrides) if not setting.for_phase)
+        return run, {**run, **merge_phases(phase_options, run, [*files, *overrides], schema, task, problems)}
+
+    run, merged = merge_with(expanded, problems)
     notes += custom_option_notes(functions, choices["task"], request)
     notes += [*unused_setting_notes([*from_task, *expanded], run, schema), *check_phases(schema, problems)]
     notes += disabled_hook_notes(expanded, run)
 
-    problems += check_values(merged, schema, reported={problem.where for problem in problems})
+    reported = {problem.where for problem in problems}
+    problems += check_values(merged, schema, reported, without_overrides=lambda: merge_with([], [])[1])
     divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
     problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runner.base.errors import Problem, to_one_line
 from runner.config.known_keys import Schema
-from runner.config.layers import Setting, setting_values
+from runner.config.layers import DEFAULT, Merged, Setting, setting_values
 from runner.config.phases import INFERENCE
 from runner.config.request import format_value
 from runner.config.schema import (
@@ -26,8 +26,13 @@ from runner.workload.division import divide
 _OFF_IF_NULL = ("max_grad_norm", "early_stopping.patience")
 
 
-def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[str]) -> list[Problem]:
-    """Return a problem for each value of the wrong type, except at the places in `reported`."""
+def check_values(
+    merged: Merged, schema: Schema, reported: set[str], *, without_overrides: Callable[[], Merged]
+) -> list[Problem]:
+    """Return a problem for each value of the wrong type, except at the places in `reported`.
+
+    without_overrides  returns the settings that would apply without the command line, for suggestions
+    """
     problems, tree = [], setting_values(merged)
     for name, key in schema.keys.items():
         if name not in tree:
@@ -41,7 +46,9 @@ def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[st
         file = f"{merged[name].file}: " if merged[name].file else ""
         where = f"{file}{name}={format_value(tree[name])}"
         if mismatch and where not in reported:
-            problems.append(Problem(mismatch, where, _suggest_value(name, key, tree[name], schema)))
+            fix = _suggest_value(name, key, tree[name], schema)
+            fix = fix or _suggest_default(name, key, without_overrides().get(name))
+            problems.append(Problem(mismatch, where, fix))
     return problems
 
 
@@ -57,10 +64,19 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
     if abbreviated := re.fullmatch(r"(\d+(?:\.\d+)?)([km])", literal.lower()):  # updates=10k
         number = round(float(abbreviated[1]) * {"k": 1_000, "m": 1_000_000}[abbreviated[2]])
         return "" if describe_mismatch(key.type, number) else f"use {name}={number}"
+    if isinstance(value, float) and value.is_integer() and not describe_mismatch(key.type, int(value)):  # updates=1e3
+        return f"use {name}={int(value)}"
     if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # these values turn it off in other trainers
         return f"use {name}=null to disable it"
-    has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
-    return f"use {name}={format_value(key.default)}, the default" if has_default else ""
+    return ""
+
+
+def _suggest_default(name: str, key: Key, setting: Setting | None) -> str:
+    """Suggest the value of `setting`, which applies without the command line, or else the default of the key."""
+    for value, source in ((setting.value, setting.source) if setting else (None, ""), (key.default, DEFAULT)):
+        if value not in (None, REQUIRED) and not describe_mismatch(key.type, value):
+            return f"use {name}={format_value(value)}, {'the default' if source == DEFAULT else f'from {source}'}"
+    return ""
 
 
 def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, checks_division: bool) -> list[Problem]:

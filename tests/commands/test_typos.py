@@ -191,6 +191,7 @@ accel-run: --resume: unknown option; settings have the form key=value
 """,
     "train updates=1e3": """\
 accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000.0
+           use updates=1000
 """,
     "train scheduler=CosineAnnealingLR": """\
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
@@ -210,7 +211,7 @@ accel-run: lr=abc: unknown key
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
-           use optimizer.lr=0.0003, the default
+           use optimizer.lr=0.004, from task gpt
 """,
     "train --lr 0.1": """\
 accel-run: --lr 0.1: unknown option; settings have the form key=value
@@ -405,10 +406,11 @@ accel-run: 4 problems
   1. precsion=fp32: unknown key
      did you mean precision?
   2. updates=0: must be an integer of at least 1 or null, but is 0
+     use updates=1500, from task gpt
   3. seed=-1: must be an integer from 0 to 2**64 - 1, but is -1
      use seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
-     use optimizer.lr=0.0003, the default
+     use optimizer.lr=0.004, from task gpt
 """,
 }
 

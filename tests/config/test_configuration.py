@@ -597,6 +597,29 @@ def build(*, size: str = "tiny"): ...
 """
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.lr=null", "optimizer.lr=0.5"),
+        ("phase.a.optimizer.lr=null", "phase.a.optimizer.lr=0.25"),
+        ("phase.b.global_batch_size=0", "phase.b.global_batch_size=8"),
+    ],
+)
+def test_a_suggested_value_is_the_one_that_applies_without_the_command_line(
+    override: str, value: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
+    (problem,) = rejected(override, task=file)
+    assert f" {value}," in problem.fix
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=null", "seed=0"])
+def test_an_invalid_value_of_the_task_is_not_suggested(override: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("SETTINGS = {'optimizer.lr': 'high'}\ndef build(): ...\n")
+    (problem,) = rejected(override, task=tmp_path / "mine.py")
+    assert f" optimizer.lr={find_signature('optimizer', 'adamw').keys['lr'].default}," in problem.fix
+
+
 def test_phase_settings_override_run_settings(tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
     a, b = composed(task=file).phases
