@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,20 +29,21 @@ def correct_and_clip(
     """
     if not gradients:
         return None
-    # The correction is in float64. It is converted, because a product of two scalar tensors has the wider dtype.
-    dtype = gradients[0].dtype.to_real()
+    # The correction is in float64. It is converted, because a product of two scalar tensors has the wider dtype, but
+    # not to half precision, which would be too inaccurate for gradients in float32.
+    dtype = reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if isinstance(correction, Tensor):
         correction = correction.to(dtype)
     elif correction == 1.0:
         correction = None
     # Not torch.nn.utils.clip_grad_norm_: it takes no further factor, so the correction would be a second pass. It uses
     # the same private functions (torch 2.13), and adds the same 1e-6 to the norm.
-    norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=dtype))
     if correction is not None:
         norm = norm * correction
     if max_norm is None:
         if correction is not None:
-            torch._foreach_mul_(gradients, correction)
+            _multiply(gradients, correction)
         return norm
     factor = 1.0 if correction is None else correction
     scale: float | Tensor
@@ -51,8 +53,17 @@ def correct_and_clip(
         scale = min(1.0, max_norm / (norm.item() + 1e-6)) * factor
     else:  # factor * min(1, max_norm / (norm + 1e-6)), with one operation fewer
         scale = (norm + 1e-6).reciprocal_().mul_(max_norm * factor).clamp_(max=factor)
-    torch._foreach_mul_(gradients, scale)
+    _multiply(gradients, scale)
     return norm
+
+
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients in place by a number or a scalar tensor, in one pass per dtype."""
+    if not isinstance(factor, Tensor):
+        torch._foreach_mul_(gradients, factor)
+        return
+    for dtype in {gradient.dtype for gradient in gradients}:  # the fused kernel needs a factor of the same dtype
+        torch._foreach_mul_([each for each in gradients if each.dtype == dtype], factor.to(dtype.to_real()))
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:

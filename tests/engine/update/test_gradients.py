@@ -56,6 +56,22 @@ def test_half_precision_gradients_keep_their_dtype_and_an_empty_list_has_no_norm
     assert correct_and_clip([], 2.0, max_norm) is None
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.001])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_gradient_in_half_precision_does_not_change_the_scale_of_another(
+    half: torch.dtype, max_norm: float | None
+) -> None:
+    """Whether the correction is a number or a tensor, as with several ranks."""
+    results = []
+    for correction in (1 / 300, torch.tensor(1 / 300, dtype=torch.float64)):
+        small, result = torch.tensor([2.0**-6], dtype=half), torch.randn(5, generator=torch.Generator().manual_seed(0))
+        norm = correct_and_clip([small, result], correction, max_norm)
+        results.append(result)
+        assert norm is not None
+        assert norm.dtype == torch.float32
+    torch.testing.assert_close(*results, rtol=allowed(torch.float32, 4), atol=0.0)
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_non_finite_gradient_makes_the_norm_non_finite(max_norm: float | None) -> None:
     result = gradients()
