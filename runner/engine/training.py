@@ -22,7 +22,7 @@ from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.parts.assemble import begin_earlier_phases
 from runner.engine.parts.frozen_base import load_weights
-from runner.engine.parts.phase_kinds import check_parameters
+from runner.engine.parts.phase_kinds import check_parameters, find_fit
 from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.sources.training_identity import changed_files, fingerprint_code
@@ -127,12 +127,15 @@ def _check_libraries(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
 
 
 def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
-    """Raise ConfigError if a later phase has invalid options, which would otherwise end the run between two phases.
+    """Raise an error if a later phase has invalid options or no fit, which would otherwise end the run between phases.
 
-    Options that a task defines are not checked, because they may depend on the values of the parameters. Names of
-    parameters are not checked if the task defines `begin_phase`, which may add or unfreeze parameters.
+    Options that a task defines are not checked, because they may depend on the values of the parameters. Fits and names
+    of parameters are not checked if the task defines `begin_phase`, which may add fits, or add or unfreeze parameters.
     """
+    defines_begin_phase = _defines_begin_phase(run)
     for phase in phases:
+        if phase.kind == "fit" and not defines_begin_phase:
+            find_fit(run.parts, phase.name)
         if phase.kind != "train":
             continue
         objectives = parse_objectives(run.parts.task, phase)
@@ -141,9 +144,12 @@ def _check_options(run: TrainingRun, phases: Iterable[PhasePlan]) -> None:
             names = objective.select_parameters(run.parts.bare)
             _check_training(run, f"objective.{objective.name}", objective, names, updates)
         if not objectives:
-            # Frozen parameters too, because the task may unfreeze some in `begin_phase`.
-            names = select_parameters(run.parts.bare, phase.trains, with_frozen=True)
+            names = select_parameters(run.parts.bare, phase.trains, with_frozen=defines_begin_phase)
             _check_training(run, f"phase.{phase.name}", phase, names, phase.updates)
+
+
+def _defines_begin_phase(run: TrainingRun) -> bool:
+    return type(run.parts.task).begin_phase is not Task.begin_phase
 
 
 def _check_training(
@@ -160,7 +166,7 @@ def _check_training(
     """
     optimizer, schedule, device = chosen.optimizer, chosen.scheduler, run.parts.world.device
     options = resolve_names(optimizer.options, run.parts.bare, parameters, parameters)
-    if type(run.parts.task).begin_phase is not Task.begin_phase:
+    if _defines_begin_phase(run):
         options = {key: value for key, value in options.items() if key not in KEYS_WITH_NAMES}
     small = [(name, _placeholder(weight, device)) for name, weight in parameters.items()]
     try:

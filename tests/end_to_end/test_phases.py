@@ -104,6 +104,32 @@ def test_invalid_options_of_a_later_phase_are_reported_before_the_first_phase(
     assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
 
 
+FROZEN = """
+class Frozen(TwoPhases):
+    def __init__(self):
+        super().__init__(True, "loss", 8)
+        self.model[0].requires_grad_(False)
+
+
+def build():
+    return Frozen()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "code"),
+    [('{"optimizer.lr_scales": {"0": 0.1}}', FROZEN, 78), ('{"kind": "fit"}', "", 70)],
+    ids=["frozen", "no fit"],
+)
+def test_a_later_phase_that_does_not_fit_the_task_is_reported_before_the_first_phase(
+    options: str, more: str, code: int, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "task.py").write_text(TASK.read_text().replace('"two": {}', f'"two": {options}') + more)
+    result = server.run(["train", "--task", "task.py", "run=mine", "device=cpu", "monitor=off"], tmp_path)
+    assert result.code == code, result.err
+    assert not list(tmp_path.glob("outputs/mine/checkpoints/update-*"))
+
+
 CHANGED = """
 class Changed(TwoPhases):
     def __init__(self):

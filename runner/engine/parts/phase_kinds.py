@@ -425,16 +425,8 @@ class StatisticsPhase(PhaseKind):
     ) -> None:
         self.parts, self.position, self.total = parts, position, order.updates_per_epoch
         self._num_states = max(1, len(order.shares))  # each rank with a share of the samples has a state
-        fit = parts.task.fits.get(phase.name)
-        if fit is None:
-            raise TaskFault(
-                f"phase {phase.name} is of kind fit, but the task defines no fit of this name (it defines:"
-                f" {', '.join(parts.task.fits) or 'none'})",
-                where=str(parts.source),
-                fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
-            )
-        self.fit = fit
-        start = _check_state(fit.start(), fit.start, parts.source)
+        self.fit = find_fit(parts, phase.name)
+        start = _check_state(self.fit.start(), self.fit.start, parts.source)
         self.gathered: State = {name: value.to(parts.world.device) for name, value in start.items()}
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
@@ -539,6 +531,19 @@ def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
     for phase in phases:
         if phase.kind == "train":
             _select_parameters(model, phase)
+
+
+def find_fit(parts: Parts, phase: str) -> Fit:
+    """Return the statistics to collect in a phase of kind fit. Raises TaskFault if the task defines none for it."""
+    fit = parts.task.fits.get(phase)
+    if fit is None:
+        raise TaskFault(
+            f"phase {phase} is of kind fit, but the task defines no fit of this name (it defines:"
+            f" {', '.join(parts.task.fits) or 'none'})",
+            where=str(parts.source),
+            fix=f'return {{"{phase}": MyFit()}} from the property fits',
+        )
+    return fit
 
 
 def _check_state(state: Any, method: Callable[..., Any], source: Path) -> State:
