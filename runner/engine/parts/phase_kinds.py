@@ -210,7 +210,8 @@ class GradientPhase(PhaseKind):
         """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
         parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
-        options = resolve_names(chosen.optimizer.options, parts.bare, self.trained, weights)
+        named = {name: weight for name, weight in weights.items() if name in self.owned}
+        options = resolve_names(chosen.optimizer.options, parts.bare, self.trained, named)
         optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], options)
         wrapper = UpdateWrapper()
         if self.retry_policy is not None:
@@ -218,8 +219,6 @@ class GradientPhase(PhaseKind):
             wrapper = OomRetry(
                 parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
             )
-        # Without the placeholder of a pipeline stage that has no parameters.
-        named = {name: weight for name, weight in weights.items() if name in self.trained}
         wrapper.before_step = partial(self.before_step, named, objective)
         return Training(
             position=position,
@@ -243,7 +242,9 @@ class GradientPhase(PhaseKind):
         parts = self.parts
         for name, weight in parts.bare.named_parameters():
             weight.requires_grad_(name in trained)
-        self.owned = parts.parallel.owned_parameters(trained)
+        self._updated = parts.parallel.owned_parameters(trained)
+        # Without the placeholder of a pipeline stage that has no trained parameters: only its optimizer needs it.
+        self.owned = {name: weight for name, weight in self._updated.items() if name in trained}
         self._gradient_record = GradientRecord(parts.bare, trained.keys(), self.owned)
 
     @property
@@ -364,7 +365,7 @@ class LossPhase(GradientPhase):
                 self.loss, parts.task.couple, parts.source, seed, lambda: position.update
             )
         self._training = self._make_training(
-            phase, checked, self.owned, position, parts.precision, total=self.total, gradients=gradients
+            phase, checked, self._updated, position, parts.precision, total=self.total, gradients=gradients
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,40 @@ def test_a_run_resumes_from_an_older_checkpoint_without_newer_keys(option: str, 
     messages: list[str] = []
     check_resume(plan, start, messages.append)
     assert not messages
+
+
+FROZEN = """
+from tests.engine.task_of_averages import Regression
+
+SETTINGS = {"global_batch_size": 8, "scheduler": "constant", "scheduler.warmup": 0, "optimizer.lr": 0.01}
+
+def build():
+    return Frozen()
+
+class Frozen(Regression):
+    def __init__(self):
+        super().__init__()
+        self.model[0].requires_grad_(False)
+"""
+
+
+@pytest.mark.slow
+def test_a_pipeline_stage_without_trained_parameters_averages_nothing(tmp_path: Path) -> None:
+    """Its run continues from the checkpoint of a single process, and saves the same tensors."""
+    task = tmp_path / "frozen.py"
+    task.write_text(FROZEN)
+
+    def train(name: str, *args: str, world: World | None = None) -> None:
+        request = Request(request_of(tmp_path / name, *EMA, "resume_allow=[updates]", *args).overrides, task)
+        with open_phase(request, world) as phase:
+            assert phase.run_updates() is None
+
+    train("one", "updates=3")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    train("one")
+    run_ranks(lambda world: train("two", "parallelism=pipeline", "parallelism.world_size=2", world=world), 2)
+    assert {*saved(tmp_path / "two")} == {"2.weight", "2.bias"}
+    assert_close(saved(tmp_path / "two"), saved(tmp_path / "one"))
 
 
 def test_the_average_of_a_tied_weight_is_loaded_under_all_of_its_names(server: ForkServer, tmp_path: Path) -> None:

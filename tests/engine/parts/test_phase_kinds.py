@@ -21,6 +21,7 @@ from runner.base.task import Fit, State, Task
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.distributed.parallel import Parallel
+from runner.distributed.pipelined import PLACEHOLDER
 from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
 from runner.engine.parts.phase_kinds import (
@@ -236,6 +237,19 @@ def test_optimizer_options_can_name_tied_parameters_of_other_stages() -> None:
     phase, _ = training(None, *names, task=Tied(), parallel=Stage(ALONE))
     (group,) = phase.training.optimizer.param_groups
     assert (group["names"], group["lr_scale"]) == (["head.bias"], 2.0)
+
+
+def test_the_placeholder_of_a_stage_is_only_in_its_optimizer() -> None:
+    class Idle(Parallel):
+        def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+            return {PLACEHOLDER: nn.Parameter(torch.zeros(1))}
+
+    phase, _ = training(None, "optimizer.lr_scales={body:3}", parallel=Idle(ALONE))
+    next(phase.updates(iter([micro(points())])))
+    assert not phase.owned, "hooks would save it"
+    assert not phase.first_gradients(), "the run would warn that it has no gradient"
+    (group,) = phase.training.optimizer.param_groups
+    assert group["names"] == [PLACEHOLDER]
 
 
 def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
