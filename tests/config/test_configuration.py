@@ -317,7 +317,7 @@ def test_a_file_in_the_config_folder_overrides_task_settings(task: Path, tmp_pat
     file = write(tmp_path, {"conf/optimizer/adamw.yaml": "lr: 7\n"}) / "conf/optimizer/adamw.yaml"
     configuration = composed(task=task, folder=tmp_path / "conf")
     assert (configuration.flat()["optimizer.lr"], configuration.sources["optimizer.lr"]) == (7, "config folder")
-    assert [note for note in configuration.notes if note.startswith("optimizer.lr=0.02 ") and str(file) in note]
+    assert [note for note in configuration.notes if "optimizer.lr=0.02 " in note and str(file) in note]
 
 
 def test_a_users_config_yaml_replaces_the_defaults_list(bare: Path, tmp_path: Path) -> None:
@@ -759,7 +759,7 @@ def test_setting_names_of_other_trainers_produce_suggestions() -> None:
 def test_suggested_setting_names_exist(messages: str) -> None:
     for key, value in re.findall(
         r"(?<![A-Z_])([a-z][\w.]*)=([^\s;,:]+)",
-        "" if messages.startswith(("accel-run", "goal=", "trials=")) else messages,
+        "" if messages.startswith(("goal=", "trials=")) else messages.partition("accel-run")[0],
     ):
         if key not in GROUPS:
             group, _, name = key.partition(".")
