@@ -21,7 +21,7 @@ DATA = ("dataset", "stream", "collate", "sample_lengths")
 NOT_FOR_THE_TRAINER = {
     ("actor_critic", "dcgan"): "the Trainer has only one optimizer",
     ("lightning_module",): "the model is a LightningModule",
-    ("nano_gpt",): "the Trainer saves tied weights only for a PreTrainedModel, as in hf_gpt2",
+    ("nano_gpt",): "the Trainer saves tied weights only for a PreTrainedModel, such as the model of hf_gpt2",
     ("unet_diffusion",): "the Trainer does not support weight averaging",
 }
 
@@ -99,12 +99,12 @@ def table() -> str:
     rows += [
         f"| {name} | {' | '.join('' if each is None else str(each) for each in row)} |" for name, row in counts.items()
     ]
-    for title, column_needed in ((f"all {len(files)} projects", 0), ("those written for the Trainer", 2)):
+    for title, column_needed in ((f"all {len(files)} projects", 0), ("the projects with a Trainer version", 2)):
         columns = list(zip(*(row for row in counts.values() if row[column_needed] is not None), strict=True))
         cells = ["" if None in column else str(sum(column)) for column in columns]
         rows.append(f"| total of {title} | {' | '.join(cells)} |")
     missing = [f"- {', '.join(names)}: {reason}" for names, reason in NOT_FOR_THE_TRAINER.items()]
-    return "\n".join([*rows, "", "These projects are not written for the Trainer:", "", *missing])
+    return "\n".join([*rows, "", "These projects have no Trainer version:", "", *missing])
 
 
 if __name__ == "__main__":

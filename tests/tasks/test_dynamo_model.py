@@ -376,7 +376,7 @@ def test_numbers_in_the_documentation_match_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tasks" / "dynamo.md").read_text(encoding="utf-8")
     text = " ".join(text.split())
     for sentence in (
-        f"files up to {LARGEST_FILE // 1000} kB",
+        f"files larger than {LARGEST_FILE // 1000} kB",
         f"{HELD_OUT:.0%}".replace("%", " % each"),
         f"truncated to {LONGEST_TEXT} characters",
         f"(tiny: {SHAPES['tiny'].max_length} tokens, full: {SHAPES['full'].max_length})",

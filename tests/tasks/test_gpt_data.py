@@ -382,7 +382,7 @@ def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(shards: Path,
 
 
 def test_token_shards_refuse_a_tokenizer(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tokenized already"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         open_bytes(shards, tmp_path, tokenizer="bpe")
 
 
