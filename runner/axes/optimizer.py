@@ -266,7 +266,7 @@ def muon(
 
     momentum      momentum factor of the matrices
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
-    adamw_for     modules or parameters whose matrices use AdamW instead, such as embeddings and the output layer
+    adamw_for     modules or parameters whose matrices use AdamW instead: embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
     Raises ConfigError if a name matches nothing or the parameters are sharded.

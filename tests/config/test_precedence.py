@@ -51,8 +51,9 @@ def task(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A config folder, because compositions of shipped files alone are cached across tests."""
+    """A config folder with its own content, because other compositions are cached across tests."""
     (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "own").write_text(str(tmp_path))
     return tmp_path / "conf"
 
 
