@@ -13,8 +13,8 @@ batch and for one sample.
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
 
-program and onnx need the task's example(). Without it, only safetensors is
-written, and its weights are compared with the checkpoint bit for bit.
+program and onnx need the task's example(). Without it, only safetensors is written, and its weights are compared with
+the checkpoint bit for bit.
 
 {CHECKPOINT_HELP}
 

@@ -169,12 +169,14 @@ def _check_threads(num_ranks: int) -> None:
     with suppress(OSError):
         pid = os.fork()  # not in this process: a thread may still be counted after it was joined
     if pid == 0:
-        with suppress(RuntimeError):
+        code = 1
+        try:
             threading.stack_size(1 << 16)
             for _ in range(num_ranks * (1 + _JOIN_THREADS) - 1):
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
-            os._exit(0)
-        os._exit(1)
+            code = 0
+        finally:
+            os._exit(code)  # whatever the error is, the child must not continue as a second launcher
     if pid == -1 or os.waitpid(pid, 0)[1]:
         raise SystemLimit(
             f"{num_ranks} ranks need more processes and threads than the limits of this process allow",

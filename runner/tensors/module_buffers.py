@@ -134,8 +134,8 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
 def frozen_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
     """Return the frozen parameters of these modules (not of their children), with a name for messages.
 
-    Parameters that are treated as buffers are left out, and so are
-    parameters that a strategy has sharded or moved to another rank, because they are not plain tensors.
+    Parameters that are treated as buffers are left out. So are parameters that a strategy has sharded or moved to
+    another rank, because they are not plain tensors.
     """
     return {
         weight: f"{type(module).__name__}.{key}"

@@ -158,7 +158,10 @@ def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) 
             restored[slot.parameter] = state
     shared = _shared_state(optimizer)
     if new_state is None:
-        shared |= _read_state(SHARED_STATE, partial(_copy_of_shared, optimizer, tensors), unused, numbers)
+        saved = _read_state(SHARED_STATE, partial(_copy_of_shared, optimizer, tensors), unused, numbers)
+        names = (f"{SHARED_STATE}.{key}" for key, _ in _flatten_state(saved))
+        problems += [f"{name} is missing" for name in names if name not in tensors]
+        shared |= saved
         unused = {name for name in unused if not name.startswith(f"{SHARED_STATE}.")}
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:

@@ -341,6 +341,16 @@ def test_state_that_belongs_to_no_parameter_is_restored() -> None:
     assert all(torch.equal(other, one) for (_, one), (_, other) in zip(weights, others, strict=True))
 
 
+def test_a_missing_tensor_of_state_that_belongs_to_no_parameter_is_reported() -> None:
+    optimizer = WithSharedState(grouped(weights := make_weights()))
+    give_gradients(weights)
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    del tensors["<state>.shared.gains.0"]
+    with pytest.raises(IncompatibleResume):
+        import_state(WithSharedState(grouped(make_weights())), tensors, rest)
+
+
 def test_state_of_the_constructor_is_kept_by_a_checkpoint_without_it() -> None:
     optimizer = WithSharedState(grouped(make_weights()))
     rest = {"optimizer": export_state(optimizer)[1]["optimizer"], "numbers": {}}

@@ -229,9 +229,8 @@ class CoupledUpdate:
         self.parallel.stopwatch.lap("forward")
         self._rng_states = [generator.get_state() for generator in global_generators()]
         if self._has_states:
-            self._state = self.source.states.record(
-                self.passes.model, after_passes=True
-            )  # `couple` may have changed it
+            # `couple` may have changed the model.
+            self._state = self.source.states.record(self.passes.model, after_passes=True)
             self.source.states.end_update()
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another micro-batch could change buffers that the graph saved for the backward pass.
