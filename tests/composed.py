@@ -66,6 +66,15 @@ class Composed(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """Read and write no files inside the context."""
+        folder, self.folder = self.folder, None
+        try:
+            yield
+        finally:
+            self.folder = folder
+
     def _file(self, key: tuple[Any, ...]) -> Path:
         assert self.folder is not None
         return self.folder / hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()

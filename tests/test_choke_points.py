@@ -19,6 +19,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/commands/complete.py", "candidates", "import_module"): "names of the table COMMANDS",
     ("runner/commands/benchmark.py", "run", "import_module"): "names of the table SUITES",
     ("runner/__init__.py", "__getattr__", "getattr"): "names compared with a tuple in the line above",
+    ("runner/__init__.py", "__dir__", "globals"): "only the names are listed",
     ("runner/engine/contract/task_loading.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there",
     ("runner/config/option_table.py", "load_file", "exec_module"): "the one place where a file of the user's is run: --task on the command line",
     ("runner/config/option_table.py", "import_packaged", "import_module"): "a module that an installed package names as its entry point",

@@ -498,7 +498,7 @@ def _annotation(
     category = categories.get(row["category_id"]) if _is_integer(row.get("category_id")) else None
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
-        raise _fault(path, f"{name} must have an {missing} that exists in this file, but has {row.get(missing)!r}")
+        raise _fault(path, f"{name} must have the {missing} of an entry of this file, but has {row.get(missing)!r}")
     size: list[Any] = [image.get("width"), image.get("height")]
     if (
         not isinstance(image.get("file_name"), str)
@@ -509,8 +509,9 @@ def _annotation(
     points = _keypoints_of(row.get("keypoints"), category.num_keypoints)
     if points is None:
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
-        what = f"must have x, y, visibility for each of the {category.num_keypoints} keypoints of {category.name}"
-        raise _fault(path, f"{name} {what}: {3 * category.num_keypoints} numbers, but has {length}")
+        count = category.num_keypoints
+        what = f"must have x, y, visibility for each of the {count} keypoints of category {category.name!r}"
+        raise _fault(path, f"{name} {what}: {3 * count} numbers, but has {length}")
     if not _is_number_list(row.get("bbox"), 4):
         raise _fault(path, f"{name} must have a bbox of x, y, width, height above 0, but has {row.get('bbox')}")
     visible = points[:, 2] > 0

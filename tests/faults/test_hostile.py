@@ -26,6 +26,7 @@ from runner.config.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
 from runner.config.options import GROUPS
 from runner.config.request import Request
 from runner.config.schema import read_functions
+from tests.composed import composed
 from tests.faults import attacks
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import CompletedCommand, ForkServer
@@ -79,7 +80,8 @@ def attempt(args: tuple[str, ...], folder: Path | None = None, task: Path | None
     SEEN.clear()
     ARMED[0] = True
     try:
-        compose(Request(args, task, folder))
+        with composed().unshared():  # else the hook would report the files of the cache
+            compose(Request(args, task, folder))
     except AccelRunError as error:
         return error
     finally:

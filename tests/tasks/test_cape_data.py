@@ -324,16 +324,16 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
     [
         (lambda c: c.pop("categories"), "list of categories"),
         (lambda c: c["images"][0].pop("id"), r"images\[0\] must be an object with an integer as id"),
-        (lambda c: c["annotations"][2].update(image_id=999), "annotation 3 must name an image_id"),
-        (lambda c: c["annotations"][2].update(category_id=999), "annotation 3 must name an category_id"),
+        (lambda c: c["annotations"][2].update(image_id=999), "annotation 3 .* image_id .* has 999"),
+        (lambda c: c["annotations"][2].update(category_id=999), "annotation 3 .* category_id .* has 999"),
         (lambda c: c["annotations"][2].update(bbox=[0, 0, 5]), "annotation 3 must have a bbox"),
-        (lambda c: keypoints_of(c).pop(), r"annotation 1 must have \d+ keypoints"),
+        (lambda c: keypoints_of(c).pop(), r"annotation 1 must have x, y, visibility .*: 33 numbers, but has 32"),
         (lambda c: c["categories"][0].update(keypoints=[]), "category 1 must have a name and a list"),
         (lambda c: c["categories"][0].update(skeleton=[[1, 99]]), "skeleton of category 1"),
         (lambda c: c["categories"][0].update(skeleton=5), "skeleton of category 1"),
         (lambda c: c["categories"][0].update(skeleton=[[1, 1.5]]), "skeleton of category 1"),
-        (lambda c: c["annotations"][2].update(image_id=[1]), r"annotation 3 must name an image_id .* has \[1\]"),
-        (lambda c: c["annotations"][2].update(category_id={}), "annotation 3 must name an category_id"),
+        (lambda c: c["annotations"][2].update(image_id=[1]), r"annotation 3 .* image_id .* has \[1\]"),
+        (lambda c: c["annotations"][2].update(category_id={}), r"annotation 3 .* category_id .* has \{\}"),
         (lambda c: c["images"][0].update(width=True), "image 1 must have file_name, and width"),
         (lambda c: c.update(categories=[], annotations=[]), "at least one category"),
     ],
@@ -523,7 +523,7 @@ def test_validation_has_no_category_of_training(folder: Path) -> None:
     check_disjoint([train, val])
     name = train.categories[0].name
     poses = read_pose_set(changed(folder, lambda c: c["categories"][0].update(name=name), "val"), "val")
-    with pytest.raises(DataError, match=f"no category of train.json, but has {name}"):
+    with pytest.raises(DataError, match=f"val.json.* train.json.* {name}"):
         check_disjoint([train, poses])
 
 
