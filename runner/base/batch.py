@@ -50,8 +50,8 @@ class ShardMark(NamedTuple):
 class MicroBatch(NamedTuple):
     """A micro-batch; `last` marks the last one of this rank's update; `bad` lists (index, reason) of skipped samples.
 
-    is_counted  False: a dummy micro-batch that keeps the ranks in lockstep and must not contribute to gradients and
-                metrics; `batch` may be None
+    is_counted  False: a micro-batch without readable samples, or a dummy one that keeps the ranks in lockstep; it must
+                not contribute to gradients and metrics, and `batch` may be None
     samples     None if unknown, as for batches that were not read from a dataset
     marks       shard -> position after this batch, for the shards of a stream that it read
     """

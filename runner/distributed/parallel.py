@@ -167,8 +167,11 @@ class Parallel:
         last = False
         stopwatch, widest = self.stopwatch, self.world.widest
         while not last:
-            batch, last, skipped, *_ = next(batches)
+            batch, last, skipped, is_counted, *_ = next(batches)
             stopwatch.lap("data")
+            bad += skipped
+            if not is_counted:  # none of its samples could be read
+                continue
             with passes.forward():
                 loss, count = passes.loss(passes.model, batch)
             stopwatch.lap("forward")
@@ -179,9 +182,7 @@ class Parallel:
             else:
                 loss_sum += loss.detach()
             items = items + count
-            bad += skipped
-        assert loss_sum is not None, "an update has at least one micro-batch"
-        return Sums(loss_sum, items, bad)
+        return Sums(self.world.zeros() if loss_sum is None else loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
         """All-reduce the gradients; return the sums over all ranks.

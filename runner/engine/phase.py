@@ -59,7 +59,7 @@ class Phase(PhaseView):
         self.progress_mark.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.splits.fetcher("train")
-        fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.is_lockstep
+        fetcher.may_be_empty = not parts.parallel.is_lockstep
         self.order = make_order(parts, planned, fetcher, start)
         batch, num_samples = self.planned.batch, self.order.num_samples
         if batch.global_batch_size > num_samples:

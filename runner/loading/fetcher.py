@@ -58,7 +58,7 @@ class Fetcher:
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self._length = len(dataset)
         self.num_samples = self._length if num_samples is None else min(num_samples, self._length)
-        self.may_be_empty = False  # True: a batch may have no readable samples, because other ranks may have some
+        self.may_be_empty = False  # True: a batch may have no readable samples, if others of its update have some
         self._epoch = -1
 
     def __len__(self) -> int:

@@ -47,6 +47,43 @@ def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp
     assert [(row["stopped_by"], row["update"]) for row in rows if row["kind"] == "end"] == [("SIGTERM", 4)]
 
 
+BAD = """
+import torch
+from runner import Task
+
+def build():
+    return Bad()
+
+class Samples:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index in (2, 5):
+            raise ValueError("broken file")
+        return torch.tensor([float(index)])
+
+class Bad(Task):
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+    def dataset(self, split):
+        return Samples() if split == "train" else [torch.zeros(1)]
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+"""
+
+
+@pytest.mark.parametrize("choice", ["sharpness=none", "sharpness=sam"])
+def test_bad_samples_are_skipped_with_micro_batches_of_one_sample(choice: str, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(BAD)
+    settings = ("epochs=1", "global_batch_size=4", "micro_batch_size=1", "dataloader.bad_samples=skip", choice,
+                "dataloader.num_workers=0", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
+                f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
+    with open_new_run(Request(settings, tmp_path / "task.py")) as run:
+        run_phases(run, None)
+    rows = [json.loads(line) for line in (tmp_path / "small" / "events.jsonl").read_text().splitlines()]
+    assert sorted(row["index"] for row in rows if row["kind"] == "bad sample") == [2, 5]
+
+
 RAISING = """
 import torch
 from runner import Task

@@ -275,6 +275,11 @@ def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
     assert not any(check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of())))
 
 
+def test_a_loss_is_reported_as_unchecked_if_no_sample_of_the_first_batch_can_be_read() -> None:
+    empty = MicroBatch(None, last=False, bad=((10, "broken"),), is_counted=False)
+    assert check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], empty).reason
+
+
 @pytest.mark.parametrize("precision", [fp32, bf16])
 def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precision: Any) -> None:
     model = model_of()

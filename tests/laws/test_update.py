@@ -15,6 +15,7 @@ from runner.axes.parallelism import single
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
+from runner.base.errors import DataError
 from runner.distributed.world import World
 from runner.engine.parts.phase_kinds import count_updates
 from runner.engine.update.loop import Position, Training, train_updates
@@ -195,6 +196,33 @@ def test_losses_are_summed_exactly_in_any_dtype() -> None:
     micros = iter([MicroBatch((x,), last=number == 299) for number in range(300)])
     (step,) = train_updates(training(make_model(), one), micros, 1)
     assert float(step.loss_sum) == step.items == 300  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("precision", [fp32, fp16])
+def test_a_micro_batch_without_readable_samples_does_not_change_the_update(place: int, precision: Any) -> None:
+    (x, y), *_ = data(1, ignored=False)
+    micros = cut(x, y, [20, 12])
+    results = []
+    for skips in (False, True):
+        read = [micro._replace(last=False) for micro in micros]
+        if skips:
+            read.insert(place, MicroBatch(None, last=False, bad=((7, "broken"),), is_counted=False))
+        read[-1] = read[-1]._replace(last=True)
+        run = training(make_model(), sample_loss, precision=precision)
+        (step,) = train_updates(run, iter(read), 1)
+        assert step.bad == (((7, "broken"),) if skips else ())
+        results.append([step.loss_sum, torch.as_tensor(step.items), step.grad_norm, *run.parameters])
+    for plain, skipped in zip(*results, strict=True):
+        assert torch.equal(plain, skipped)
+
+
+@pytest.mark.parametrize("precision", [fp32, fp16])
+def test_an_update_without_readable_samples_is_an_error_of_the_data(precision: Any) -> None:
+    micros = [MicroBatch(None, last, ((index, "broken"),), is_counted=False) for index, last in ((7, False), (3, True))]
+    with pytest.raises(DataError) as caught:
+        next(train_updates(training(make_model(), sample_loss, precision=precision), iter(micros), 1))
+    assert "7, 3" in caught.value.problems[0].what
 
 
 class InMemory(torch.autograd.Function):

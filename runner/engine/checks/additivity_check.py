@@ -199,9 +199,9 @@ def check_loss_is_sum(
     faults = [fault for fault, *_ in gathered]
     # Without `splits_batch`, as in a pipeline, the verdict of rank 0 on its samples decides.
     _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
-    reasons = [reason for _, reason, _, counts in gathered if counts]
+    reasons = [reason for _, reason, _, counts in gathered if counts] or ["no sample of the first batch can be read"]
     warnings = filter(None, (warning for _, _, warning, _ in gathered))
-    return LossCheck(reasons[0] if reasons and all(reasons) else "", next(warnings, ""))
+    return LossCheck(reasons[0] if all(reasons) else "", next(warnings, ""))
 
 
 def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import count_samples
-from runner.base.errors import TaskFault
+from runner.base.errors import AccelRunError, DataError, TaskFault
 from runner.base.secret import redact
 from runner.base.task import Fit, Prediction, Progress, Task, default
 from runner.base.text import abbreviate
@@ -73,8 +73,18 @@ def validate_loss(
     return (total.reshape(()) if total.dim() else total), count
 
 
-def no_items_fault(update: int, location: str) -> TaskFault:
-    """Return the error for an update whose micro-batches all have a count of 0; `location` is the place of the loss."""
+def no_items_error(update: int, location: str, bad: Sequence[tuple[int, str]] = ()) -> AccelRunError:
+    """Return the error for an update whose micro-batches all have a count of 0.
+
+    location  place of the loss
+    bad       (index, reason) of samples that could not be read, if known
+    """
+    if bad:
+        return DataError(
+            f"update {update} has no items, because samples cannot be read: {abbreviate([index for index, _ in bad])};"
+            f" the first error: {bad[0][1]}",
+            fix="fix these samples: an update needs at least one readable sample",
+        )
     return TaskFault(
         f"loss() returned a count of 0 for all micro-batches (update {update})",
         where=location,

@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.base.errors import TaskFault
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Seconds, Stopwatch, TimeSnapshot, seconds_between
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_fault
+from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_error
 from runner.engine.update.loop import StepInfo
 from runner.tensors.async_copy import PendingCopy, start_copy
 
@@ -308,7 +308,7 @@ class Meter:
             if count < 0:
                 raise invalid_count_fault(LOSSES_HAVE, count, "at least 0", number, self._locate())
             if count == 0:
-                raise no_items_fault(number, self._locate())
+                raise no_items_error(number, self._locate())
 
 
 def _data_wait(parts_s: Seconds) -> float | None:

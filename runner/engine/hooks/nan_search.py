@@ -19,7 +19,7 @@ from runner.base.errors import AccelRunError, NumericError
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
 from runner.distributed.parallel import ForwardPasses
-from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_fault
+from runner.engine.contract.contract_checks import LOSSES_HAVE, invalid_count_fault, no_items_error
 from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.parts.phase_kinds import GradientPhase
@@ -74,7 +74,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
         what, least = ("couple() returned", "above 0") if search.coupled else (LOSSES_HAVE, "at least 0")
         return invalid_count_fault(what, total, least, search.update, phase.work.location)
     if has_no_items:
-        return no_items_fault(search.update, phase.work.location)
+        return no_items_error(search.update, phase.work.location)
     samples = [number for result in results for number in result.samples]
     rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
     prefix = f"on rank {rank}, " if len(results) > 1 and worst.what else ""

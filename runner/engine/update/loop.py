@@ -16,7 +16,7 @@ from runner.base.accelerator import widest_dtype
 from runner.base.batch import MicroBatch
 from runner.base.task import Sum
 from runner.distributed.parallel import ForwardPasses, Parallel
-from runner.engine.contract.contract_checks import no_items_fault
+from runner.engine.contract.contract_checks import no_items_error
 from runner.engine.update.extra_metrics import ExtraMetrics
 from runner.engine.update.gradients import ForwardWrapper, GradientSource, clear, correct_and_clip
 
@@ -129,7 +129,7 @@ class Training:
             # After `reduce`, because the sums then include an overflow on any rank, so copies of the model agree on it.
             precision.unscale(self.optimizer, parallel.any_overflow)
             if not isinstance(total.items, Tensor) and total.items == 0:
-                raise no_items_fault(position.update + 1, self.location)
+                raise no_items_error(position.update + 1, self.location, total.bad)
             correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)
             grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.global_norm)
