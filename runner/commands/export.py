@@ -13,8 +13,9 @@ batch and for one sample.
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
 
-program and onnx need the task's example(). Without it, only safetensors is written, and its weights are compared with
-the checkpoint bit for bit.
+program and onnx need the task's example(), and accept any batch size from 1 to 4096; the other dimensions of their
+inputs, such as a sequence length, are those of the example. Without example(), only safetensors is written, and its
+weights are compared with the checkpoint bit for bit.
 
 {CHECKPOINT_HELP}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from runner.base.batch import count_samples
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage, Problem
@@ -113,7 +114,9 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     if not parities:
         raise ConfigError(failures)
     _write_parity(trained, parities)
-    _report(parities, trained.directory.shown / folder.name, console)
+    traced = parities.keys() - {"safetensors"}
+    inputs = _describe_inputs(model, example) if example is not None and traced else ""
+    _report(parities, inputs, trained.directory.shown / folder.name, console)
     return Exit.DONE
 
 
@@ -151,8 +154,24 @@ def _write_formats(
     return parities, failures
 
 
-def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> None:
-    """Print a line per format. Raises AccelRunError if an exported model's outputs differ from the original's."""
+def _describe_inputs(model: nn.Module, inputs: Inputs) -> str:
+    """Return the name and shape of each input of a traced model, such as `x (batch, 5)`."""
+    samples, described = count_samples(inputs), []
+    for name, argument in inspect.signature(model.forward).bind(*inputs).arguments.items():
+        for path, value in tree_flatten_with_path(argument)[0]:
+            if isinstance(value, Tensor):
+                sizes = list(map(str, value.shape))
+                if _has_batch(value, samples):
+                    sizes[0] = "batch"
+                described.append(f"{name}{keystr(path)} ({', '.join(sizes)})")
+    return ", ".join(described)
+
+
+def _report(parities: Mapping[str, Parity], inputs: str, folder: Path, console: Console) -> None:
+    """Print a line per format. Raises AccelRunError if an exported model's outputs differ from the original's.
+
+    inputs  names and shapes of the inputs of traced models
+    """
     for name, parity in parities.items():
         same = "equal except for rounding" if parity.largest_difference else "identical"
         verdict = same if parity.holds else "DIFFERENT"
@@ -160,6 +179,8 @@ def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> N
             f"{name:<12} {folder / parity.file}  {format_bytes(parity.bytes)}  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"
         )
+    if inputs:
+        console.info(f"{'inputs':<12} {inputs}; the batch size is dynamic, the other dimensions are fixed")
     wrong = [name for name, parity in parities.items() if not parity.holds]
     if wrong:
         fix = (

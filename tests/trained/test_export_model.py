@@ -262,6 +262,23 @@ def test_arguments_that_are_no_batch_are_constants_of_an_exported_program(kind: 
     torch.testing.assert_close(program(*args[kind])[0]["y"], -wanted if kind == "nested" else wanted)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("tensors", ["x (batch, 4)", "scale ()"]),
+        ("nested", ["x['parts'][0] (batch, 4)", "x['unused'] (batch, 4)", "scale ()"]),
+        ("one row", ["x (batch, 4)", "scale (1, 2)"]),
+    ],
+)
+def test_the_dynamic_and_fixed_dimensions_of_a_program_are_printed(
+    kind: str, shapes: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported("safetensors", options=(f"task.kind={kind}",))
+    assert shapes[0] not in capsys.readouterr().out
+    exported("program", options=(f"task.kind={kind}",))
+    assert ", ".join(shapes) in capsys.readouterr().out
+
+
 def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
