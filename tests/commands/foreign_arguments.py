@@ -1,6 +1,6 @@
-"""Arguments of other tools, each with the suggestion that the message must contain; "" if no setting corresponds.
+"""Arguments of other tools, each with the suggestion that the message must contain, or "" if no setting corresponds.
 
-One table per tool. The test also checks that the suggestion itself is accepted.
+There is one table per tool. The test also checks that the suggestion itself is accepted.
 """
 
 from __future__ import annotations

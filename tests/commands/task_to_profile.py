@@ -1,4 +1,4 @@
-"""A task for profiler tests: a module that sleeps in its forward or backward pass, and lines that synchronize."""
+"""A task for tests of the profiler: a module that sleeps in both passes, and lines that synchronize."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def build(
 
 
 def wait(seconds):
-    """Sleep, or advance the virtual clock if the test has replaced the real one."""
+    """Sleep, or advance the virtual clock if a test has replaced the real one."""
     pause = getattr(time.perf_counter, "sleep", time.sleep)
     pause(seconds)
 
@@ -77,7 +77,7 @@ class ToProfile(Task):
     def loss(self, model, batch):
         (x,) = batch
         wait(0.0 if self.model.training else self.evaluation_s)
-        drawn = torch.rand(()).item()  # on the host: does not synchronize
+        drawn = torch.rand(()).item()  # on the host, so it does not synchronize
         loss = (model(x) - x.sum(1, keepdim=True)).square().sum() * (self.scale if drawn < 2 else 0.0)
         if self.waits and loss.item() < 0:  # waits in loss
             raise AssertionError

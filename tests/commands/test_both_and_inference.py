@@ -1,4 +1,4 @@
-"""`accel-run inference` and `accel-run both`: their run and checkpoint, their predictions, and their exit codes."""
+"""The run and the checkpoint that `accel-run inference` and `accel-run both` use, their predictions and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def predictions(run: Path) -> dict[str, bytes]:
-    """Return the prediction files without the summary, which contains durations."""
+    """Return the prediction files, but not the summary, which contains durations."""
     return {file.name: file.read_bytes() for file in (run / "predictions").iterdir() if file.name != "summary.json"}
 
 
@@ -57,7 +57,7 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_both_command_trains_a_run_and_predicts_with_it(tmp_path: Path) -> None:
+def test_both_trains_a_run_and_predicts_with_it(tmp_path: Path) -> None:
     result = run_here(["both", *ON_CPU, "inference.samples=1"], tmp_path)
     assert result.code == 0, result.err
     (run,) = (tmp_path / "outputs").iterdir()
@@ -69,7 +69,7 @@ def test_both_command_trains_a_run_and_predicts_with_it(tmp_path: Path) -> None:
     assert summary(run)["checkpoint_update"] == 30
 
 
-def test_both_command_prints_the_remaining_commands_when_stopped(server: ForkServer, tmp_path: Path) -> None:
+def test_both_prints_the_remaining_commands_when_stopped(server: ForkServer, tmp_path: Path) -> None:
     args = [*ON_CPU[:4], "updates=1000", "log_every=1", "task.sleep_s=0.02"]
     pid = server.start(["both", "run=mine", *args], tmp_path)
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -83,14 +83,15 @@ def test_both_command_prints_the_remaining_commands_when_stopped(server: ForkSer
     assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
-def test_both_command_exits_with_the_code_of_training_and_predicts_nothing_if_training_fails(tmp_path: Path) -> None:
+def test_both_predicts_nothing_if_training_fails(tmp_path: Path) -> None:
+    """The exit code is that of training."""
     result = run_here(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert result.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
 
 
 @pytest.mark.slow
-def test_a_failed_start_does_not_become_the_last_run(folder: Path) -> None:
+def test_inference_skips_a_run_that_failed_to_start(folder: Path) -> None:
     failed = run_here(["train", "run=failed", *ON_CPU, "task.fail_at=1"], folder)
     assert failed.code == 70, failed.err
     listed = json.loads(run_here("runs --json", folder).out)
@@ -99,7 +100,7 @@ def test_a_failed_start_does_not_become_the_last_run(folder: Path) -> None:
         result = run_here(command, folder)
         assert result.code == 0, result.err
         assert "second" in result.out + result.err, command
-        assert "failed" in result.out + result.err, f"{command}: the skipped run is reported"
+        assert "failed" in result.out + result.err, f"{command}: the skipped run is not reported"
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
@@ -136,7 +137,8 @@ def test_inference_accepts_a_run_by_name_and_by_folder(folder: Path) -> None:
         assert result.out.startswith("first: ")
 
 
-def test_inference_refuses_to_run_the_task_file_recorded_in_a_foreign_run_folder(folder: Path) -> None:
+def test_inference_rejects_the_task_file_of_a_foreign_run(folder: Path) -> None:
+    """A run folder from elsewhere does not decide which code runs."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     result = run_here(f"inference run={folder}/outputs/first", elsewhere)
@@ -165,7 +167,7 @@ def test_the_summary_contains_durations_and_memory(folder: Path) -> None:
     latency = result["latency_ms"]
     assert latency.keys() == {"mean", "median", "p95", "p99"}
     assert latency["median"] > 0
-    assert latency["p95"] is latency["p99"] is None, "6 calls after the first are too few for these statistics"
+    assert latency["p95"] is latency["p99"] is None, "these statistics need more than 6 calls after the first"
     model = result["model"]
     assert (model["calls"], model["samples_per_call"]) == (7, 1)
     assert 0 < model["seconds"] < result["seconds"]
@@ -223,9 +225,7 @@ def test_exit_code_is_78_for_an_unknown_key(folder: Path) -> None:
         ("--device cpu", "device=cpu"),
     ],
 )
-def test_the_error_for_a_flag_or_training_key_suggests_the_setting_for_inference(
-    folder: Path, typed: str, meant: str
-) -> None:
+def test_flags_and_training_keys_suggest_inference_settings(folder: Path, typed: str, meant: str) -> None:
     result = run_here(f"inference {typed}", folder)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", meant]
@@ -234,8 +234,8 @@ def test_the_error_for_a_flag_or_training_key_suggests_the_setting_for_inference
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4"])
-def test_the_error_for_a_batch_size_suggests_the_inference_key(typed: str, tmp_path: Path) -> None:
-    """Without a run, the keys are those of the default task."""
+def test_a_batch_size_suggests_the_inference_key(typed: str, tmp_path: Path) -> None:
+    """Without a run, the message uses the keys of the default task."""
     result = run_here(f"inference {typed}", tmp_path)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
@@ -243,8 +243,8 @@ def test_the_error_for_a_batch_size_suggests_the_inference_key(typed: str, tmp_p
 
 
 @pytest.mark.slow
-def test_keys_of_the_users_task_are_known(tmp_path: Path) -> None:
-    """The keys come from the task of the run, not from the default task."""
+def test_inference_accepts_keys_of_the_users_task(tmp_path: Path) -> None:
+    """The valid keys are those of the run's task, not of the default task."""
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
     (tmp_path / "mine.py").write_text(source)
     assert run_here(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0
@@ -253,7 +253,7 @@ def test_keys_of_the_users_task_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_for_a_task_without_predict_says_what_to_define(tmp_path: Path) -> None:
+def test_a_task_without_predict_is_reported(tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)
     result = run_here(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
@@ -262,7 +262,7 @@ def test_the_error_for_a_task_without_predict_says_what_to_define(tmp_path: Path
     assert "Traceback" not in result.err
 
 
-def test_the_error_of_a_failed_prediction_names_the_line(tmp_path: Path) -> None:
+def test_an_error_in_predict_names_the_line(tmp_path: Path) -> None:
     source = TASK.read_text().replace(
         "        for number in range(samples):", "        for number in range(samples + {}):"
     )

@@ -1,4 +1,4 @@
-"""`checkpoint=best|last|N`: which checkpoint commands use, and rewinding a run to it."""
+"""`checkpoint=best|last|N` selects the checkpoint that a command uses, or to which a run is rewound."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_rejected_resume_does_not_rewind(folder: Path) -> None:
     ],
     ids=["other model", "fails in build", "fails in the first update"],
 )
-def test_a_resume_that_fails_before_its_first_update_keeps_all_checkpoints(old: str, new: str, folder: Path) -> None:
+def test_a_failed_resume_without_updates_keeps_all_checkpoints(old: str, new: str, folder: Path) -> None:
     before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
     (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
     result = run_here(f"resume mine checkpoint=3 --task {TASK.name}", folder)
@@ -138,7 +138,8 @@ def test_a_resume_that_fails_before_its_first_update_keeps_all_checkpoints(old: 
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
 
-def test_a_resume_that_fails_after_an_update_keeps_its_new_checkpoints(folder: Path) -> None:
+def test_a_failed_resume_keeps_its_new_checkpoints(folder: Path) -> None:
+    """The run fails after some updates."""
     before = (folder / "outputs/mine/metrics.jsonl").read_bytes()
     count = "if model.training: counted.append(1)\n        if len(counted) > 2: raise RuntimeError\n        return (mod"
     text = TASK.read_text().replace("return (mod", count).replace("SETTINGS =", "counted = []\nSETTINGS =")
@@ -150,20 +151,20 @@ def test_a_resume_that_fails_after_an_update_keeps_its_new_checkpoints(folder: P
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
 
 
-def test_other_settings_of_the_group_checkpoint_still_work(folder: Path) -> None:
+def test_other_checkpoint_settings_still_work(folder: Path) -> None:
     longer = "updates=7 resume_allow=[updates]"
     run_successfully(folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
     assert checkpoint_path(Path(), 7).name in names(folder)
 
 
-def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_used_without_a_watched_metric(tmp_path: Path) -> None:
     args = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
     assert run_here(args, tmp_path).code == 0
     assert checkpoint_path(Path(), 6).name in run_successfully(tmp_path, EXPORT).out
     assert run_here(f"{EXPORT} checkpoint=best", tmp_path).code == 66
 
 
-def test_a_damaged_best_checkpoint_is_skipped_unless_it_was_requested(folder: Path) -> None:
+def test_a_damaged_best_checkpoint_is_skipped_unless_requested(folder: Path) -> None:
     path = checkpoint_path(folder / "outputs/mine/checkpoints", best(folder))
     (path / "model.safetensors").write_bytes(b"damaged")
     result = run_successfully(folder, EXPORT)

@@ -1,4 +1,4 @@
-"""Shell completion: the candidates, without importing torch, and in real shells."""
+"""Shell completion: which candidates are offered, without an import of torch, and completion in real shells."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offered(line: str) -> list[str]:
-    """Return the candidates at the end of a line whose arguments contain no spaces."""
+    """Return the candidates for the last word of a line whose arguments contain no spaces."""
     return candidates(line.split(" ")[1:])
 
 
-# line -> exact candidates
+# line: its candidates
 OFFERS = {
     "accel-run t": "train tune",
     "accel-run in": "inference",
@@ -139,7 +139,7 @@ OFFERS = {
 }
 
 
-def test_training_commands_complete_only_runs_that_they_would_resume(folder: Path) -> None:
+def test_training_commands_complete_only_resumable_runs(folder: Path) -> None:
     """`train run=TRIAL` would start the trial again, outside its sweep."""
     trial = folder / "outputs" / "grid" / "grid-1"
     trial.mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_completion_offers_exactly_the_listed_commands() -> None:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str, folder: Path) -> None:
+def test_arguments_and_keys_of_a_suite_are_completed(suite: str, folder: Path) -> None:
     result = offered(f"accel-run benchmark suite={suite} ")
 
     own = result[: result.index("precision=")]
@@ -171,12 +171,12 @@ def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str,
     assert set(own) - set(args) == {f"{key}=" for key in (*COMMAND_KEYS, *SUITES[suite].options)} - {"suite="}
 
 
-def test_arguments_of_the_ladder_match_its_techniques() -> None:
+def test_ladder_arguments_match_its_techniques() -> None:
     assert ("all", *ladder.ACTIONS) == SUITES["ladder"].positional
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_every_group_is_completed(group: str) -> None:
+def test_all_options_of_a_group_are_completed(group: str) -> None:
     assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in list_options(group)]
 
 
@@ -187,7 +187,7 @@ def test_arguments_may_be_quoted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["def build(", "\0", "build = 3"])
-def test_completion_prints_nothing_if_the_task_file_is_invalid(
+def test_completion_ignores_an_invalid_task_file(
     content: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "my_task.py").write_text(content)
@@ -195,7 +195,7 @@ def test_completion_prints_nothing_if_the_task_file_is_invalid(
     assert capsys.readouterr() == ("", "")
 
 
-def test_completion_ignores_a_help_flag_on_the_completed_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_ignores_help_flags_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "--", "train", "--help", "precision=b"]) == 0
     assert capsys.readouterr() == ("precision=bf16\n", "")
 
@@ -218,7 +218,7 @@ LINES = (
 
 
 def test_completion_imports_no_library_and_reads_few_files(folder: Path) -> None:
-    """Users wait for completions; their time depends on what is loaded and read (scripts/measure/command_line.py)."""
+    """Users wait for completions, whose time depends on what is loaded and read (scripts/measure/command_line.py)."""
     code = """if True:
         import collections, contextlib, io, json, sys
         import runner.cli as cli
@@ -244,8 +244,8 @@ def test_completion_imports_no_library_and_reads_few_files(folder: Path) -> None
 # ---------------------------------------------------------------- in shells
 
 
-def in_shell(shell: str, script: str, folder: Path) -> str:
-    """Return the output of a script in a shell that has the completion file and accel-run on its path."""
+def run_in_shell(shell: str, script: str, folder: Path) -> str:
+    """Return the output of a script in a shell that has the completion file, and accel-run on its PATH."""
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
@@ -271,7 +271,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     return done.stdout
 
 
-# readline also ends words at = and :, and replaces only the last piece.
+# readline also splits words at = and :, and replaces only the last piece.
 IN_BASH = {
     "accel-run t": (["accel-run", "t"], "train tune"),
     "accel-run ": (["accel-run", ""], " ".join(name for name, (_, summary) in COMMANDS.items() if summary)),
@@ -299,7 +299,7 @@ def test_completion_works_in_bash(folder: Path) -> None:
         quoted = " ".join(f"'{word}'" for word in args)
         script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(args) - 1}; _accel_run accel-run '{args[-1]}' '{args[-2]}'\n"
         script += 'echo "${COMPREPLY[*]}"\n'
-    answers = in_shell("bash", script, folder).splitlines()
+    answers = run_in_shell("bash", script, folder).splitlines()
     assert len(answers) == len(IN_BASH)
     for (line, (_, expected)), answer in zip(IN_BASH.items(), answers, strict=True):
         if expected is None:
@@ -309,12 +309,12 @@ def test_completion_works_in_bash(folder: Path) -> None:
 
 
 def test_bash_registers_the_completion_for_accel_run(folder: Path) -> None:
-    shown = in_shell("bash", "source ./completion.bash; complete -p accel-run", folder)
+    shown = run_in_shell("bash", "source ./completion.bash; complete -p accel-run", folder)
     assert shown.split()[-3:] == ["-F", "_accel_run", "accel-run"]
 
 
 def test_completion_works_in_zsh(folder: Path) -> None:
-    """compadd is replaced, because real completion needs a terminal."""
+    """The test replaces compadd, because real completion needs a terminal."""
     script = "compdef() { registered=$2 }\nsource ./completion.zsh\necho $registered\n"
     script += 'compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rn -- "${@:+$* }" }\n'
     lines = {
@@ -328,7 +328,7 @@ def test_completion_works_in_zsh(folder: Path) -> None:
         script += (
             f"words=({' '.join(before)} '{last}'); CURRENT={len(before) + 1}; PREFIX='{last}'; _accel_run; print\n"
         )
-    registered, *answers = in_shell("zsh", script, folder).splitlines()
+    registered, *answers = run_in_shell("zsh", script, folder).splitlines()
     assert registered == "accel-run"
     assert [answer.strip() for answer in answers] == list(lines.values())
 
@@ -343,7 +343,7 @@ def test_completion_works_in_fish(folder: Path) -> None:
     }
     script = "source ./completion.fish\n"
     script += "".join(f"echo (complete -C '{line}' | string join ' ')\n" for line in lines)
-    answers = in_shell("fish", script, folder).splitlines()
+    answers = run_in_shell("fish", script, folder).splitlines()
     for (line, expected), answer in zip(lines.items(), answers, strict=True):
         assert sorted(answer.split()) == sorted(expected.split()) if expected is not None else "precision=" in answer, (
             line

@@ -1,4 +1,4 @@
-"""Abnormal exits: an internal error, Ctrl-C at any moment, a closed pipe, a full disk."""
+"""Abnormal exits: internal errors, Ctrl-C at any moment, a closed pipe, and a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-# A task that makes the runner fail while no line of the task is on the call stack.
+# A task that causes an error in the runner while no line of the task is on the call stack.
 SABOTAGE = """
 import functools
 import torch
@@ -63,9 +63,8 @@ def test_an_internal_error_prints_one_line_and_a_traceback(
     assert "in broken" in err
 
 
-def test_an_internal_error_in_a_run_prints_one_line_and_writes_a_traceback_to_error_json(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_an_internal_error_in_a_run_writes_error_json(server: ForkServer, tmp_path: Path) -> None:
+    """The terminal shows one line; error.json has the traceback."""
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     result = server.run("train --task ./sabotage.py run=mine device=cpu monitor=off", tmp_path)
     assert result.code == 70
@@ -106,16 +105,14 @@ def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
         ("_multiarray_umath", signal.SIGHUP),
     ],
 )
-def test_an_interrupt_during_an_import_exits_quietly_with_130(
-    moment: str, number: signal.Signals, tmp_path: Path
-) -> None:
+def test_an_interrupt_during_an_import_exits_with_130(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     process = accel_run("train", "run=mine", folder=tmp_path)
     try:
         wait_until(lambda: has_loaded(process, moment))
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
-        process.kill()  # a process that ignored the signal would train for an hour
+        process.kill()  # if the process ignored the signal, it would train for an hour
     assert process.returncode == 130, err
     assert err == "\naccel-run: interrupted\n"
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
@@ -126,13 +123,14 @@ def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> No
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
     pid = server.start(["plan", "task.size=tiny", "micro_batch_size=4"], tmp_path)
-    wait_until(lambda: Path(f"/proc/{pid}/fd/1").readlink().name == ".out", "the command has its output")
+    wait_until(lambda: Path(f"/proc/{pid}/fd/1").readlink().name == ".out", "the command opened its output")
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
     result = server.wait()
     assert result.code == 0
-    assert [line for line in result.err.splitlines() if not line.startswith("plan: ")] == []  # slow steps are announced
+    # slow steps print what they do
+    assert [line for line in result.err.splitlines() if not line.startswith("plan: ")] == []
 
 
 @pytest.mark.slow
@@ -159,7 +157,7 @@ def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: 
 
 @pytest.mark.slow
 def test_train_runs_without_standard_streams(tmp_path: Path) -> None:
-    """Uses a real process, since Python sets up its streams when it starts."""
+    """The test starts a real process, because Python opens the standard streams when it starts."""
     task = ROOT / "tests" / "faults" / "task_to_attack.py"
     args = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
     line = 'exec "$0" -m runner "$@" <&- >&- 2>&-'
@@ -170,7 +168,7 @@ def test_train_runs_without_standard_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_exit_code_is_74_if_the_disk_of_standard_output_is_full(tmp_path: Path) -> None:
+def test_exit_code_is_74_if_standard_output_is_full(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "runner", "--help"], cwd=tmp_path, env=ENVIRONMENT, check=False,

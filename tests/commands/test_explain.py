@@ -1,4 +1,4 @@
-"""`accel-run explain`: the source of a value, and the value without this source."""
+"""`accel-run explain` prints the source of a value, and the value that would apply without this source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mine:
     def predict(self, model, generator, *, samples: int = 3): ...
 """
 
-# arguments -> exact output
+# arguments: exact output
 EXPLAINED = {
     "precision +hardware=t4": """\
 precision = fp16
@@ -180,13 +180,13 @@ def test_the_source_of_a_value_is_shown_with_its_file(
 
 
 @pytest.mark.parametrize("args", REFUSED)
-def test_an_unknown_key_gets_a_suggestion(args: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_suggests_a_key_for_a_typo(args: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *args.split()]) == 78
     assert capsys.readouterr() == ("", f"accel-run: {REFUSED[args]}\n")
 
 
-def test_every_file_named_as_a_source_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For every key of the default configuration and of two hardware profiles."""
+def test_source_files_of_values_exist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The test checks every key of the default configuration and of two hardware profiles."""
     from runner.config.configuration import compose
     from runner.config.request import Request
 

@@ -1,4 +1,4 @@
-"""Exported models give the same outputs as the model, for any batch size, without the runner."""
+"""An exported model gives the same outputs as the original, for any batch size and without the runner."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_each_exported_format_gives_the_outputs_of_the_model(folder: Path) -> No
     assert distance(wanted.tolist(), result.tolist()) <= allowed(torch.float32, 5)
 
 
-def test_a_sharded_checkpoint_is_exported_to_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has a weight with two names (safetensors stores one), a tensor without rows, and averages."""
+def test_a_sharded_checkpoint_is_exported_to_a_loadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has a weight with two names, which is stored once, a scalar buffer, and averaged weights."""
     more = "self.again = self.layer; self.register_buffer('count', torch.tensor(3.0))"
     text = TASK.replace("nn.Linear(4, 2), batch_bound", f"nn.Linear(4, 2), batch_bound; {more}")
     (tmp_path / "mine.py").write_text(text)
@@ -123,8 +123,8 @@ def test_a_sharded_checkpoint_is_exported_to_a_file_that_loads(tmp_path: Path, m
     assert not torch.equal(model.layer.weight, tensors["model"]["layer.weight"])
     parity = json.loads((tmp_path / "outputs/first/export/parity.json").read_text())
     assert (parity["checkpoint_update"], parity["safetensors"]["file"]) == (3, "model.safetensors")
-    assert parity["safetensors"]["largest_difference"] == 0.0, "compared bit by bit"
-    for state in states(recording.start, recording.operations, 60, "names"):  # left by a crash
+    assert parity["safetensors"]["largest_difference"] == 0.0, "the outputs must be compared bit by bit"
+    for state in states(recording.start, recording.operations, 60, "names"):  # as a crash leaves it
         assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
 
     def write_damaged(path: Path, data: Iterable[bytes | memoryview]) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0  # exceeded only if the command hangs
 IMPORTED = "torch is imported"
 
-# Importing torch writes an unbuffered line and ends the process.
+# On import of torch, this code writes an unbuffered line and ends the process.
 CUSTOMIZED = f"""
 import importlib.machinery, os, sys
 
@@ -56,7 +56,7 @@ RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", 
 def test_the_first_line_is_printed_before_torch_is_imported(
     command: str, environment: dict[str, str], num_lines: int, tmp_path: Path
 ) -> None:
-    """Uses a real process, since the fork server has already imported torch."""
+    """The test starts a real process, because the fork server has already imported torch."""
     (tmp_path / "sitecustomize.py").write_text(CUSTOMIZED)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
@@ -71,9 +71,8 @@ def test_the_first_line_is_printed_before_torch_is_imported(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_waiting_openmp_threads_are_set_to_sleep_on_a_busy_machine_before_torch_is_imported(
-    is_busy: bool, tmp_path: Path
-) -> None:
+def test_waiting_openmp_threads_sleep_on_a_busy_machine(is_busy: bool, tmp_path: Path) -> None:
+    """The policy must be set before torch is imported."""
     reports_policy = CUSTOMIZED.replace(f'b"{IMPORTED}\\n"', f'os.environ.get("{POLICY}", "unset").encode()')
     idle = BUSY.replace("1000 * time.monotonic()", "0.0")
     (tmp_path / "sitecustomize.py").write_text(reports_policy + (BUSY if is_busy else idle))

@@ -1,4 +1,4 @@
-"""`accel-run import`: converted files, messages about refused files, and runs that start from imported weights."""
+"""`accel-run import` converts files and explains why it rejects others; runs start from imported weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TAKEN: dict[str, Any] = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", TAKEN)
-def test_tensors_of_a_foreign_file_are_written_to_a_safetensors_file(
+def test_tensors_of_a_foreign_file_are_converted_to_safetensors(
     tmp_path: Path, name: str, screen: Callable[..., None]
 ) -> None:
     content = TAKEN[name]
@@ -86,14 +86,14 @@ def test_file_names_may_contain_equals_signs(tmp_path: Path) -> None:
         (tmp_path / "epoch=3-step=10.safetensors").unlink()
 
 
-def test_the_legacy_format_of_torch_save_is_read(tmp_path: Path) -> None:
+def test_the_legacy_torch_save_format_is_read(tmp_path: Path) -> None:
     torch.save({"ema": {"model": STATE}}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     result = run_here(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
     assert result.code == 0, result.err
     assert load_file(tmp_path / "new.safetensors").keys() == STATE.keys()
 
 
-def test_every_entry_listed_in_the_error_can_be_imported(tmp_path: Path) -> None:
+def test_all_entries_listed_in_the_error_can_be_imported(tmp_path: Path) -> None:
     torch.save({"epoch": 1, "net": {"ema": STATE, "raw.1": STATE, 0: STATE}}, tmp_path / "nested.pt")
     refused = run_here(["import", "nested.pt"], tmp_path)
     assert refused.code == 78
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_files_with_objects_other_than_tensors_are_rejected(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_files_with_other_objects_than_tensors_are_rejected(tmp_path: Path, screen: Callable[..., None]) -> None:
     messages = []
     for name, (make, code) in REFUSED.items():
         make(tmp_path / "foreign.pt")
@@ -161,7 +161,7 @@ def test_a_typo_gets_a_suggestion(tmp_path: Path, screen: Callable[..., None]) -
     screen("\n".join(messages))
 
 
-def test_a_run_starts_from_weights_and_inference_predicts_with_them(tmp_path: Path) -> None:
+def test_training_and_inference_start_from_imported_weights(tmp_path: Path) -> None:
     half = {name: tensor.half() for name, tensor in STATE.items()}
     torch.save(half, tmp_path / "foreign.pt")
     assert run_here("import foreign.pt", tmp_path).code == 0
@@ -177,7 +177,7 @@ def test_a_run_starts_from_weights_and_inference_predicts_with_them(tmp_path: Pa
     assert (tmp_path / "outputs" / "guess" / "predictions" / "answer-0.npy").is_file()
 
 
-def test_both_predicts_with_the_trained_weights_not_the_imported_ones(tmp_path: Path) -> None:
+def test_both_predicts_with_trained_not_imported_weights(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
     assert run_here("import foreign.pt", tmp_path).code == 0
     result = run_here(
@@ -190,7 +190,7 @@ def test_both_predicts_with_the_trained_weights_not_the_imported_ones(tmp_path: 
 
 
 @pytest.mark.slow
-def test_weights_of_another_model_are_rejected_with_a_list_of_differences(tmp_path: Path) -> None:
+def test_differences_to_weights_of_another_model_are_listed(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({**prefixed("x.", model(4).state_dict()), **model(4).state_dict()}, tmp_path / "other.safetensors")
@@ -217,7 +217,7 @@ def test_weights_of_another_model_are_rejected_with_a_list_of_differences(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.module.", "module.model."])
-def test_prefixes_added_by_wrappers_are_removed_from_names(tmp_path: Path, prefix: str) -> None:
+def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path, prefix: str) -> None:
     torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
     assert run_here("import foreign.pt", tmp_path).code == 0
     args = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
@@ -226,7 +226,7 @@ def test_prefixes_added_by_wrappers_are_removed_from_names(tmp_path: Path, prefi
     assert f" {prefix} " in result.out
 
 
-def test_model_names_that_look_like_wrapper_prefixes_are_kept() -> None:
+def test_model_names_like_wrapper_prefixes_are_kept() -> None:
     from runner.engine.parts.weights import strip_prefixes
 
     own = prefixed("model.", STATE)
@@ -235,7 +235,7 @@ def test_model_names_that_look_like_wrapper_prefixes_are_kept() -> None:
     assert strip_prefixes(prefixed("x.", own), own.keys())[1] == ""
 
 
-def test_a_safetensors_file_is_never_read_as_pickle(tmp_path: Path) -> None:
+def test_safetensors_files_are_never_read_as_pickle(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from runner.engine.parts.weights import read_weights
@@ -259,7 +259,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", ODD)
-def test_unsupported_tensors_are_reported_and_no_file_is_written(tmp_path: Path, name: str) -> None:
+def test_unsupported_tensors_are_reported_without_writing_a_file(tmp_path: Path, name: str) -> None:
     content, messages = ODD[name]
     torch.save(content, tmp_path / "foreign.pt")
     result = run_here("import foreign.pt", tmp_path)
@@ -276,7 +276,7 @@ def test_a_nested_tensor_is_reported(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
-def test_only_the_weights_of_a_foreign_checkpoint_are_imported(tmp_path: Path) -> None:
+def test_only_weights_of_a_foreign_checkpoint_are_imported(tmp_path: Path) -> None:
     torch.save({"step": torch.tensor(5), "state_dict": STATE}, tmp_path / "foreign.pt")
     assert "of state_dict" in run_here("import foreign.pt", tmp_path).out
     assert load_file(tmp_path / "foreign.safetensors").keys() == STATE.keys()
@@ -290,7 +290,7 @@ def test_a_folder_cannot_be_imported(tmp_path: Path, word: str) -> None:
     assert "accel-run import" in result.err
 
 
-def test_a_failed_import_does_not_overwrite_an_existing_file(tmp_path: Path) -> None:
+def test_a_failed_import_keeps_an_existing_file(tmp_path: Path) -> None:
     from runner.base.errors import CannotCreate
     from runner.trained.pickle_import import publish
 
@@ -303,7 +303,7 @@ def test_a_failed_import_does_not_overwrite_an_existing_file(tmp_path: Path) -> 
     with faults.active():
         publish(tmp_path / "half", tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == b"new"
-    assert ("fsync", str(tmp_path)) in faults.trace, "the name of the file is synced to disk"
+    assert ("fsync", str(tmp_path)) in faults.trace, "the folder must be synced to disk"
 
 
 def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 
     def stopped(_: Any, __: Path, half: Path, ___: Any) -> None:
         assert half.parent == tmp_path
-        assert half.name != "foreign.safetensors", "written to the final name"
+        assert half.name != "foreign.safetensors", "the import writes to the final name"
         half.write_bytes(b"half")
         os.kill(os.getpid(), 15)
 
@@ -324,15 +324,15 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_documented_commands_load_a_resnet_50_into_task_cape(tmp_path: Path) -> None:
+def test_documented_commands_load_a_resnet_50_into_cape(tmp_path: Path) -> None:
     torch.manual_seed(0)
     backbone = PretrainedResNet50(1).state_dict()
     for tensor in backbone.values():
-        if tensor.dim() == 1:  # for norms: differs from the initial values, but the loss stays finite
+        if tensor.dim() == 1:  # for norms, values that differ from the initial ones, but keep the loss finite
             tensor.uniform_(0.5, 1.0)
     counts = {name.replace("running_mean", "num_batches_tracked"): torch.tensor(7) for name in backbone}
     classifier = {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)}
-    torch.save({**counts, **backbone, **classifier}, tmp_path / "resnet50.pth")  # torchvision's names
+    torch.save({**counts, **backbone, **classifier}, tmp_path / "resnet50.pth")  # the names that torchvision uses
     letters = all_letters()[:9]
     splits = {"train": letters[:4], "val": letters[4:7], "test": letters[7:]}
     write_glyphs(tmp_path / "glyphs", splits, image_size=32)

@@ -1,4 +1,4 @@
-"""`accel-run monitor`: output on a terminal, on a pipe and in files, with stub GPUs and without GPUs."""
+"""`accel-run monitor` writes to terminals, pipes and files, with stub GPUs and without GPUs."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ Watch = Callable[..., CompletedCommand]
 
 @pytest.fixture
 def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
-    """Run the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
+    """Return a function that runs the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
 
     def watch(state: Any, *args: str, **variables: str) -> CompletedCommand:
-        if state is None:  # a new process: the dynamic linker reads LD_LIBRARY_PATH only at the start
+        # in a new process, because the dynamic linker reads LD_LIBRARY_PATH only when a process starts
+        if state is None:
             run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
                 [sys.executable, "-c", run, *args],
@@ -77,9 +78,8 @@ def only_folder(folder: Path) -> Path:
 # ---------------------------------------------------------------- on a pipe
 
 
-def test_monitoring_on_a_pipe_prints_a_line_per_sample_and_writes_a_summary_and_files(
-    monitor: Watch, tmp_path: Path
-) -> None:
+def test_monitoring_on_a_pipe_prints_samples_and_a_summary(monitor: Watch, tmp_path: Path) -> None:
+    """It also writes files."""
     done = monitor(T4, "seconds=0.5", "interval_s=0.1")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -87,7 +87,7 @@ def test_monitoring_on_a_pipe_prints_a_line_per_sample_and_writes_a_summary_and_
     assert len(samples) >= 5
     assert lines[: len(samples)] == samples
     count = int(re.search(r"monitored for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
-    assert len(samples) <= count, "several samples may arrive between two frames"
+    assert len(samples) <= count, "more lines than samples"
     assert re.search(r"utilization +% +85 +85 +85\n", done.out)
     assert "good  GPU 0 utilization: " in done.out
     assert re.search(r"power limit.* 100 %.* 61 °C", done.out)
@@ -104,10 +104,8 @@ def test_monitoring_on_a_pipe_prints_a_line_per_sample_and_writes_a_summary_and_
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [700, 1_500])
-def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
-    nvml_stub: NvmlStub, tmp_path: Path, room: int
-) -> None:
-    """A file size limit simulates a full disk: gpu.csv does not fit, or only monitor.json does not."""
+def test_incomplete_files_are_named_and_exit_code_is_74(nvml_stub: NvmlStub, tmp_path: Path, room: int) -> None:
+    """A file size limit simulates a full disk: both gpu.csv and monitor.json exceed it, or only monitor.json does."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
     # The limit does not apply to pipes.
     result = subprocess.run(
@@ -117,7 +115,7 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     (made,) = (tmp_path / "mine").iterdir()
 
     assert done.code == 74, done.err
-    assert "monitored for" in done.out, "the figures include all samples"
+    assert "monitored for" in done.out, "the summary must include all samples"
     assert done.err.count("File too large") >= 1
     for name in ("gpu.csv", "monitor.json"):
         assert name in done.err
@@ -133,7 +131,8 @@ def test_two_monitors_write_to_two_folders(monitor: Watch, tmp_path: Path) -> No
     assert len(list((tmp_path / "mine").iterdir())) == 2
 
 
-def test_json_output_has_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch, tmp_path: Path) -> None:
+def test_json_output_has_one_object_per_sample(monitor: Watch, tmp_path: Path) -> None:
+    """Messages go to stderr."""
     done = monitor(TEN, "seconds=0.3", "interval_s=0.1", "--json", "log_dir=null")
     assert done.code == 0, done.err
     result = [json.loads(line) for line in done.out.splitlines()]
@@ -153,7 +152,7 @@ def test_only_gpus_in_cuda_visible_devices_are_monitored(monitor: Watch, tmp_pat
     assert names(CUDA_VISIBLE_DEVICES="GPU-3070") == [PAIR["1.name"]]
 
 
-def test_a_gpu_error_is_printed_before_any_advice_on_a_pipe(monitor: Watch, tmp_path: Path) -> None:
+def test_gpu_errors_are_printed_before_advice_on_a_pipe(monitor: Watch, tmp_path: Path) -> None:
     state = T4 | {"event_types": 11, "events": "0:8:48", "0.throttle": 0}
     done = monitor(state, "seconds=0.3", "interval_s=0.1", "log_dir=null")
     assert done.err.count("XID 48") == 1
@@ -162,13 +161,13 @@ def test_a_gpu_error_is_printed_before_any_advice_on_a_pipe(monitor: Watch, tmp_
     assert done.out.count("XID 48") == 1
 
 
-def test_a_note_says_that_cuda_visible_devices_hides_all_gpus(monitor: Watch, tmp_path: Path) -> None:
+def test_hiding_all_gpus_by_cuda_visible_devices_is_noted(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(PAIR, *SHORT, CUDA_VISIBLE_DEVICES="")
     assert done.code == 0
     assert re.search(r"CUDA_VISIBLE_DEVICES=\s+hides\s+2", done.err)
 
 
-def test_readings_that_the_driver_does_not_support_are_absent(monitor: Watch, tmp_path: Path) -> None:
+def test_unsupported_readings_are_absent(monitor: Watch, tmp_path: Path) -> None:
     sample, *_ = monitor(T4 | {"0.err.power": 3, "0.err.util": 3}, "--json", *SHORT).out.splitlines()
     readings = json.loads(sample)["readings"]
     assert "gpu0/memory_gib" in readings
@@ -176,7 +175,7 @@ def test_readings_that_the_driver_does_not_support_are_absent(monitor: Watch, tm
 
 
 @pytest.mark.slow
-def test_without_a_gpu_only_cpu_and_ram_are_shown_with_a_reason(monitor: Watch, tmp_path: Path) -> None:
+def test_without_a_gpu_cpu_and_ram_are_shown(monitor: Watch, tmp_path: Path) -> None:
     live = monitor(None, "seconds=0.2", "interval_s=0.1")
     assert live.code == 0
     assert re.match(r"CPU: [\d.]+% \| RAM: [\d.]+%\n", live.out)
@@ -184,7 +183,7 @@ def test_without_a_gpu_only_cpu_and_ram_are_shown_with_a_reason(monitor: Watch, 
     assert {path.name for path in only_folder(tmp_path).iterdir()} == {"gpu.csv", "monitor.json", "machine.png"}
 
 
-def test_monitoring_continues_after_a_missing_permission_or_a_lost_gpu(monitor: Watch, tmp_path: Path) -> None:
+def test_monitoring_continues_without_permission_or_a_gpu(monitor: Watch, tmp_path: Path) -> None:
     denied = monitor(T4 | {"err.init": 4}, *SHORT)
     assert denied.code == 0
     assert "no permission" in denied.err
@@ -255,7 +254,7 @@ def test_stop_requests_are_handled_until_the_display_is_closed(monkeypatch: pyte
 
 @pytest.fixture
 def run_of_a_pair(tmp_path: Path) -> Path:
-    """A run with a gpu.csv of two GPUs in two phases; another process uses GPU 1, which is mostly idle."""
+    """A run with a gpu.csv of two phases on two GPUs; GPU 1 is mostly idle, and another process uses it."""
     run = tmp_path / "outputs" / "first"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"state": "done"}')
@@ -273,7 +272,7 @@ def run_of_a_pair(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_samples_of_a_run_are_summarized_and_plotted_in_its_folder(
+def test_samples_of_a_run_are_summarized_and_plotted(
     server: ForkServer, run_of_a_pair: Path, screen: Callable[..., None]
 ) -> None:
     done = server.run("monitor run=last", run_of_a_pair)
@@ -303,7 +302,7 @@ def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_
 
 
 @pytest.mark.slow
-def test_every_machine_of_a_run_is_summarized_and_plotted(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_all_machines_of_a_run_are_summarized_and_plotted(server: ForkServer, run_of_a_pair: Path) -> None:
     run = run_of_a_pair / "outputs" / "first"
     shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
@@ -342,7 +341,7 @@ def test_json_of_a_run_prints_its_summary_and_writes_no_files(server: ForkServer
     assert not (run_of_a_pair / "outputs" / "first" / "plots").exists()
 
 
-def test_the_error_for_a_run_without_samples_gives_the_reason(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_without_samples_is_reported_with_the_reason(server: ForkServer, tmp_path: Path) -> None:
     assert server.run("monitor run=last", tmp_path).code == 66
     (tmp_path / "outputs" / "first").mkdir(parents=True)
     (tmp_path / "outputs" / "first" / "run.json").write_text("{}")
@@ -382,21 +381,21 @@ def test_monitor_flags_given_to_train_produce_a_suggestion(capsys: pytest.Captur
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
 
 
-def test_the_error_for_a_folder_that_cannot_be_created_names_the_key(
+def test_a_log_dir_that_cannot_be_created_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpu_logs").write_text("a file")
     assert main(["monitor", "log_dir=gpu_logs", "seconds=0.1"]) == 73
     assert "log_dir" in capsys.readouterr().err
-    assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "viewing needs no write permission"
+    assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "viewing must not need write permission"
     shown = capsys.readouterr()
     assert "gpu_logs: " in shown.err
     assert "CPU: " in shown.out
 
 
 @pytest.mark.slow
-def test_help_imports_few_modules_and_monitoring_does_not_import_torch(nvml_stub: NvmlStub) -> None:
+def test_monitor_imports_few_modules_and_not_torch(nvml_stub: NvmlStub) -> None:
     code = "import json, sys, runner.cli; runner.cli.main(['monitor', *{!r}]); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code.format(["--help"])], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
@@ -432,13 +431,13 @@ class Tmux:
         return self.run("capture-pane", "-p")
 
     def until(self, seen: Callable[[str], Any]) -> str:
-        """Return the first screen for which `seen` is true."""
+        """Wait until `seen` is true for the screen, and return the screen."""
         return wait_until(lambda: screen if seen(screen := self.screen()) else "", self.screen())
 
 
 @pytest.fixture
 def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], Tmux]]:
-    """Return a function that opens a terminal with the given columns and rows."""
+    """Return a function that opens a terminal with the given number of columns and rows."""
     if not shutil.which("tmux"):
         pytest.skip("needs tmux, which is not installed")
     made: list[Tmux] = []
@@ -452,9 +451,7 @@ def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], T
         subprocess.run(["tmux", "-S", str(each.socket), "kill-server"], capture_output=True, check=False)
 
 
-def test_the_live_screen_adapts_to_the_terminal_size_and_restores_the_terminal(
-    tmux: Callable[[int, int], Tmux], nvml_stub: NvmlStub
-) -> None:
+def test_the_live_screen_adapts_to_the_terminal_size(tmux: Callable[[int, int], Tmux], nvml_stub: NvmlStub) -> None:
     seen = tmux(100, 24)
     seen.start(T4)
     screen = seen.until(lambda text: "▇▇▇▇" in text)

@@ -1,4 +1,4 @@
-"""The task that `accel-run new` writes works without changes, with any settings, and from any folder."""
+"""The task file of `accel-run new` works unchanged, with any setting and from any folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = [*ON_CPU, "updates=20"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The working directory, with the new task."""
+    """Change to a folder with the new task, and return the folder."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my_task.py"]) == 0
     out, err = capsys.readouterr()
@@ -39,7 +39,7 @@ def state(run: Path) -> str:
     return str(json.loads((run / "run.json").read_text())["state"])
 
 
-def test_the_new_task_has_under_40_lines_and_names_its_own_file(folder: Path) -> None:
+def test_the_new_task_is_short_and_names_its_file(folder: Path) -> None:
     text = (folder / "my_task.py").read_text()
     assert len(text.splitlines()) < 40
     assert LINE in text
@@ -93,7 +93,7 @@ def test_training_the_new_task_reduces_the_loss(folder: Path) -> None:
     result = run_here(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
     assert result.code == 0, result.err
     record = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
-    assert record["metrics"]["val/loss"] < 0.3  # 0.69 is chance level
+    assert record["metrics"]["val/loss"] < 0.3  # 0.69 is the loss at chance level
 
 
 @pytest.mark.slow
@@ -164,9 +164,7 @@ def test_new_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", ["task", "prediction", "f", "none", "__"])
-def test_the_class_of_the_new_task_shadows_no_imported_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_class_name_shadows_no_imported_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", f"{name}.py"]) == 0
     nodes = [*ast.walk(ast.parse((tmp_path / f"{name}.py").read_text()))]

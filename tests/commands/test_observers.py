@@ -1,4 +1,4 @@
-"""Observers of a run: tracker, monitor, profiler, console log and events."""
+"""The observers of a run: tracker, monitor, profiler, console log and events."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
-    """A run tracked by wandb in offline mode, with an API key set."""
+    """Run a command that wandb tracks in offline mode, with an API key set."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("tracked")
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "HOME": str(folder)}
     run, result = folder / "outputs" / "mine", train(server, folder, "tracker=wandb", "updates=30", env=env)
     last = next(row["train/loss"] for row in reversed(rows(run / "metrics.jsonl")) if "train/loss" in row)
-    # the tracker's background process writes the last rows after the run has ended
+    # the background process of the tracker writes the last rows after the run has ended
     wait_until(
         lambda: any(repr(last).encode() in file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb"))
     )
     return run, result
 
 
-def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, CompletedCommand]) -> None:
+def test_wandb_offline_writes_into_the_run_folder(tracked: tuple[Path, CompletedCommand]) -> None:
     run, result = tracked
     assert result.code == 0, result.err
     (folder,) = (run / "wandb").glob("offline-run-*")
@@ -66,7 +66,7 @@ def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, CompletedComm
                 assert repr(row[name]).encode() in content, (row["update"], name)
 
 
-def test_the_wandb_key_is_not_written_to_any_file(tracked: tuple[Path, CompletedCommand]) -> None:
+def test_the_wandb_key_is_not_written_to_files(tracked: tuple[Path, CompletedCommand]) -> None:
     run, result = tracked
     assert KEY not in result.out + result.err
     files = [path for path in run.parents[1].rglob("*") if path.is_file()]
@@ -90,7 +90,7 @@ def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer, tmp_path: Path) -> None:
+def test_the_monitor_summary_includes_the_time_before_a_resume(server: ForkServer, tmp_path: Path) -> None:
     args = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
     path, seen = tmp_path / "outputs" / "mine" / "monitor.json", []
     for updates in (60, 120):
@@ -106,13 +106,14 @@ def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer,
 
 
 def driver(nvml_stub: NvmlStub) -> str:
-    """Return code that loads the NVML stub; it runs first in a process."""
+    """Return code that loads the NVML stub when a process starts."""
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
 
 
 @pytest.mark.slow
 def test_a_cpu_run_does_not_monitor_gpus(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> None:
-    env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # throttled, and shared with two processes
+    # both GPUs are throttled, and other processes use one of them
+    env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}
     args = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
     run, printed = tmp_path / "outputs" / "mine", ""
     for command, path in (("train", run / "gpu.csv"), ("inference", run / "predictions" / "gpu.csv")):
@@ -151,7 +152,7 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
 
     assert sorted(row["what"] for row in messages) == ["lost", "slowed", "xid"]
     assert {row["what"]: row["device"] for row in messages} == {"lost": "gpu1", "slowed": "gpu0", "xid": "gpu0"}
-    assert "busy" not in result.out, "the run is on the CPU, so GPU activity does not belong to it"
+    assert "busy" not in result.out, "GPU activity must not be attributed to a run on the CPU"
     for row in messages:
         assert (result.out + result.err).count(f"warning: {row['text']}") == 1
     notes = json.loads((run / "monitor.json").read_text())["notes"]
@@ -159,7 +160,7 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "often"])
-def test_an_invalid_monitor_interval_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
+def test_an_invalid_monitor_interval_is_rejected(server: ForkServer, tmp_path: Path, value: str) -> None:
     result = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
 
     assert result.code == 78
@@ -185,7 +186,7 @@ def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_p
     assert f"profile: {profile}/report.txt" in result.out
 
 
-def test_a_run_shorter_than_the_profiler_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
+def test_a_short_run_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "profiler=trace", "updates=8")
     assert result.code == 0, result.err
     assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()

@@ -1,4 +1,4 @@
-"""`plan` traces a model that cannot train on a single sample."""
+"""`plan` supports models that cannot train on a single sample."""
 
 from __future__ import annotations
 

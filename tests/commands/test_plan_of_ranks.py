@@ -1,4 +1,4 @@
-"""`plan` reports how a model and its updates would be divided among ranks, even on hardware that is absent."""
+"""`plan` shows how a model and its updates would be divided among ranks, even on hardware that is not present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
 
 
 @pytest.mark.slow
-def test_two_unequal_gpus_share_an_update_in_proportion_to_memory(server: ForkServer, tmp_path: Path) -> None:
+def test_unequal_gpus_share_updates_by_memory(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in result.out
@@ -23,13 +23,13 @@ def test_two_unequal_gpus_share_an_update_in_proportion_to_memory(server: ForkSe
 
 
 @pytest.mark.slow
-def test_the_plan_lists_each_layer_of_a_pipeline_with_its_size(server: ForkServer, tmp_path: Path) -> None:
+def test_the_plan_lists_the_layers_of_a_pipeline(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r" = 8 .* of 4, .* 2 stages", result.out)
     rows = [line for line in result.out.splitlines() if "rank " in line and "MiB" in line]
     names = ["embedding+positions", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm+embedding"]
-    assert [row.split()[0] for row in rows] == names, "each layer is listed once, in order"
+    assert [row.split()[0] for row in rows] == names, "each layer must be listed once, in order"
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_auto_reports_needed_and_available_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_is_reported_with_remedies(tmp_path: Path) -> None:
-    """Libraries leave 100 MiB for tensors, and a micro-batch of 64 samples needs more."""
+    """The libraries leave 100 MiB for tensors, and a micro-batch of 64 samples needs more."""
     profile = tmp_path / "conf" / "hardware" / "small.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text(
@@ -64,7 +64,7 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(tmp_path: Path) -> No
     actual = {word.partition("=")[0]: word for _, _, word in rows}
     assert {"micro_batch_size", "memory"} <= actual.keys(), result.out
     again = run_here(f"{args} {actual['micro_batch_size']}", tmp_path)
-    assert "DOES NOT FIT" not in again.out, "the suggested micro-batch size fits"
+    assert "DOES NOT FIT" not in again.out, "the suggested micro-batch size must fit"
     assert again.code == 0
 
 
@@ -84,7 +84,7 @@ def test_an_error_of_a_task_is_attributed_to_the_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_for_a_task_without_layers_says_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+def test_planning_a_pipeline_requires_layers(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "undivided.py").write_text(
         "import torch\nfrom torch import nn\nfrom runner import Task\n"
         "class Undivided(Task):\n"
@@ -102,22 +102,23 @@ def test_the_error_for_a_task_without_layers_says_what_to_define(server: ForkSer
 @pytest.mark.parametrize(
     "args", [f"{PAIR} parallelism=pipeline", "train parallelism=pipeline parallelism.world_size=2"]
 )
-def test_the_error_for_a_task_that_cannot_be_pipelined_names_an_alternative(args: str, tmp_path: Path) -> None:
+def test_a_task_without_pipeline_support_gets_alternatives(args: str, tmp_path: Path) -> None:
     result = run_here(f"{args} task=dynamo", tmp_path)
     assert result.code == 78, result.err
     assert {"parallelism=ddp", "parallelism=fsdp"} <= set(suggested(result.err.splitlines()[-1]))
-    assert not list(tmp_path.rglob("checkpoints/*")), "the error is reported before training"
+    assert not list(tmp_path.rglob("checkpoints/*")), "the error must be reported before training"
 
 
 @pytest.mark.slow
-def test_auto_does_not_select_a_pipeline_for_a_task_that_cannot_be_divided(tmp_path: Path) -> None:
+def test_auto_selects_ddp_if_a_task_cannot_be_divided(tmp_path: Path) -> None:
     result = run_here(f"{PAIR} parallelism=auto task=dynamo", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
 
 
 @pytest.mark.slow
-def test_the_profile_of_two_gpus_splits_an_update_and_lists_remedies(tmp_path: Path) -> None:
+def test_the_profile_of_two_gpus_splits_an_update(tmp_path: Path) -> None:
+    """A run that does not fit gets remedies."""
     result = run_here("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
     assert result.code == 0, result.err
     assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", result.out, re.M)
@@ -128,14 +129,14 @@ def test_the_profile_of_two_gpus_splits_an_update_and_lists_remedies(tmp_path: P
     assert messages.code == 0, messages.err
     assert re.search(r"^note: parallelism=auto: .* 400000 ", messages.out, re.M)
     assert "DOES NOT FIT" in messages.out
-    assert "layers  " not in messages.out, "the remedy applies only to a pipeline, which is not selected"
+    assert "layers  " not in messages.out, "a remedy for pipelines is listed without a pipeline"
     rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", messages.out, re.M)
     assert rows
     assert all(int(size) < 400000 for size in rows)
 
 
 @pytest.mark.slow
-def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(tmp_path: Path) -> None:
+def test_the_small_gpu_profile_recomputes_nothing_if_the_run_fits(tmp_path: Path) -> None:
     """The profile selects memory=budget, which must not slow down a run that fits without recomputation."""
     profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
 
@@ -152,12 +153,10 @@ def test_the_profile_of_a_small_gpu_recomputes_no_block_if_the_run_fits(tmp_path
 
 
 @pytest.mark.slow
-def test_a_machine_with_eight_gpus_can_be_planned_by_profile_or_number_of_ranks(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_eight_gpus_can_be_planned_by_profile_or_rank_count(server: ForkServer, tmp_path: Path) -> None:
     result = server.run("plan +hardware=h100 parallelism.world_size=8", tmp_path)
     assert result.code == 0, result.err
     devices = re.findall(r"cuda:(\d+): NVIDIA H100", result.out)
     assert devices == list("01234567")
     assert re.search(r"^update time +[\d.]+ ms", result.out, re.M)
-    assert result.out.count(" fits\n") == 1, "all ranks have equal shares"
+    assert result.out.count(" fits\n") == 1, "ranks must have equal shares"

@@ -1,4 +1,4 @@
-"""`accel-run profile` finds known bottlenecks and does not change training."""
+"""`accel-run profile` finds planted bottlenecks and does not change training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tests.suggestions import suggested
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # each sleep and each reading advances the clock
-TICKS_S = (
-    1e-3  # per update: each reading of the clock takes a microsecond, and an update reads it fewer than 1,000 times
-)
+TICKS_S = 1e-3  # per update: reading the clock takes a microsecond, and an update reads it fewer than 1,000 times
 
 
 def profile(server: ForkServer, folder: Path, *args: str, updates: int = 2) -> CompletedCommand:
@@ -44,7 +42,7 @@ def read_output(folder: Path, name: str = "summary.json") -> Any:
 
 @pytest.fixture(scope="module")
 def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
-    """A profile of a task that has two lines that synchronize and a module that is slow in both passes."""
+    """Profile a task that has two lines that synchronize and a module that is slow in both passes."""
     folder = tmp_path_factory.mktemp("planted")
     result = profile(
         server, folder, "task.forward_s=0.01", "task.backward_s=0.02", "task.waits=true", "with_stack=true", updates=3
@@ -54,7 +52,8 @@ def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.mark.slow
-def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, CompletedCommand]) -> None:
+def test_a_slow_module_has_the_longest_self_time(planted: tuple[Path, CompletedCommand]) -> None:
+    """This holds for the forward and the backward pass."""
     folder, result = planted
     rows = {row["module"]: row for row in read_output(folder, "modules.csv")}
     slow = rows["inner.1"]
@@ -66,7 +65,7 @@ def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: t
 
 
 @pytest.mark.slow
-def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, CompletedCommand]) -> None:
+def test_module_times_add_up(planted: tuple[Path, CompletedCommand]) -> None:
     summary = read_output(planted[0])
     rows = {row["path"]: row for row in summary["modules"]}
     inner = [rows[path] for path in ("inner", "inner.0", "inner.1", "inner.2")]
@@ -77,7 +76,7 @@ def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[P
     assert whole == pytest.approx(summary["update_ms"]["modules timed"] / 1e3, abs=TICKS_S)
 
 
-def test_no_lines_that_wait_for_the_device_are_reported_on_a_cpu(planted: tuple[Path, CompletedCommand]) -> None:
+def test_no_synchronizing_lines_are_reported_on_a_cpu(planted: tuple[Path, CompletedCommand]) -> None:
     assert read_output(planted[0])["waits"] is None
 
 
@@ -90,14 +89,15 @@ def test_the_trace_contains_the_operators_of_each_update(planted: tuple[Path, Co
     assert "ui.perfetto.dev" in result.out
 
 
-def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, CompletedCommand]) -> None:
+def test_operators_are_named_with_their_calling_line(planted: tuple[Path, CompletedCommand]) -> None:
     folder, _ = planted
     rows = read_output(folder, "operators.csv")
     assert any(row["name"] == "aten::addmm" and "task_to_profile.py" in row["place"] for row in rows)
     assert len(read_output(folder)["operators"]) == 10
 
 
-def test_the_table_has_no_python_functions_and_no_share_above_100(planted: tuple[Path, CompletedCommand]) -> None:
+def test_the_table_has_no_python_functions(planted: tuple[Path, CompletedCommand]) -> None:
+    """No share exceeds 100 %."""
     rows = read_output(planted[0], "operators.csv")  # with_stack=true adds a row for each Python function in torch
     assert not [row["name"] for row in rows if ".py(" in row["name"] or row["name"].startswith("<built-in")]
     assert "aten::addmm" in {row["name"] for row in rows}
@@ -139,7 +139,7 @@ def test_profiling_does_not_change_the_losses(server: ForkServer, tmp_path: Path
     assert losses("profiles/p") == losses("plain")[:10]
 
 
-def test_a_profiled_run_is_stored_with_other_runs_and_saves_no_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+def test_profiled_runs_are_stored_separately_without_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     trained = server.run(f"train --task {TASK} run=p device=cpu monitor=off updates=2", tmp_path)
     assert trained.code == 0, trained.err
     result = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
@@ -160,7 +160,7 @@ def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> 
     assert "aten::addmm" in {row["name"] for row in read_output(tmp_path, "operators.csv")}
 
 
-def test_ctrl_c_before_profiling_reports_that_nothing_was_profiled(server: ForkServer, tmp_path: Path) -> None:
+def test_ctrl_c_before_profiling_reports_an_empty_profile(server: ForkServer, tmp_path: Path) -> None:
     result = profile(server, tmp_path, "task.stop_at=2", "skip=5")
     assert result.code == 130, result.err
     assert "nothing was profiled" in result.out
@@ -175,7 +175,9 @@ def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Pa
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
     assert summary["num_updates"]["uninstrumented"] == 2
-    assert all(milliseconds < 1e3 * TICKS_S for milliseconds in summary["update_ms"].values()), "evaluations take 2 s"
+    assert all(milliseconds < 1e3 * TICKS_S for milliseconds in summary["update_ms"].values()), (
+        "a profiled update contains an evaluation, which takes 2 s"
+    )
     assert sum(row["own"]["mean"] for row in summary["modules"]) < TICKS_S
 
 

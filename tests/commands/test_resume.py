@@ -1,4 +1,4 @@
-"""`accel-run resume` continues a stopped run from any folder, with its arguments, and rejects what `train` rejects."""
+"""`accel-run resume` continues a stopped run from any folder with its arguments, and rejects what `train` rejects."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.commands_here import run_here
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 WORDS = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=60", "checkpoint.every=10"]
 STOPPED = [*WORDS, "task.fail_at=25"]
-ON = {"NO_KILL": "1"}  # the task does not fail again
+ON = {"NO_KILL": "1"}  # keeps the task from failing again
 
 
 @pytest.fixture(scope="module")
 def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that failed after its checkpoint at update 20."""
+    """Return a folder with a run that failed after its checkpoint at update 20."""
     folder = tmp_path_factory.mktemp("project")
     assert run_here(["train", *STOPPED], folder).code == 70
     return folder
 
 
 @pytest.fixture
-def begun(failed_run: Path, tmp_path: Path) -> Path:
-    """A copy of `failed_run`, whose record names the copy as the folder in which the run was started."""
+def copied_run(failed_run: Path, tmp_path: Path) -> Path:
+    """Copy `failed_run`, and record the copy as the folder in which the run was started."""
     folder = tmp_path / "my prøject"
     shutil.copytree(failed_run, folder)
     record = folder / "outputs" / "mine" / "run.json"
@@ -44,25 +44,27 @@ def elsewhere(tmp_path: Path) -> Path:
     return folder
 
 
-def reached(folder: Path) -> int:
+def updates_at_end(folder: Path) -> int:
     return load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", 60)).update
 
 
-def test_resume_works_from_any_folder_with_the_original_arguments(begun: Path, elsewhere: Path) -> None:
+def test_resume_works_from_any_folder_with_original_arguments(copied_run: Path, elsewhere: Path) -> None:
     result = run_here(
-        ["resume", f"output_root={json.dumps(str(begun / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
+        ["resume", f"output_root={json.dumps(str(copied_run / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
     )
     assert result.code == 0, result.err
     assert "resumes after update 20" in result.out
     assert result.err.startswith("resume: accel-run ")
-    assert result.err.endswith(f"   (in {begun})\n")
-    assert reached(begun) == 60
+    assert result.err.endswith(f"   (in {copied_run})\n")
+    assert updates_at_end(copied_run) == 60
     assert not list(elsewhere.glob("outputs"))
-    run = begun / "outputs" / "mine"
+    run = copied_run / "outputs" / "mine"
     shown = [line.split(maxsplit=1)[1] for line in result.out.splitlines() if line.startswith(("directory", "run  "))]
     assert shown[1:] == [str(run), str(run)]
-    assert shlex.split(result.out.splitlines()[-1])[-1] == f'run="{run}"', "the command works in the current directory"
-    record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
+    assert shlex.split(result.out.splitlines()[-1])[-1] == f'run="{run}"', (
+        "the command must work in the current directory"
+    )
+    record = json.loads((copied_run / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
     args = shlex.split(record["command"])  # the command that defines the run, not `accel-run resume`
@@ -71,58 +73,58 @@ def test_resume_works_from_any_folder_with_the_original_arguments(begun: Path, e
 
 
 @pytest.mark.slow
-def test_a_run_folder_can_be_resumed_only_if_its_task_is_confirmed(begun: Path, elsewhere: Path) -> None:
-    run = str(begun / "outputs" / "mine")
+def test_a_run_folder_needs_confirmation_of_its_task(copied_run: Path, elsewhere: Path) -> None:
+    run = str(copied_run / "outputs" / "mine")
     refused = run_here(["resume", run], elsewhere, ON)
     assert refused.code == 89
     assert f"--task {TASK}" in refused.err
     result = run_here(["resume", run, "--task", str(TASK)], elsewhere, ON)
     assert result.code == 0, result.err
-    assert reached(begun) == 60
+    assert updates_at_end(copied_run) == 60
 
 
 @pytest.mark.slow
-def test_a_moved_run_resumes_in_its_new_folder(begun: Path, elsewhere: Path) -> None:
-    (begun / "outputs").rename(elsewhere / "kept")
+def test_a_moved_run_resumes_in_its_new_folder(copied_run: Path, elsewhere: Path) -> None:
+    (copied_run / "outputs").rename(elsewhere / "kept")
     result = run_here(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert result.code == 0, result.err
     assert load(checkpoint_path(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
-    begun.rename(begun.parent / "renamed")
+    copied_run.rename(copied_run.parent / "renamed")
     again = run_here(["resume", "mine", "output_root=kept"], elsewhere, ON)
-    assert str(begun) in again.err, "the original working directory no longer exists"
+    assert str(copied_run) in again.err, "the original working directory must be gone"
     assert again.code == 0, again.err
 
 
-def test_settings_that_change_results_need_resume_allow_and_others_do_not(begun: Path) -> None:
-    refused = run_here("resume mine seed=1 global_batch_size=24", begun, ON)
+def test_changes_of_results_need_resume_allow(copied_run: Path) -> None:
+    refused = run_here("resume mine seed=1 global_batch_size=24", copied_run, ON)
     assert refused.code == 88
     assert "seed: was " in refused.err
     assert "global_batch_size: " in refused.err
-    by_name = run_here("resume updates=70", begun, ON)
+    by_name = run_here("resume updates=70", copied_run, ON)
     assert by_name.code == 88
     assert "resume_allow=[updates]" in by_name.err
-    longer = run_here("resume updates=70 resume_allow=[updates] dataloader=thread", begun, ON)
+    longer = run_here("resume updates=70 resume_allow=[updates] dataloader=thread", copied_run, ON)
     assert longer.code == 0, longer.err
-    assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
+    assert load(checkpoint_path(copied_run / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
-def test_a_run_can_be_resumed_with_a_scheduler_that_has_different_state(begun: Path) -> None:
+def test_a_run_resumes_with_a_scheduler_of_different_state(copied_run: Path) -> None:
     words = "evaluate.every=10 scheduler.metric=val/loss resume_allow=[scheduler]"
-    result = run_here(f"resume scheduler=plateau {words}", begun, ON)
+    result = run_here(f"resume scheduler=plateau {words}", copied_run, ON)
     assert result.code == 0, result.err
-    result = run_here("resume scheduler=constant updates=62 resume_allow=[scheduler,updates]", begun, ON)
+    result = run_here("resume scheduler=constant updates=62 resume_allow=[scheduler,updates]", copied_run, ON)
     assert result.code == 0, result.err
-    assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 62)).state["schedule"] == {}
+    assert load(checkpoint_path(copied_run / "outputs" / "mine" / "checkpoints", 62)).state["schedule"] == {}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_not_shorter_than_its_checkpoint(begun: Path) -> None:
-    refused = run_here("resume updates=10", begun, ON)
+def test_a_resumed_run_is_not_shorter_than_its_checkpoint(copied_run: Path) -> None:
+    refused = run_here("resume updates=10", copied_run, ON)
     assert refused.code == 88
-    assert "updates=20" in refused.err, "the message gives the update of the checkpoint"
-    result = run_here("resume updates=10 resume_allow=[updates]", begun, ON)
+    assert "updates=20" in refused.err, "the message must name the update of the checkpoint"
+    result = run_here("resume updates=10 resume_allow=[updates]", copied_run, ON)
     assert result.code == 0, result.err
-    run = begun / "outputs" / "mine"
+    run = copied_run / "outputs" / "mine"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     begins = [event for event in events if event["kind"] == "phase"][-1]
     assert (begins["update"], begins["total"]) == (20, 20)
@@ -131,19 +133,19 @@ def test_a_resumed_run_is_not_shorter_than_its_checkpoint(begun: Path) -> None:
     assert (record["updates"], record["total"], record["finished"]) == (20, 20, True)
 
 
-def test_epochs_given_to_resume_replace_the_number_of_updates(begun: Path) -> None:
-    refused = run_here("resume epochs=3", begun, ON)
+def test_epochs_replace_updates_when_resuming(copied_run: Path) -> None:
+    refused = run_here("resume epochs=3", copied_run, ON)
     assert refused.code == 88
     assert "resume_allow=[epochs,updates]" in refused.err
     assert "both are set" not in refused.err
 
 
 @pytest.mark.slow
-def test_a_run_started_with_resume_fresh_can_be_resumed(begun: Path) -> None:
-    record = begun / "outputs" / "mine" / "run.json"
+def test_a_run_started_with_resume_fresh_can_be_resumed(copied_run: Path) -> None:
+    record = copied_run / "outputs" / "mine" / "run.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
-    result = run_here("resume", begun, ON)
+    result = run_here("resume", copied_run, ON)
     assert result.code == 0, result.err
     assert "resumes after update 20" in result.out
 

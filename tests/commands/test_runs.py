@@ -24,7 +24,7 @@ from runner.records.run_record import RunRecord
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a run in each state, the most recently written first."""
+    """Change to a folder that has a run in each state, the most recently written one first."""
     states: dict[str, dict[str, object]] = {
         "fine": {"state": "done", "exit_code": 0, "task": "gpt", "metrics": {"val/loss": 1.25}},
         "broken": {"state": "failed", "exit_code": 70, "task": "gpt"},
@@ -88,7 +88,7 @@ def test_the_json_list_has_the_same_content(folder: Path, capsys: pytest.Capture
 def test_an_unfinished_run_shows_its_last_evaluation(
     last: dict[str, object], shown: str, num_later: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics are written to run.json only when a process ends without error."""
+    """run.json has metrics only if a process ended without an error."""
     path = folder / "outputs" / "killed" / "metrics.jsonl"
     train = {"update": 20, "phase": "train", "train/loss": 2.5}
     rows = [train, {"update": 20, "phase": "train", **last}, *[train] * num_later]
@@ -121,7 +121,7 @@ def test_the_metric_of_the_best_checkpoint_is_shown(
 
 
 def test_the_suggested_resume_command_names_the_run() -> None:
-    """The name may have been generated, so the typed arguments alone would start another run."""
+    """The name may be a generated one, so the typed arguments alone would start another run."""
     known = {"state": "preempted", "name": "gpt-1"}
     restarted = {**known, "state": "running", "overrides": ["resume=fresh"]}
     elsewhere = {**known, "overrides": ["output_root=my runs"]}
@@ -135,7 +135,7 @@ def test_the_suggested_resume_command_names_the_run() -> None:
         assert derive_state(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
 
 
-def test_the_status_of_a_folder_suggests_a_command_for_any_directory(
+def test_status_suggests_a_command_for_any_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = folder / "outputs" / "saved"
@@ -168,7 +168,7 @@ def test_missing_runs_and_typos_are_reported(
         assert fix in capsys.readouterr().err
 
 
-def test_a_run_is_given_either_as_argument_or_as_key() -> None:
+def test_a_run_is_either_an_argument_or_a_key() -> None:
     assert parse_run_request(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
     assert parse_run_request(["run=mine"]).overrides == ("run=mine",)
     assert parse_run_request([]).overrides == ()
@@ -177,7 +177,7 @@ def test_a_run_is_given_either_as_argument_or_as_key() -> None:
 
 
 @pytest.mark.parametrize("args", [["status"], ["export"], ["inference"], ["advise"], ["report"]])
-def test_every_command_that_reads_a_run_finds_it_the_same_way(
+def test_all_commands_find_a_run_the_same_way(
     args: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for named in (["nowhere"], ["run=nowhere"], ["outputs/no run"]):
@@ -196,7 +196,7 @@ WORDS = (
 )
 
 
-def test_the_reproduction_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
+def test_the_reproduction_script_has_the_exact_arguments(tmp_path: Path) -> None:
     here = tmp_path / "with space" / "and 'quote"
     here.mkdir(parents=True)
     program = tmp_path / "py thon"
@@ -214,12 +214,12 @@ def test_the_reproduction_script_of_a_run_has_its_exact_arguments(tmp_path: Path
     (tmp_path / "command.sh").write_bytes(text)
     done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
     messages = [str(here), "-P", "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
-    assert eval(done.stdout) == messages  # printed by `program` above
+    assert eval(done.stdout) == messages  # `program` above prints this list
     assert b"torchrun" in text
 
 
 @pytest.mark.parametrize("command", ["runs", "monitor run=last", "report"])
-def test_every_command_rejects_a_folder_that_is_not_local(
+def test_commands_reject_folders_that_are_not_local(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

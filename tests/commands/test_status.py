@@ -1,4 +1,4 @@
-"""`accel-run status` in every state a run can be in."""
+"""`accel-run status` in every state that a run can have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
 
 @pytest.fixture(scope="module")
 def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished, a failed, a killed and a stopped run."""
+    """Return a folder with a finished, a failed, a killed and a stopped run."""
     folder = tmp_path_factory.mktemp("runs")
     outputs = folder / "outputs"
     assert run_here([*BASE, "run=finished"], folder).code == 0
@@ -42,7 +42,7 @@ def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a copy of the runs."""
+    """Change to a copy of the folder with the runs, and return it."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -53,14 +53,14 @@ def wait_for_metrics(run: Path) -> None:
 
 
 def status(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
-    """Return the output lines of `status`, which must succeed, with losses and throughput replaced by N."""
+    """Return the lines that `status` prints, with N instead of losses and throughputs; it must succeed."""
     assert main(["status", *args]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return [re.sub(r"(loss|throughput ) [0-9.,]+", r"\1 N", line) for line in out.splitlines()]
 
 
-def test_a_status_shows_state_task_command_progress_checkpoints_and_the_last_error(
+def test_status_of_finished_failed_and_killed_runs(
     folder: Path, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     text = "\n\n".join("\n".join(status(capsys, name)) for name in ("finished", "broken", "killed"))
@@ -68,9 +68,8 @@ def test_a_status_shows_state_task_command_progress_checkpoints_and_the_last_err
 
 
 @pytest.mark.slow
-def test_runs_lists_every_state_and_status_suggests_report_or_resume(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_and_status_suggest_the_next_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`runs` lists every state; `status` suggests report or resume."""
     assert main(["runs", "--json"]) == 0
     states = {row["name"]: (row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)}
     assert states == {
@@ -82,7 +81,7 @@ def test_runs_lists_every_state_and_status_suggests_report_or_resume(
     for name in states:
         script = (folder / "outputs" / name / "command.sh").read_text()
         assert shlex.join(["train", "--task", str(TASK), *BASE[3:]]) in script
-        assert f"run={name}\n" in script, "to resume the run"
+        assert f"run={name}\n" in script, "status must suggest resuming the run"
     pytest.importorskip("matplotlib")
     assert main(["report", "killed"]) == 0
     page = (folder / "outputs" / "killed" / "report.html").read_text()
@@ -90,7 +89,7 @@ def test_runs_lists_every_state_and_status_suggests_report_or_resume(
     assert RESUME in page
 
 
-def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_shows_its_last_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: failed (exit 70) ")
     line = next(number for number, text in enumerate(TASK.read_text().splitlines(), 1) if 'KeyError("points")' in text)
@@ -104,7 +103,7 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
 def test_the_last_error_is_shown_until_the_run_succeeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "broken" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running", "pid": 0}))
-    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the status shows that the later attempt was killed"
+    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "status must show that the later attempt was killed"
     assert run_here([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: finished ")
@@ -142,7 +141,7 @@ def test_status_of_a_running_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # The run does not end during the test.
+    # The run does not end while the test lasts.
     long = ["task.sleep_s=0.02", "updates=1000", "evaluate.every=0", "checkpoint.every=500"]
     pid = server.start([*BASE, "run=mine", *long], tmp_path)
     try:
@@ -169,7 +168,7 @@ def test_a_damaged_checkpoint_is_listed_with_the_reason(folder: Path, capsys: py
     assert (third[1], third[2].split()[0]) == ("damaged", "model.safetensors")
 
 
-def test_last_selects_the_run_written_most_recently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_selects_the_most_recently_written_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("finished", "killed"):
         os.utime(folder / "outputs" / name / "run.json")
         assert status(capsys)[0].startswith(f"{name}: ")
@@ -194,7 +193,7 @@ def test_a_run_is_found_by_its_path(
         assert place(named, "output_root=../outputs") == "../outputs/finished"
 
 
-def test_an_unfinished_checkpoint_is_not_reported_as_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_checkpoints_are_not_reported_as_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = folder / "outputs" / "killed" / "checkpoints" / ".tmp-update-0000000041-00ff"
     begun.mkdir()
     assert f"{begun.name}: incomplete" in "\n".join(status(capsys, "killed"))
@@ -218,18 +217,14 @@ def test_exit_code_is_66_if_there_is_no_run(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"state": 3}', "\0"])
-def test_files_that_cannot_be_read_are_shown_as_unknown(
-    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_files_are_shown_as_unknown(content: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "outputs" / "finished"
     for name in ("run.json", "plan.json", "error.json", "metrics.jsonl", "events.jsonl"):
         (run / name).write_text(content)
     assert status(capsys, "finished")[2] == "  command     unknown"
 
 
-def test_a_loss_missing_from_the_last_evaluation_is_shown_as_not_measured(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_loss_is_shown_as_not_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = folder / "outputs" / "finished" / "metrics.jsonl"
     last = {**json.loads(rows.read_text().splitlines()[-1]), "val/loss": None}
     with rows.open("a") as file:
@@ -238,7 +233,7 @@ def test_a_loss_missing_from_the_last_evaluation_is_shown_as_not_measured(
 
 
 @pytest.mark.parametrize("rows", ["", '{"update": 1, "phase": "train", "train/loss": 1.0}\n'])
-def test_a_run_that_stops_between_two_metric_rows_shows_its_last_update(
+def test_a_run_stopped_between_rows_shows_its_last_update(
     rows: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = folder / "outputs" / "stopped"
@@ -251,7 +246,7 @@ def test_a_run_that_stops_between_two_metric_rows_shows_its_last_update(
     assert reached.replace(" of ", "/") in row
 
 
-def test_a_phase_without_metric_rows_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_without_metric_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "finished" / "run.json"
     record = json.loads(file.read_text())
     fit = {**record["phases"]["train"], "name": "statistics", "kind": "fit", "updates": 3, "total": 3}
@@ -260,7 +255,8 @@ def test_a_phase_without_metric_rows_is_shown(folder: Path, capsys: pytest.Captu
     assert phases == [["statistics:", "update", "3", "of", "3"], ["train:", "update", "100", "of", "100"]]
 
 
-def test_a_run_rejected_before_its_settings_are_written_leaves_no_folder(tmp_path: Path) -> None:
+def test_an_early_rejection_leaves_no_folder(tmp_path: Path) -> None:
+    """The run is rejected before its settings are written."""
     result = run_here([*BASE, "run=refused", "resume=nowhere"], tmp_path)
     assert result.code == 66, result.err
     assert "refused" not in result.err, "the message must not list the folder as a run to resume"

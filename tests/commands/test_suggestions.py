@@ -1,4 +1,4 @@
-"""Suggestions for arguments of other tools are accepted, and so are the settings that messages of the code name."""
+"""Suggestions for arguments of other tools are accepted, and so are settings that messages in the code suggest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.commands.test_typos import SLIPS
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA}
-PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by the user
+PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # values that the user must fill in
 GUESS = re.compile(r"did you mean|(?<!off unless )\buse (?!task\.NAME)")
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems_of(line: str) -> list[tuple[str, str]]:
-    """Return (where, fix) of each problem of the arguments of `accel-run train`; empty if they are accepted."""
+    """Return (where, fix) of each problem of the arguments of `accel-run train`, or nothing if they are accepted."""
     try:
         arguments = parse_arguments(shlex.split(line), multirun=True)
         for request in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
@@ -73,7 +73,7 @@ def suggestions(fix: str) -> Iterator[str]:
             assert args[1] in COMMANDS or args[1].startswith("-"), f"there is no command {args[1]}: {fix}"
             args = args[2:] if args[1] == "train" else []
         kept = []
-        for word in args:  # the arguments end where prose begins
+        for word in args:  # the arguments end where the text continues
             if word != "-m" and "=" not in word and word not in ("--task", "--config-dir") and kept[-1:] != ["--task"]:
                 break
             kept.append(word.rstrip(","))
@@ -84,10 +84,10 @@ def suggestions(fix: str) -> Iterator[str]:
 
 
 def problems_of_suggestion(suggestion: str) -> list[tuple[str, str]]:
-    """Return the problems of a suggestion, except missing files and placeholders."""
+    """Return the problems of a suggestion, except those of missing files and placeholders."""
     args = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
     if "micro_batch_size=" in suggestion and "global_batch_size=" not in suggestion:
-        args.append("global_batch_size=64")  # the valid divisors depend on the task
+        args.append("global_batch_size=64")  # the task determines which values divide the batch size
     result = []
     for where, fix in problems_of(shlex.join(args)):
         if not where.startswith("--task") and " " not in where.strip():
@@ -97,7 +97,7 @@ def problems_of_suggestion(suggestion: str) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
-def test_every_suggestion_for_a_typo_is_accepted(args: str) -> None:
+def test_suggestions_for_typos_are_accepted(args: str) -> None:
     _, *rest = SLIPS[args].split("\n")
     task = " ".join(word for word in args.split() if word.removeprefix("task=") in list_options("task"))
     for line in rest:
@@ -109,12 +109,12 @@ def test_every_suggestion_for_a_typo_is_accepted(args: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("line", TABLE)
-def test_overrides_of_other_tools_produce_a_suggestion(line: str) -> None:
+def test_overrides_of_other_tools_get_a_suggestion(line: str) -> None:
     wanted, problems = TABLE[line], problems_of(line)
     if wanted is None:
         assert problems == []
         return
-    assert problems, "the arguments of the other tool are accepted"
+    assert problems, "the arguments of the other tool must be rejected"
     answer = "\n".join(fix for _, fix in problems)
     if wanted:
         assert wanted in answer
@@ -125,9 +125,7 @@ def test_overrides_of_other_tools_produce_a_suggestion(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", FIRST)
-def test_arguments_without_a_command_produce_the_complete_command_line(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_without_a_command_get_the_full_command_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(line)) == 78
     answer = capsys.readouterr().err
     assert FIRST[line] in answer
@@ -150,7 +148,7 @@ STRANGE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", STRANGE.split())
-def test_dissimilar_keys_produce_no_suggestion(word: str) -> None:
+def test_dissimilar_keys_get_no_suggestion(word: str) -> None:
     for line in (f"{word}=true", f"--{word}", f"+{word}=1", f"model.{word}=2"):
         for _, fix in problems_of(line):
             meant = re.search(r"did you mean ([\w.]+)\?", fix)
@@ -158,7 +156,7 @@ def test_dissimilar_keys_produce_no_suggestion(word: str) -> None:
 
 
 def all_keys() -> dict[str, list[object]]:
-    """Return each key of the settings and options with its types."""
+    """Return each key of the settings and options, with its types."""
     result: dict[str, list[object]] = {name: [key.type] for name, key in settings_keys(Settings).items()}
     for group in AXES:
         for option in list_options(group):
@@ -171,7 +169,7 @@ def all_keys() -> dict[str, list[object]]:
 def messages_in_code() -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of each string in the code that suggests arguments, with {} for fields of f-strings."""
     for file in sorted((ROOT / "runner").rglob("*.py")):
-        if file.name == "auto_parallel.py":  # its messages are about arguments of Python functions
+        if file.name == "auto_parallel.py":  # the messages of this file are about arguments of Python functions
             continue
         tree = ast.parse(file.read_text())
         comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -190,7 +188,7 @@ def messages_in_code() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_setting_suggested_in_a_message_exists() -> None:
+def test_settings_suggested_in_messages_exist() -> None:
     keys, tried = all_keys(), 0
     owners = (
         SWEEP_KEYS,
@@ -212,11 +210,11 @@ def test_every_setting_suggested_in_a_message_exists() -> None:
     }
     for where, text in messages_in_code():
         for command in re.findall(r"(?:use |or |then |: )accel-run ([a-z]+)\b", text):
-            assert command in COMMANDS, f"{where}: no command {command}: {text}"
+            assert command in COMMANDS, f"{where}: there is no command {command}: {text}"
         for key, value in re.findall(r"(?<![\w.{}\[/?&'\"-])([a-z][\w.]*)=([^\s;,)'\"]+)", text):
             if "{" in key or key.startswith(("task.", "inference.", "phase.")):
                 continue
-            assert key in known, f"{where}: {key} is no setting: {text}"
+            assert key in known, f"{where}: {key} is not a setting: {text}"
             tried += 1
             if "{" in value or PLACEHOLDER.fullmatch(value) or key not in {*keys, *GROUPS} or key in OF_COMMANDS:
                 continue
@@ -228,7 +226,7 @@ def test_every_setting_suggested_in_a_message_exists() -> None:
                     continue  # part of a longer list
                 parsed = yaml.safe_load(value.rstrip(".:?"))
                 assert any(describe_mismatch(each, parsed) is None for each in keys[key]), (
-                    f"{where}: {key}={value} is refused: {text}"
+                    f"{where}: {key}={value} is rejected: {text}"
                 )
     assert tried > 150
 
@@ -251,7 +249,7 @@ def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
 
 
 @pytest.mark.parametrize("command", ["benchmark", "tune", "search"])
-def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: str) -> None:
+def test_command_keys_take_precedence_over_keys_of_other_tools(command: str) -> None:
     own = {"benchmark": "steps", "tune": "budget_s", "search": "trials"}[command]
     with pytest.raises(ConfigError) as refused:
         compose(Request((f"{own.upper()}=50",), command_keys=(own,)))
@@ -266,7 +264,7 @@ def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: s
         ("inference --seed 3", "use inference.seed=3"),
     ],
 )
-def test_a_suggestion_matches_the_given_command(args: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggestions_match_the_given_command(args: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args.split()) == 78
     assert wanted in capsys.readouterr().err
 
@@ -277,7 +275,7 @@ def test_a_suggestion_matches_the_given_command(args: str, wanted: str, capsys: 
      "x={a", "x='a", "a b=1", "optimizer.lr=(", "x=a;b", "x=*", "=3", "x=a[1]", "1x=2", "x=${", "x=a:b:c d",
      "x=" + "9" * 5000, "data.path=a(b)", "run='", "x=]", "x=a=(", "x=\\"],
 )  # fmt: skip
-def test_unparsable_overrides_produce_a_short_message(line: str) -> None:
+def test_unparsable_overrides_get_a_short_message(line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(Request((line,)))
     text = str(refused.value)
@@ -289,7 +287,7 @@ def test_unparsable_overrides_produce_a_short_message(line: str) -> None:
     "line",
     ["optimizer.lr=nan", "updates=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"],
 )
-def test_the_suggestion_for_an_invalid_number_is_accepted(line: str) -> None:
+def test_suggestions_for_invalid_numbers_are_accepted(line: str) -> None:
     (_, fix), *more = problems_of(line)
     assert not more
     for suggestion in suggestions(fix):

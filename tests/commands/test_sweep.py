@@ -1,4 +1,4 @@
-"""`accel-run train -m` runs every combination, each in a separate process.
+"""`accel-run train -m` runs every combination of values, each in a separate process.
 
 Unless a test is about starting Python, trials are forks of a process that has loaded torch (tests/forked_trials.py).
 """
@@ -40,7 +40,7 @@ def record(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swept:
-    """Results of a sweep whose first trial failed, of the repeated command, and of a retry with a fixed task."""
+    """Results of a sweep whose first trial fails, of the same command again, and of a retry without the fault."""
 
     folder: Path
     words: list[str]
@@ -75,14 +75,16 @@ def test_every_combination_trains_in_a_subfolder_of_the_sweep(swept: Swept) -> N
         assert {f"task.fail_at={fail_at}", f"updates={updates}", f"run=mine-{number}"} <= set(overrides)
 
 
-def test_a_failed_trial_does_not_stop_the_sweep_and_sets_its_exit_code(swept: Swept) -> None:
+def test_a_failed_trial_does_not_stop_the_sweep(swept: Swept) -> None:
+    """Its exit code becomes that of the sweep."""
     assert swept.first.code == swept.unasked.code == 70
     assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.first.err.count("raised KeyError: 'points'") == 1
     assert "3 finished, 1 failed" in swept.first.out
 
 
-def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swept) -> None:
+def test_the_table_has_overrides_states_and_metrics(swept: Swept) -> None:
+    """The best value is marked."""
     losses = {f"mine-{n}": record(swept.folder, f"mine-{n}")["metrics"]["val/loss"] for n in (1, 2, 3, 4)}
     best = min(losses, key=lambda name: losses[name])
     messages = rows(swept.again.out)
@@ -97,26 +99,26 @@ def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swe
     assert [(row["task.fail_at"], row["updates"]) for row in table][:2] == [("15", "20"), ("15", "10")]
 
 
-def test_a_trial_prints_only_problems_by_default(swept: Swept) -> None:
+def test_trials_print_only_problems_by_default(swept: Swept) -> None:
     lines = swept.first.out.splitlines()
     own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
     assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert own[1].split("  ")[1] == "failed (70)"
-    assert lines[1 : len(own) + 1] == own, "trials print nothing between these lines"
+    assert lines[1 : len(own) + 1] == own, "trials must print nothing between these lines"
     for number in (1, 2, 3, 4):
         kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
         assert " updates, " in kept
 
 
 @pytest.mark.slow
-def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
+def test_trials_print_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
     args = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
     result = server.run(args, tmp_path, env=FORKED | {"ACCEL_RUN_LOG_LEVEL": "info"})
     assert result.code == 0, result.err
     assert result.out.count(" updates, ") == 2
 
 
-def test_repeating_the_command_runs_no_trial_again_and_retries_failures_on_request(swept: Swept) -> None:
+def test_repeating_the_command_retries_only_on_request(swept: Swept) -> None:
     assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
     assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.again.code == 0, swept.again.err
@@ -197,10 +199,10 @@ def test_the_first_line_is_printed_before_torch_is_loaded(
         assert "optimizer.lr=0.001,0.003" in lines.err
     else:
         assert (lines.out.count("\n"), lines.err) == (1, "")
-        assert "3" in lines.out, "the number of trials"
+        assert "3" in lines.out, "the line lacks the number of trials"
 
 
-def test_a_problem_shared_by_several_trials_is_reported_once(
+def test_problems_shared_by_trials_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -214,7 +216,7 @@ def test_a_problem_shared_by_several_trials_is_reported_once(
     [(signal.SIGINT, True), (signal.SIGTERM, False)],
     ids=["as a terminal does", "to the sweep alone"],
 )
-def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
+def test_a_signal_saves_the_trial_and_ends_the_sweep(
     number: signal.Signals, to_group: bool, server: ForkServer, tmp_path: Path
 ) -> None:
     args = ["train", "-m", "run=mine", "seed=1,2", "task.sleep_s=0.02", "updates=1000", "log_every=1", *ON_CPU]
@@ -230,7 +232,7 @@ def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
     assert not (tmp_path / "outputs" / "mine" / "mine-2").exists()
 
 
-def test_a_signal_during_the_start_of_a_trial_ends_the_sweep(server: ForkServer, tmp_path: Path) -> None:
+def test_a_signal_at_the_start_of_a_trial_ends_the_sweep(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start(["train", "-m", "run=mine", "seed=1,2", *ON_CPU], tmp_path)
     out = tmp_path / ".out"
     wait_until(lambda: out.exists() and "[1/2]" in out.read_text())
@@ -243,7 +245,7 @@ def test_a_signal_during_the_start_of_a_trial_ends_the_sweep(server: ForkServer,
     assert suggested(result.out.splitlines()[-1]) == ["run=mine"]
 
 
-def test_no_trial_is_started_after_a_signal_between_trials() -> None:
+def test_no_trial_starts_after_a_signal_between_trials() -> None:
     with LocalPool() as pool:
         assert pool.has_free_slot
         os.kill(os.getpid(), signal.SIGTERM)

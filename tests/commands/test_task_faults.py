@@ -1,4 +1,4 @@
-"""Errors in a user's task: the message has the cause and the line in the task file, never an internal traceback."""
+"""An error in a user's task is reported with its cause and its line in the task file, without an internal traceback."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ AT_12 = "if model.training and self.calls == 12: "  # at this point, there are t
 
 @dataclass(frozen=True)
 class Fault:
-    """A change to the task, and the error that it must cause.
+    """A change to the task, and the error that this must cause.
 
-    line   text of the line that the error must name; if empty, the error names only the file
-    saved  whether there is a checkpoint, whose name is then in error.json
+    line   text of the line that the error must name; if empty, only the file is known
+    saved  whether there is a checkpoint, so that error.json must contain its name
     """
 
     old: str
@@ -222,7 +222,7 @@ FAULTS = {
 
 
 def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[CompletedCommand, dict[str, Any]]:
-    """Return how the run ended, and its error.json."""
+    """Run the task with the fault. Return the result of the command and the content of error.json."""
     changed = TASK.replace(fault.old, fault.new, 1)
     assert changed != TASK
     (folder / "mine.py").write_text(changed)
@@ -234,7 +234,7 @@ def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[CompletedC
 @pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_task_errors_are_explained(name: str, server: ForkServer, tmp_path: Path) -> None:
     fault = FAULTS[name]
     result, error = run_with(fault, server, tmp_path)
     assert result.code == fault.code, result.err
@@ -255,7 +255,8 @@ def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_pa
         assert (tmp_path / "outputs" / "mine" / "checkpoints" / error["last_checkpoint"]).is_dir()
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_cannot_be_evaluated(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_without_checkpoint_cannot_be_evaluated(server: ForkServer, tmp_path: Path) -> None:
+    """The message repeats the error of the run, which failed before its first checkpoint."""
     _, error = run_with(FAULTS["the loss counts nothing"], server, tmp_path)
     result = server.run("evaluate mine", tmp_path)
     assert result.code == 66
@@ -274,7 +275,8 @@ def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, 
 
 
 @pytest.mark.slow
-def test_a_task_that_changes_the_working_directory_saves_in_the_run_folder(server: ForkServer, tmp_path: Path) -> None:
+def test_changing_the_working_directory_does_not_move_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """The task changes the directory in `build`."""
     (tmp_path / "elsewhere").mkdir()
     went = f"    import os\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return Mine(size)\n"
     (tmp_path / "mine.py").write_text(TASK.replace("    return Mine(size)\n", went, 1))
@@ -316,7 +318,7 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
     assert "val/loss" not in result.out
 
 
-def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
+def test_internal_errors_are_not_attributed_to_the_task() -> None:
     """If the task is in the root of a checkout, its folder contains the runner and perhaps a virtual environment."""
     from runner.engine.contract.error_diagnosis import is_task_file
 
@@ -331,8 +333,8 @@ def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
     assert not is_task_file(str(root / "runner" / "engine" / "update" / "loop.py"), ours)
 
 
-def test_a_task_that_needs_a_missing_package_creates_no_run(server: ForkServer, tmp_path: Path) -> None:
-    """`last` still refers to the earlier run, and a resumed run keeps its checkpoints."""
+def test_a_missing_package_of_the_task_creates_no_run(server: ForkServer, tmp_path: Path) -> None:
+    """`last` still selects the earlier run, and a resumed run keeps its checkpoints."""
     needs = "from runner.base.packages import require\n"
     missing = 'require("no_such_package", "tasks"); '
     (tmp_path / "mine.py").write_text(needs + TASK)
@@ -350,9 +352,7 @@ def test_a_task_that_needs_a_missing_package_creates_no_run(server: ForkServer, 
 @pytest.mark.parametrize(
     "statement", ["from runner.utils import scale", "import runner.utils.more", "from runner import scale"]
 )
-def test_the_error_for_a_user_package_named_runner_has_a_hint(
-    statement: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkServer, tmp_path: Path) -> None:
     package = tmp_path / "project" / "runner"
     package.mkdir(parents=True)
     for name in ("__init__.py", "utils.py"):
@@ -364,7 +364,7 @@ def test_the_error_for_a_user_package_named_runner_has_a_hint(
     assert "my_runner" in result.err
 
 
-def test_the_error_for_a_user_module_named_runner_has_a_hint(server: ForkServer, tmp_path: Path) -> None:
+def test_a_user_module_named_runner_gets_a_hint(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "runner.py").write_text("scale = 2\n")
     (tmp_path / "task.py").write_text(f"{TASK}\nfrom runner import scale\n")
     result = server.run("train --task task.py updates=1 device=cpu monitor=off", tmp_path)

@@ -1,4 +1,4 @@
-"""A run has one throughput, and every screen, file and page shows the same number."""
+"""A run has one throughput, which is the same on every screen, in every file and on every page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UPDATES, EVERY = 30, 4
 
 @pytest.fixture(scope="module")
 def screen(folder: Path) -> str:
-    """The output of a short run whose first update and evaluations take far longer than the other updates."""
+    """Return the output of a short run whose first update and evaluations are much slower than the other updates."""
     args = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
     result = run_here([*args, "run=one", "evaluate.every=10"], folder)
     assert result.code == 0, result.err
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(screen: str, folder: Path) -> float:
-    """The throughput in run.json."""
+    """Return the throughput in run.json."""
     result = record(folder)["evidence"]["items_per_s"]
     assert isinstance(result, float)
     assert result > 0
@@ -57,14 +57,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_throughput_is_the_number_of_items_per_second_after_the_first_update(known: float, folder: Path) -> None:
+def test_throughput_excludes_the_first_update(known: float, folder: Path) -> None:
     evidence = record(folder)["evidence"]
     between = ("hooks", "logging", "drawing", "evaluation", "saving")
     updates = ("data", "transfer", "forward", "backward", "optimizer", "wait")
     of_updates = sum(evidence["parts_s"].get(part, 0.0) for part in updates)
     seconds = of_updates + sum(evidence["parts_s"].get(part, 0.0) for part in between)
     items = evidence["items_per_update"] * (UPDATES - 1)
-    # Work after the last update, such as the last evaluation, is in `parts_s` but does not count for the throughput.
+    # `parts_s` also contains work after the last update, such as the last evaluation, which does not count here.
     rounded = allowed(torch.float64, len(updates) + len(between))
     assert items / seconds * (1 - rounded) <= known <= items / of_updates * (1 + rounded)
 
@@ -73,19 +73,19 @@ def test_metric_rows_give_the_same_throughput(known: float, folder: Path) -> Non
     assert rows(folder)[-1]["perf/throughput"] == rows(folder)[-1]["perf/items_per_s"] == known
 
 
-def test_a_progress_line_shows_the_throughput_of_its_metric_row(screen: str, folder: Path) -> None:
+def test_progress_lines_show_the_throughput_of_their_rows(screen: str, folder: Path) -> None:
     shown = [float(result) for result in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
     assert shown
-    for figure in shown:  # rounded to four digits
+    for figure in shown:  # shown with four digits
         assert any(row["perf/throughput"] == pytest.approx(figure, rel=1e-3) for row in rows(folder))
 
 
-def test_the_end_summary_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
+def test_the_end_summary_shows_the_throughput(known: float, screen: str) -> None:
     (line,) = [line for line in screen.splitlines() if line.startswith("finished ")]
     assert re.search(r"([\d.,]+) \w+s/s", line)[1] == format_rate(known)  # type: ignore[index]
 
 
-def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Path) -> None:
+def test_runs_and_status_show_the_throughput(known: float, folder: Path) -> None:
     (row,) = json.loads(run_here("runs --json", folder).out)
     assert row["items_per_s"] == known
     _, line = run_here("runs", folder).out.splitlines()
@@ -96,7 +96,7 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
-def test_html_reports_show_the_throughput_of_the_run(args: str, known: float, folder: Path) -> None:
+def test_html_reports_show_the_throughput(args: str, known: float, folder: Path) -> None:
     shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
     result = run_here(args, folder)
     shutil.rmtree(folder / "outputs" / "two")
@@ -111,7 +111,7 @@ def test_html_reports_show_the_throughput_of_the_run(args: str, known: float, fo
     [{"evidence": None}, {"state": "running", "pid": 0, "evidence": {"items_per_s": 1.0}}],
     ids=["first process", "resumed: evidence of an earlier process"],
 )
-def test_an_unfinished_run_shows_the_throughput_of_its_last_metric_row(
+def test_an_unfinished_run_shows_the_throughput_of_its_last_row(
     evidence: dict[str, Any], known: float, folder: Path
 ) -> None:
     path = folder / "outputs" / "one" / "run.json"
@@ -126,7 +126,7 @@ def test_an_unfinished_run_shows_the_throughput_of_its_last_metric_row(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("kill_at", "is_known"), [(2, False), (20, True)])
-def test_a_running_process_does_not_show_the_throughput_of_an_earlier_one(
+def test_a_running_process_hides_the_throughput_of_earlier_ones(
     kill_at: int, is_known: bool, tmp_path: Path, server: ForkServer
 ) -> None:
     """Kill the resumed run before or after its first metric row, and show it as if it were still running."""
@@ -140,9 +140,7 @@ def test_a_running_process_does_not_show_the_throughput_of_an_earlier_one(
     assert (last["update"] > UPDATES) == is_known
     own = last["perf/throughput"] if is_known else None
     (row,) = json.loads(run_here("runs --json", tmp_path).out)
-    assert row["items_per_s"] == (own or earlier), (
-        "while no process runs, the throughput of the last process that has one"
-    )
+    assert row["items_per_s"] == (own or earlier), "while no process runs, the last known throughput must be shown"
     alive = {"pid": os.getpid(), "birth": process_identity(os.getpid())}
     (tmp_path / "outputs" / "one" / "run.json").write_text(json.dumps(record(tmp_path) | alive))
     (row,) = json.loads(run_here("runs --json", tmp_path).out)
@@ -154,7 +152,7 @@ def test_a_running_process_does_not_show_the_throughput_of_an_earlier_one(
 
 
 def plant_throughput(folder: Path, figure: float) -> None:
-    """Replace the measured throughput, whose digits might also occur in another figure of a page."""
+    """Replace the measured throughput, because its digits might also occur in another figure of a page."""
     content = record(folder)
     content["evidence"]["items_per_s"] = figure
     run = folder / "outputs" / "one"
@@ -173,9 +171,7 @@ def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Pa
 
 
 @pytest.mark.parametrize(("state", "figure"), [("running", None), ("failed", 123.0)])
-def test_an_ended_run_whose_last_process_wrote_no_row_shows_the_earlier_throughput(
-    state: str, figure: float | None, tmp_path: Path
-) -> None:
+def test_a_process_without_rows_shows_the_earlier_throughput(state: str, figure: float | None, tmp_path: Path) -> None:
     row = {"phase": "train", "update": 10, "perf/throughput": 123.0}
     process = {"pid": os.getpid(), "birth": process_identity(os.getpid()), "metrics_bytes": len(json.dumps(row)) + 1}
     stored(tmp_path, [row], state=state, **process)
@@ -183,7 +179,7 @@ def test_an_ended_run_whose_last_process_wrote_no_row_shows_the_earlier_throughp
     assert (found["state"], found["items_per_s"]) == (state, figure)
 
 
-def test_a_throughput_is_shown_in_the_unit_of_the_phase_that_measured_it(tmp_path: Path) -> None:
+def test_throughput_has_the_unit_of_its_phase(tmp_path: Path) -> None:
     run = stored(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
     starts = [{"kind": "phase", "phase": name, "item": item} for name, item in (("text", "token"), ("images", "image"))]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))

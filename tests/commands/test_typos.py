@@ -1,4 +1,4 @@
-"""Typos and invalid arguments: the problem, its place and a suggestion; exit 78, no torch, no traceback."""
+"""Typos and invalid arguments are reported with their place and a suggestion, exit code 78, and without torch."""
 
 # ruff: noqa: E501 - the texts are compared exactly
 
@@ -17,7 +17,7 @@ from runner.commands import COMMANDS
 from runner.config.options import list_options
 from runner.tools.measure.technique import SHIPPED_ORDER, find_techniques
 
-# arguments -> exact stderr
+# arguments: exact stderr
 SLIPS: dict[str, str] = {
     "trian": """\
 accel-run: trian: unknown command
@@ -431,8 +431,8 @@ json.dump(answers, sys.stdout)
 def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str, str, bool]]:
-    """Results of only those command lines that the selected tests need; composing each takes a third of a second."""
-    test = test_invalid_arguments_print_exactly_the_expected_message
+    """Return the results of the command lines that selected tests need; composing each takes a third of a second."""
+    test = test_invalid_arguments_print_the_expected_message
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
     asked = {item.callspec.params["args"] for item in items}
     folder = tmp_path_factory.mktemp("slips")
@@ -453,7 +453,7 @@ def answers(
 
 
 def with_all_options(answer: str) -> str:
-    """Return the answer with each list of a group's options extended to all installed options."""
+    """Return the answer, with each list of a group's options extended to all installed options."""
     for group, listed in re.findall(r"unknown (\w+); must be one of (.*)", answer):
         assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that no longer exists"
         answer = answer.replace(listed, ", ".join(list_options(group)))
@@ -464,7 +464,7 @@ def with_all_options(answer: str) -> str:
 @pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("args", SLIPS)
-def test_invalid_arguments_print_exactly_the_expected_message(
+def test_invalid_arguments_print_the_expected_message(
     args: str, answers: dict[str, tuple[int, str, str, bool]]
 ) -> None:
     code, out, err, torch_is_loaded = answers[args]
@@ -472,16 +472,14 @@ def test_invalid_arguments_print_exactly_the_expected_message(
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
-def test_a_command_known_by_another_name_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_command_names_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "-m", "seed=0,1"]) == 78
     assert "accel-run train -m" in capsys.readouterr().err
     assert main(["clean"]) == 78
-    assert "accel-run plan?" not in capsys.readouterr().err, "a name that only shares letters is not suggested"
+    assert "accel-run plan?" not in capsys.readouterr().err, "a name that only shares letters must not be suggested"
 
 
-def test_the_error_for_a_missing_task_file_suggests_the_most_similar_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_task_file_suggests_the_most_similar_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "my_task.py").write_text("")
@@ -492,9 +490,7 @@ def test_the_error_for_a_missing_task_file_suggests_the_most_similar_one(
 
 
 @pytest.mark.parametrize("name", ["package.part.task", "package/part/task"])
-def test_the_error_for_a_dotted_module_name_suggests_its_file(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dotted_module_name_suggests_its_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "package" / "part" / "task.py"
     file.parent.mkdir(parents=True)
     file.write_text("")
@@ -502,7 +498,7 @@ def test_the_error_for_a_dotted_module_name_suggests_its_file(
     assert capsys.readouterr().err.endswith(f" use --task {file}\n")
 
 
-def test_the_error_for_spaces_around_an_equals_sign_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spaces_around_an_equals_sign_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optimizer.lr = 0.1"]) == 78
     assert "optimizer.lr" in capsys.readouterr().err
 
@@ -514,10 +510,9 @@ def test_help_may_precede_the_command(args: str, capsys: pytest.CaptureFixture[s
 
 
 def loaded_by(lines: list[str], folder: Path, *names: str) -> dict[str, list[str]]:
-    """Return which of these modules each command has loaded; one process runs all commands in this order.
+    """Run the commands one after another in one process, and return which of these modules each one has loaded.
 
-    The cost of the help is the number of modules, which determines its time (measured by
-    scripts/measure/command_line.py).
+    The number of modules determines the time of a command (measured by scripts/measure/command_line.py).
     """
     done = subprocess.run(
         [sys.executable, "-c", LOADED, *names], cwd=folder, input=json.dumps(lines), capture_output=True, text=True,
@@ -547,7 +542,7 @@ def test_help_imports_no_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_that_need_no_torch_do_not_import_it(tmp_path: Path) -> None:
+def test_commands_without_need_for_torch_do_not_import_it(tmp_path: Path) -> None:
     lines = ["explain precision", "train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"]
     assert loaded_by(lines, tmp_path, "torch", "numpy", "matplotlib") == {line: [] for line in lines}
 

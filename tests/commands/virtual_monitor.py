@@ -1,4 +1,4 @@
-"""Replaces the clock in `accel-run monitor`: each sample advances it, so slow machines take as many samples."""
+"""Replace the clock of `accel-run monitor`, which each sample advances, so that slow machines take as many samples."""
 
 from __future__ import annotations
 

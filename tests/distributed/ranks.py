@@ -1,6 +1,7 @@
-"""Runs a function on several ranks in forked processes: real gloo process groups, about 0.1 s for two ranks.
+"""Run a function on several ranks: forked processes with a gloo process group. Two ranks take about 0.1 s.
 
-With RANKS_OVER=nccl, in a process with the stand-in for GPUs (tests/stand_ins), each rank has a GPU and uses its NCCL.
+With RANKS_OVER=nccl, in a process with the stand-in for GPUs (tests/stand_ins), each rank has a simulated GPU and uses
+the NCCL of the stand-in.
 
 The parent must not have started OpenMP threads before it forks: tests call `run_ranks` before any heavy computation,
 with OMP_NUM_THREADS=1 or torch.set_num_threads(1).
@@ -38,8 +39,8 @@ def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: flo
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        pids = {_forked(function, rank, world_size, Path(folder)): rank for rank in range(world_size)}
-        codes = _waited(pids, Path(folder), limit_s)
+        pids = {_fork_rank(function, rank, world_size, Path(folder)): rank for rank in range(world_size)}
+        codes = _wait_for_ranks(pids, Path(folder), limit_s)
         late = [rank for rank in range(world_size) if rank not in codes]
         results: list[Any] = []
         messages = [
@@ -55,12 +56,13 @@ def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: flo
         return results
 
 
-def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder: Path) -> int:
+def _fork_rank(function: Callable[[World], Any], rank: int, world_size: int, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
-    gc.freeze()  # as in ranks of a run: finalizers of inherited garbage may wait for threads that a fork does not have
+    # like the ranks of a run: finalizers of inherited garbage may wait for threads that a fork does not have
+    gc.freeze()
     faulthandler.register(signal.SIGUSR2, file=(folder / f"stack-{rank}").open("w"))
     try:
         member = RankInfo(rank, rank, world_size, world_size, f"file://{folder}/store")
@@ -71,11 +73,11 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
-        os._exit(code)  # no exit handlers of pytest
+        os._exit(code)  # without the exit handlers of pytest
 
 
-def _waited(pids: dict[int, int], folder: Path, limit_s: float) -> dict[int, int]:
-    """Return the exit codes by rank; let the ranks that do not end in time write their stacks, and leave them out."""
+def _wait_for_ranks(pids: dict[int, int], folder: Path, limit_s: float) -> dict[int, int]:
+    """Return the exit codes by rank. Ranks that do not end in time write their stacks, and are left out."""
     codes: dict[int, int] = {}
 
     def all_ended() -> bool:

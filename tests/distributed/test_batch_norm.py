@@ -1,4 +1,4 @@
-"""Synchronized batch norm equals batch norm in a single process with all samples, for any shares."""
+"""Synchronized batch norm gives the result of one process with all samples, whatever the shares of the ranks."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def loss_of(output: Tensor, first: int) -> Tensor:
     return (output * number.cos()).pow(3).sum()
 
 
-def learned(
+def run_passes(
     world: World, dimensions: int, shares: Sequence[int], dtype: torch.dtype, passes: int = 2, **options: Any
 ) -> dict[str, Any]:
-    """Return outputs, gradients of inputs and parameters, and buffers after some passes over this rank's samples."""
+    """Return outputs, gradients of inputs and parameters, and buffers after passes over this rank's samples."""
     model = synchronize_batch_norms(make_model(dimensions, dtype, **options), world)
     first = sum(shares[: world.rank])
     mine = samples(dimensions, dtype)[first : first + shares[world.rank]].requires_grad_()
@@ -70,10 +70,10 @@ def test_ranks_normalize_like_one_process_with_all_samples(
     dimensions: int, shares: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Rounding grows by 3 * 2 * 2: the loss is cubic, and each of two norms subtracts a mean and divides by a std."""
-    alone = learned(World(CPU), dimensions, (8,), torch.float64)
+    alone = run_passes(World(CPU), dimensions, (8,), torch.float64)
     terms = 2 * samples(dimensions, dtype)[:, 0].numel()  # per channel, in two passes
     tolerance = allowed(dtype, terms=terms, growth=12.0)
-    results = run_ranks(lambda world: learned(world, dimensions, shares, dtype), len(shares))
+    results = run_ranks(lambda world: run_passes(world, dimensions, shares, dtype), len(shares))
     for number, whole in enumerate(alone["parts"]):
         assert distance(whole, [row for result in results for row in result["parts"][number]]) <= tolerance
     for result in results:
@@ -90,9 +90,9 @@ def test_ranks_normalize_like_one_process_with_all_samples(
     [{"momentum": None}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
     ids=str,
 )
-def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, Any]) -> None:
-    alone = learned(World(CPU), 2, (8,), torch.float64, passes=3, **options)
-    results = run_ranks(lambda world: learned(world, 2, (5, 3), torch.float64, 3, **options), 2)
+def test_options_work_as_in_one_process(options: dict[str, Any]) -> None:
+    alone = run_passes(World(CPU), 2, (8,), torch.float64, passes=3, **options)
+    results = run_ranks(lambda world: run_passes(world, 2, (5, 3), torch.float64, 3, **options), 2)
     # Without running statistics, evaluation normalizes by the current batch, which differs by rank.
     for number, whole in enumerate(alone["parts"][:-1]):
         assert distance(whole, [row for result in results for row in result["parts"][number]]) < PROMISED[torch.float64]
@@ -100,8 +100,8 @@ def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, A
         assert distance(buffer, results[1]["buffers"][name]) < PROMISED[torch.float64], name
 
 
-def test_a_dummy_pass_does_not_change_running_statistics_on_any_rank() -> None:
-    def passed(world: World) -> dict[str, Any]:
+def test_dummy_passes_do_not_change_running_statistics() -> None:
+    def run(world: World) -> dict[str, Any]:
         model = synchronize_batch_norms(make_model(2, torch.float64), world)
         mine = samples(2, torch.float64)[5 * world.rank : 5 + 3 * world.rank]
         outputs = [model(mine)]
@@ -122,7 +122,7 @@ def test_a_dummy_pass_does_not_change_running_statistics_on_any_rank() -> None:
     model = make_model(2, torch.float64)
     x = samples(2, torch.float64)
     torch.autograd.backward([loss_of(model(x), 0), loss_of(model(x[:5] * 2), 0)])
-    for result in run_ranks(passed, 2):
+    for result in run_ranks(run, 2):
         gradients = {name: weight.grad.tolist() for name, weight in model.named_parameters()}  # type: ignore[union-attr]
         assert distance(gradients, result["gradients"]) < PROMISED[torch.float64]
         for name, buffer in model.named_buffers():
@@ -135,7 +135,7 @@ class _Passes:
         self.forward = torch.enable_grad
 
 
-def test_buffers_and_frozen_parameters_are_restored_after_a_dummy_pass() -> None:
+def test_dummy_passes_restore_buffers_and_frozen_parameters() -> None:
     model = make_model(1, torch.float64)
     frozen = model.get_parameter("0.bias").requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -177,10 +177,10 @@ class Frozen(nn.Sequential):
         return self
 
 
-def refused(model: nn.Module) -> list[list[str]]:
-    """Return the message, the types of all modules, and whether each is in training mode, for every rank."""
+def synchronize(model: nn.Module) -> list[list[str]]:
+    """Synchronize the norms on two ranks. Return for each the message, the types of all modules and their modes."""
 
-    def told(world: World) -> list[Any]:
+    def describe(world: World) -> list[Any]:
         messages = ""
         try:
             synchronize_batch_norms(model, world)
@@ -189,7 +189,7 @@ def refused(model: nn.Module) -> list[list[str]]:
         modules = list(model.modules())
         return [messages, [type(module).__name__ for module in modules], [module.training for module in modules]]
 
-    return run_ranks(told, 2)
+    return run_ranks(describe, 2)
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def refused(model: nn.Module) -> list[list[str]]:
 def test_unsupported_norms_are_rejected_on_all_ranks(norm: Any, kind: str, mode: bool) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Tanh(), norm())).train(mode)
     before = [type(module).__name__ for module in model.modules()]
-    for messages, types, training in refused(model):
+    for messages, types, training in synchronize(model):
         assert messages.startswith("parallelism.batch_norm: ")
         assert f"norms: 1.1 ({kind})\n" in messages
         assert "parallelism.batch_norm=per_rank" in messages
@@ -216,14 +216,14 @@ def test_unsupported_norms_are_rejected_on_all_ranks(norm: Any, kind: str, mode:
 
 
 def test_the_error_names_at_most_five_norms() -> None:
-    for messages, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
+    for messages, _, _ in synchronize(nn.Sequential(*(Activated(3) for _ in range(7)))):
         assert "norms: 0 (Activated), 1 (Activated)," in messages
         assert "4 (Activated) and 2 more\n" in messages
-    assert "model (Activated)\n" in refused(Activated(3))[0][0]
+    assert "model (Activated)\n" in synchronize(Activated(3))[0][0]
 
 
-def test_norms_that_never_train_can_be_of_any_kind() -> None:
-    for messages, types, training in refused(Frozen(Activated(3), nn.BatchNorm1d(3))):
+def test_norms_that_never_train_may_be_of_any_kind() -> None:
+    for messages, types, training in synchronize(Frozen(Activated(3), nn.BatchNorm1d(3))):
         assert messages == ""
         assert types == ["Frozen", "Activated", "_BatchNorm1d"]
         assert training == [True] * 3
@@ -240,7 +240,7 @@ def test_conversion_is_idempotent_and_one_process_accepts_any_norm() -> None:
     assert type(synchronize_batch_norms(Activated(3), World(CPU))) is Activated
 
 
-def test_a_single_value_per_channel_over_all_ranks_is_rejected_on_all_ranks() -> None:
+def test_one_value_per_channel_is_rejected_on_all_ranks() -> None:
     def single_value(world: World) -> str:
         model = synchronize_batch_norms(nn.BatchNorm1d(3), world)
         try:

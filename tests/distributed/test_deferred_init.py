@@ -1,4 +1,4 @@
-"""The shards of a model built without memory are bitwise equal to those of an ordinary construction."""
+"""Shards of a model built without memory are bitwise equal to those of a model that is built as usual."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.rounding import PROMISED, distance
 
 
 class Tied(nn.Module):
-    """Tied weights, buffers that are computed from other tensors, and a custom initialization of whole and part."""
+    """Tied weights, buffers computed from other tensors, and weights initialized in full or in part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Tied(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch norms, weight norm, an orthogonal initialization, copied layers, and rates that are read as numbers."""
+    """Batch norms, weight norm, orthogonal initialization, copied layers, and rates that are read as Python numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,14 +97,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-def built(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(11)
     return make()
 
 
-def deferred(make: Callable[[], nn.Module], min_bytes: int = 0) -> tuple[nn.Module, DeferredInit]:
+def build_deferred(make: Callable[[], nn.Module], min_bytes: int = 0) -> tuple[nn.Module, DeferredInit]:
     with DeferredInit(min_bytes) as recording:
-        model = built(make)
+        model = build(make)
     recording.replace_leaked(model)
     return model, recording
 
@@ -117,29 +117,29 @@ def values(model: nn.Module, recording: DeferredInit | None = None) -> Iterator[
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("min_bytes", [0, 300])
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_later_random_numbers_equal_those_of_an_ordinary_construction(name: str, min_bytes: int) -> None:
+def test_values_and_later_random_numbers_are_unchanged(name: str, min_bytes: int) -> None:
     make, _ = MODELS[name]
-    ordinary = built(make)
+    ordinary = build(make)
     state = torch.get_rng_state()
-    model, recording = deferred(make, min_bytes)
+    model, recording = build_deferred(make, min_bytes)
     assert torch.equal(torch.get_rng_state(), state)
     for (one, expected), (other, value) in zip(values(ordinary), values(model, recording), strict=True):
         assert one == other
         assert expected.dtype == value.dtype
         assert torch.equal(expected, value), one
-    assert torch.equal(torch.get_rng_state(), state), "computing values draws no random numbers"
+    assert torch.equal(torch.get_rng_state(), state), "computing values must not draw random numbers"
     if isinstance(model, Normed) and isinstance(ordinary, Normed):
         assert model.rates == ordinary.rates
         assert torch.equal(model.order, ordinary.order)
 
 
 def test_values_can_be_computed_in_any_order_and_twice() -> None:
-    model, recording = deferred(Tied)
+    model, recording = build_deferred(Tied)
     forward, backward = dict(values(model, recording)), dict(reversed([*values(model, recording)]))
     assert all(torch.equal(forward[name], backward[name]) for name in forward)
 
 
-def test_a_value_read_by_several_operations_is_computed_once_with_its_predecessors() -> None:
+def test_a_value_used_several_times_is_computed_once() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(4, 4)
         early, late = torch.rand(4, 4), torch.rand(4, 4)
@@ -147,28 +147,28 @@ def test_a_value_read_by_several_operations_is_computed_once_with_its_predecesso
             layer.weight.copy_(late * 2 + late * 3 + early)
         return layer
 
-    model, recording = deferred(make)
-    assert torch.equal(recording.value(model.weight), built(make).weight)
+    model, recording = build_deferred(make)
+    assert torch.equal(recording.value(model.weight), build(make).weight)
 
 
-def test_recordings_of_equal_constructions_have_equal_digests() -> None:
-    _, one = deferred(Tied)
-    _, same = deferred(Tied)
+def test_equal_constructions_have_equal_digests() -> None:
+    _, one = build_deferred(Tied)
+    _, same = build_deferred(Tied)
     with DeferredInit(0) as other:
         torch.manual_seed(12)
         Tied()
     assert one.digest() == same.digest() != other.digest()
 
 
-def test_random_numbers_that_are_drawn_and_discarded_share_their_memory() -> None:
-    """The states of the generator between them would keep malloc from returning it."""
+def test_discarded_random_numbers_reuse_memory() -> None:
+    """If each draw stored the state of the generator, malloc could not reuse the memory of discarded tensors."""
     with torch.profiler.profile(profile_memory=True) as profiler, DeferredInit():
         layers = [nn.Linear(256, 256, bias=False) for _ in range(20)]
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profiler.events() or ())
     assert layers[0].weight.nbytes <= allocated < 2 * layers[0].weight.nbytes
 
 
-def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
+def test_explicit_generators_and_captured_numbers_are_replayed() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(9, 9)
         numbers = torch.tensor([[float(n) for n in range(9)]] * 9)
@@ -177,8 +177,8 @@ def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
         numbers.zero_()
         return layer
 
-    model, recording = deferred(make)
-    assert torch.equal(recording.value(model.weight), built(make).weight)
+    model, recording = build_deferred(make)
+    assert torch.equal(recording.value(model.weight), build(make).weight)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
         lambda tensor: torch._foreach_zero_([tensor, torch.tensor([1.0, 2.0])]),
     ],
 )
-def test_operations_that_cannot_be_recorded_are_rejected(use: Callable[[Tensor], object]) -> None:
+def test_unrecordable_operations_are_rejected(use: Callable[[Tensor], object]) -> None:
     with DeferredInit(0), pytest.raises((RuntimeError, TypeError)):
         use(torch.zeros(10))
 
@@ -207,13 +207,13 @@ def run_of(name: str, world: World) -> Run:
     shares = tuple(32 // count + (rank < 32 % count) for rank in range(count))
     options: dict[str, Any] = {"shares": shares, "dtype": torch.float32, "loss": loss, "optimizer": sgd}
     if count == 1:
-        return Run(world, model=built(make), **options)
-    model, recording = deferred(make)
+        return Run(world, model=build(make), **options)
+    model, recording = build_deferred(make)
     assert any(weight.is_meta for weight in model.parameters())
     return Run(world, model=model, strategy=partial(shards, recording=recording), **options)
 
 
-def begun_and_trained(names: list[str], world: World) -> list[Any]:
+def start_and_train(names: list[str], world: World) -> list[Any]:
     """Return the model's tensors before and after three updates, by model.
 
     The optimizer is SGD, because Adam amplifies gradients that are only rounding errors, such as those of key biases.
@@ -230,18 +230,20 @@ def begun_and_trained(names: list[str], world: World) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_start_from_the_weights_of_one_process_and_train_like_it(num_ranks: int) -> None:
+def test_ranks_start_and_train_like_one_process(num_ranks: int) -> None:
     names = ["gpt", "tied"]
-    alone = begun_and_trained(names, ALONE)
-    together = run_ranks(partial(begun_and_trained, names), num_ranks)[0]
+    alone = start_and_train(names, ALONE)
+    together = run_ranks(partial(start_and_train, names), num_ranks)[0]
     for name, expected, found in zip(names, alone, together, strict=True):
-        assert expected[0] == found[0], f"{name}: bit for bit"
+        assert expected[0] == found[0], f"{name}: not bitwise equal"
         assert distance(expected[1], found[1]) <= PROMISED[torch.float32], name
 
 
 def test_gradients_of_key_biases_are_only_rounding_errors() -> None:
-    """Softmax ignores a constant in all scores. Adam divides a gradient by its size, and so amplifies the rounding."""
-    model = built(Tied).double()
+    """Softmax ignores a constant added to all scores. Adam divides a gradient by its magnitude, so it amplifies
+    rounding.
+    """
+    model = build(Tied).double()
     loss, _ = token_loss(model, tuple(tensor[:32] for tensor in samples(torch.float64)))  # type: ignore[arg-type]
     loss.backward()  # type: ignore[no-untyped-call]
     for name, weight in model.named_parameters():
@@ -258,14 +260,14 @@ def first_weights(world: World) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
-def test_a_model_with_batch_norms_starts_from_the_weights_of_one_process() -> None:
+def test_batch_norm_models_start_from_weights_of_one_process() -> None:
     assert run_ranks(first_weights, 3)[0] == first_weights(ALONE)
 
 
 def uninitialized(world: World) -> list[bool]:
     """Return whether the initial value was computed, for each loaded name."""
     computed: list[Any] = []
-    model, recording = deferred(Tied)
+    model, recording = build_deferred(Tied)
     names = frozenset({"up.weight", "blocks.0.linear1.weight"})
     refs = {recording.ref(weight): name for name, weight in model.named_parameters() if weight.is_meta}
     value = recording.value
@@ -275,12 +277,12 @@ def uninitialized(world: World) -> list[bool]:
 
 
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
-def test_parameters_that_a_checkpoint_replaces_are_not_initialized() -> None:
+def test_parameters_from_a_checkpoint_are_not_initialized() -> None:
     assert run_ranks(uninitialized, 2) == [[False, False, True]] * 2
 
 
 class LargestInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measure the peak bytes of the tensors that are created inside."""
+    """Measure the peak bytes of the tensors that are created in the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -309,8 +311,8 @@ def wide() -> nn.Module:
 
 
 def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example: Any, world: World) -> Any:
-    """Return this rank's weights by name, whether layers were measured, and the peak bytes in use in `wrap`."""
-    model, recording = deferred(make)
+    """Return this rank's weights by name, whether the layers were measured, and the peak bytes in use during `wrap`."""
+    model, recording = build_deferred(make)
     assert all(weight.is_meta for weight in model.parameters())
     parallel = Pipelined(world)
     parallel.deferred = DeferredModel(recording)
@@ -322,9 +324,9 @@ def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example:
 
 
 @pytest.mark.slow
-def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() -> None:
-    """The layers are measured, and the first and the last stage share the tied embedding."""
-    expected = {name: weight.tolist() for name, weight in built(gpt).state_dict().items()}
+def test_pipeline_ranks_start_from_weights_of_one_process() -> None:
+    """The layers are measured, and the first and the last stage share a tied embedding."""
+    expected = {name: weight.tolist() for name, weight in build(gpt).state_dict().items()}
     tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
     ranks = run_ranks(partial(staged, gpt, lambda model: model.layers(), (tokens,)), 2)
     found: set[str] = set()
@@ -338,27 +340,27 @@ def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() 
 
 
 @pytest.mark.slow
-def test_peak_memory_of_a_pipeline_rank_is_its_stage_and_some_layers() -> None:
+def test_peak_memory_of_a_pipeline_rank() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
     example = (torch.zeros(1, WIDE),)
     ranks = run_ranks(partial(staged, wide, list, example), 4)
     for own, _, largest in ranks:
         assert len(own) == 2 * WIDE_LAYERS // 4
-        assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "its stage, and a layer that is measured or computed"
+        assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "a rank holds its stage, and at most one layer more"
 
 
-def memory_of_shards(world: World) -> int:
+def measure_sharding(world: World) -> int:
     """Return the peak bytes in use while the wide model is sharded and its shards are initialized."""
-    model, recording = deferred(wide)
+    model, recording = build_deferred(wide)
     with LargestInUse() as memory:
         shards(world, recording).wrap(model, list, list(model.children()))
     return memory.largest
 
 
 @pytest.mark.slow
-def test_peak_memory_of_a_rank_is_its_shards_and_one_layer() -> None:
+def test_a_rank_needs_memory_for_shards_and_one_layer() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
-    for largest in run_ranks(memory_of_shards, 4):
+    for largest in run_ranks(measure_sharding, 4):
         assert WIDE_LAYERS // 4 * layer <= largest <= (WIDE_LAYERS // 4 + 1) * layer
 
 
@@ -369,7 +371,7 @@ def test_peak_memory_of_a_rank_is_its_shards_and_one_layer() -> None:
         ((6,), (2,), 0, False), ((2, 3), (3, 2), 0, False), ((5,), (1,), 0, False), ((6,), (1,), 1, False),
     ],
 )  # fmt: skip
-def test_a_tensor_reference_knows_whether_it_covers_the_whole_storage(
+def test_tensor_reference_detects_whole_storages(
     size: tuple[int, ...], stride: tuple[int, ...], offset: int, is_whole: bool
 ) -> None:
     assert TensorRef(0, 24, torch.float32, size, stride, offset).is_whole == is_whole

@@ -1,4 +1,4 @@
-"""Every strategy trains like one process on 2, 3, 4 and 8 ranks, and resumes from checkpoints of all others."""
+"""Every strategy trains like one process on 2, 3, 4 and 8 ranks, and resumes from the checkpoints of all others."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.rounding import ADAPTIVE, PROMISED, distance, distance_of_each
 
 pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 HALF, UPDATES, BATCH = 1, 3, 32
-NUM_LAYERS = 9  # at least one for each stage of 8 ranks, and not the same number for all
+NUM_LAYERS = 9  # at least one layer for each of 8 stages, and not the same number for all
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy on a number of ranks; `copies` of the model, each with its share of an update."""
+    """A strategy and its number of ranks. There are `copies` copies of the model, each with a share of every update."""
 
     name: str
     num_ranks: int
@@ -80,7 +80,7 @@ class Run:
         count = layout.copies
         shares = tuple(BATCH // count + (number < BATCH % count) for number in range(count)) if count > 1 else ()
         rank = self.parallel.batch_rank if count > 1 else 0
-        micro = 5 if count == 1 else -(-BATCH // (2 * count)) + 1  # two unequal micro-batches for each copy
+        micro = 5 if count == 1 else -(-BATCH // (2 * count)) + 1  # two micro-batches of different sizes for each copy
         self.order = Order(
             NUM_SAMPLES, BATCH, micro if world.world_size > 1 else BATCH, seed=3, shares=shares, rank=rank,
             is_lockstep=self.parallel.is_lockstep,
@@ -99,7 +99,7 @@ class Run:
         )
 
     def advance(self, until: int) -> list[float]:
-        """Return the losses of the updates."""
+        """Train, and return the losses of the updates."""
         batches = batches_of(self.order, self.dtype, self.training.position.update)
         steps = train_updates(self.training, batches, until)
         return [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None]
@@ -137,7 +137,7 @@ class Run:
 
 
 def train(layout: Layout, folder: Path, world: World) -> dict[str, Any]:
-    """Train in float64 with a checkpoint during training, and in float32."""
+    """Train in float64, writing a checkpoint halfway, and in float32."""
     run = Run(layout, world, torch.float64)
     losses = run.advance(HALF)
     run.save(folder)
@@ -160,7 +160,7 @@ def on_ranks(layout: Layout, function: Callable[[World], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
-    """A function from the name of a layout to the folder of its checkpoint, and the results of its ranks."""
+    """Return a function from the name of a layout to the folder of its checkpoint and the results of its ranks."""
     known: dict[str, tuple[str, list[dict[str, Any]]]] = {}
 
     def run(name: str) -> tuple[str, list[dict[str, Any]]]:
@@ -173,7 +173,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
 
 
 def assert_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare weights and the state of Adam, which amplifies rounding errors, to 1e-9."""
+    """Compare weights and Adam's state to 1e-9, because Adam amplifies rounding errors."""
     for name in ("model", "optimizer"):
         assert result[name].keys() == expected[name].keys()
         assert distance_of_each(expected[name], result[name]) <= ADAPTIVE, name
@@ -182,14 +182,14 @@ def assert_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if 1 < layout.num_ranks < 8])
-def test_every_strategy_on_up_to_four_ranks_trains_like_one_process(name: str, trained: Any) -> None:
+def test_strategies_on_up_to_four_ranks_train_like_one_process(name: str, trained: Any) -> None:
     assert_trains_like_one_process(name, trained)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.num_ranks == 8])
-def test_every_strategy_on_eight_ranks_trains_like_one_process(name: str, trained: Any) -> None:
+def test_strategies_on_eight_ranks_train_like_one_process(name: str, trained: Any) -> None:
     assert_trains_like_one_process(name, trained)
 
 
@@ -204,8 +204,8 @@ def assert_trains_like_one_process(name: str, trained: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_strategy_resumes_from_a_checkpoint_of_every_other_strategy(name: str, trained: Any) -> None:
-    """The short form resumes from three other strategies."""
+def test_strategies_resume_from_checkpoints_of_all_others(name: str, trained: Any) -> None:
+    """By default, each strategy resumes from the checkpoints of three others."""
     alone = trained("one process")[1][0]
     others = list(LAYOUTS) if IS_LONG else random.Random(f"{SEED} {name}").sample(list(LAYOUTS), 3)
     folders = [trained(other)[0] for other in others]

@@ -1,6 +1,6 @@
-"""Hybrid sharding: groups of ranks that hold a copy each give the results and checkpoints of a single process.
+"""With hybrid sharding, groups of ranks with a copy of the model each give the results and checkpoints of one process.
 
-One run of four ranks in two groups is shared by the tests, because starting ranks is expensive.
+The tests share one run of four ranks in two groups, because starting ranks is expensive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.engine.update.loop import StepInfo
 from runner.plan.planning_rules import why_no_fsdp
 from runner.tensors.optimizer_state import export_state, import_state
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_deferred_init import Tied, built, deferred
+from tests.distributed.test_deferred_init import Tied, build, build_deferred
 from tests.distributed.test_sharded import ALONE, Run, listed, sharded
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
@@ -34,7 +34,7 @@ in_pairs = partial(sharded, shard_size=2)
 
 
 def run_of(world: World, **options: Any) -> Run:
-    """Return a run in this world; each rank has its own share of an update."""
+    """Return a run in this world, with a different share of the update on each rank."""
     count = world.world_size
     shares = SHARES if count == RANKS else tuple(32 // count for _ in range(count))
     return Run(world, shares=shares, micro=MICRO if count == RANKS else 32, **options)
@@ -57,7 +57,7 @@ def save_parts(folder: Path, run: Run) -> int:
     return num_bytes
 
 
-def continued(folder: str, strategy: Any, world: World) -> dict[str, Any]:
+def resume(folder: str, strategy: Any, world: World) -> dict[str, Any]:
     """Resume from the sharded checkpoint, and train to the end."""
     run = run_of(world, strategy=strategy)
     checkpoint = load(checkpoint_path(Path(folder), HALF))
@@ -72,7 +72,7 @@ def continued(folder: str, strategy: Any, world: World) -> dict[str, Any]:
 
 
 def begin_on_meta(world: World) -> Any:
-    model, recording = deferred(Tied)
+    model, recording = build_deferred(Tied)
     parallel = Sharded(world, shard_size=2)
     parallel.deferred = DeferredModel(recording)
     parallel.wrap(model, list, list(model.blocks))  # type: ignore[arg-type]
@@ -94,14 +94,14 @@ def local_values(run: Run) -> list[Any]:
 
 
 def everything(folder: str, world: World) -> dict[str, Any]:
-    """Return the results of this rank: of a run with a checkpoint during training, and of the runs resumed from it."""
+    """Return this rank's results: of a run that writes a checkpoint halfway, and of the runs resumed from it."""
     run = run_of(world, strategy=partial(in_pairs, saves_parts=True))
     steps = run.advance(HALF)
     result = {"meta": begin_on_meta(world), "half": run.saved(), "bytes": save_parts(Path(folder), run)}
     steps += run.advance(UPDATES)
     result |= summary(run, steps) | {"local": local_values(run)}
-    result["continued"] = continued(folder, in_pairs, world)
-    result["continued by all"] = continued(folder, sharded, world)
+    result["continued"] = resume(folder, in_pairs, world)
+    result["continued by all"] = resume(folder, sharded, world)
     return result
 
 
@@ -122,7 +122,7 @@ def alone() -> dict[str, Any]:
 
 
 def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Shares are unequal, and ranks accumulate different numbers of micro-batches."""
+    """The shares are unequal, and ranks accumulate different numbers of micro-batches."""
     tolerance = allowed(torch.float64, terms=sum(alone["items"]))
     for each in results:
         assert each["items"] == alone["items"]
@@ -134,19 +134,17 @@ def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]]
 def test_all_groups_have_bitwise_equal_weights(results: list[dict[str, Any]]) -> None:
     assert results[0]["local"] == results[2]["local"]
     assert results[1]["local"] == results[3]["local"]
-    assert results[0]["local"] != results[1]["local"], "each rank of a group has its own shard"
+    assert results[0]["local"] != results[1]["local"], "ranks of a group must have different shards"
 
 
-def test_each_row_is_saved_once_and_shards_equal_the_gathered_checkpoint(
-    results: list[dict[str, Any]], folder: str
-) -> None:
+def test_rows_are_saved_once_and_equal_the_gathered_checkpoint(results: list[dict[str, Any]], folder: str) -> None:
     checkpoint = load(checkpoint_path(Path(folder), HALF))
     for stem in ("model", "optimizer"):
         assert listed(checkpoint.tensors(stem)) == results[0]["half"][stem]
     total = sum(tensor.nbytes for stem in checkpoint.stems for tensor in checkpoint.tensors(stem).values())
     written = [each["bytes"] for each in results]
     assert sum(written) == total
-    assert written[2:] == [0, 0], "the first group writes"
+    assert written[2:] == [0, 0], "only the first group writes"
 
 
 @pytest.mark.parametrize("key", ["continued", "continued by all"])
@@ -161,27 +159,27 @@ def single(world: World) -> Parallel:
     return Parallel(world)
 
 
-def test_a_run_resumes_on_a_different_number_of_ranks(
+def test_a_run_resumes_on_another_number_of_ranks(
     results: list[dict[str, Any]], alone: dict[str, Any], folder: str
 ) -> None:
-    assert results, "the checkpoint was saved"
-    on_two = run_ranks(partial(continued, folder, sharded), 2)[0]
-    for resumed in (continued(folder, single, ALONE), on_two):
+    assert results, "the checkpoint is missing"
+    on_two = run_ranks(partial(resume, folder, sharded), 2)[0]
+    for resumed in (resume(folder, single, ALONE), on_two):
         assert distance_of_each(alone["model"], resumed["model"]) <= PROMISED[torch.float64]
 
 
-def test_weights_initialized_in_groups_equal_those_of_one_process(results: list[dict[str, Any]]) -> None:
-    assert results[0]["meta"] == listed(built(Tied).state_dict())
+def test_hybrid_ranks_start_from_weights_of_one_process(results: list[dict[str, Any]]) -> None:
+    assert results[0]["meta"] == listed(build(Tied).state_dict())
 
 
-def sharded_after_each_micro_batch(world: World) -> Any:
+def reduce_after_each_micro_batch(world: World) -> Any:
     run = run_of(world, strategy=partial(in_pairs, shards_gradients=True))
     run.advance(2)
     return run.saved()["model"]
 
 
-def test_groups_can_reduce_gradients_after_each_micro_batch() -> None:
+def test_groups_can_reduce_after_each_micro_batch() -> None:
     alone = run_of(ALONE)
     alone.advance(2)
-    found = run_ranks(sharded_after_each_micro_batch, RANKS)[0]
+    found = run_ranks(reduce_after_each_micro_batch, RANKS)[0]
     assert distance_of_each(alone.saved()["model"], found) <= PROMISED[torch.float64]

@@ -1,4 +1,4 @@
-"""Measured costs of layers are correct, and measuring has no side effects."""
+"""The costs of layers are measured correctly and without side effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_layers_are_named_after_their_modules_in_the_model() -> None:
     assert layer_names(model, model.layers()) == ["embedding+scale", "blocks.0", "blocks.1", "Tanh 3"]
 
 
-def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
+def test_frozen_weights_and_buffers_have_no_gradient_or_state() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[0].bias.requires_grad_(False)
     linear, norm = estimate_costs(model, list(model))
@@ -46,7 +46,7 @@ def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
     assert norm.constant_bytes == 2 * 4 * 4 + 8  # mean, variance and count
 
 
-def test_activations_are_counted_once_and_weights_are_excluded() -> None:
+def test_activations_are_counted_once_without_weights() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(32, 8)
     costs = measure_costs(model, list(model), (x,), repeats=1)
@@ -57,7 +57,7 @@ def test_activations_are_counted_once_and_weights_are_excluded() -> None:
     assert all(cost.seconds > 0 for cost in costs)
 
 
-def test_the_time_of_a_layer_is_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_times_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Slow(nn.Linear):
@@ -79,7 +79,7 @@ def test_the_time_of_a_layer_is_its_measured_time(monkeypatch: pytest.MonkeyPatc
 
 
 class Center(nn.Module):
-    """Subtracts a moving average, which is a frozen parameter."""
+    """A layer that subtracts a moving average, which is a frozen parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_measuring_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), Center(4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():  # the caller's mode does not matter
+    with torch.no_grad():  # the training mode of the model does not matter
         measure_costs(model, list(model), (torch.randn(8, 4),))
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -117,8 +117,8 @@ def test_embedding_layers_are_measured() -> None:
     assert costs[1].activation_bytes == 2 * 3 * 4 * 4
 
 
-def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
-    """Otherwise, the timer would include work of the previous pass and stop before the measured work is done."""
+def test_the_device_is_synchronized_around_each_pass() -> None:
+    """Otherwise, the timer would include work of the previous pass, and stop before the measured work is done."""
     events: list[str] = []
 
     class Noted(nn.Linear):
@@ -132,4 +132,4 @@ def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
     model = nn.Sequential(Noted(4, 4))
     measure_costs(model, list(model), (torch.randn(2, 4),), repeats=3, synchronize=lambda: events.append("wait"))
     timed = ["wait", "forward", "backward", "wait"] * 4  # the first repetition is a warm-up
-    assert events == ["forward", *timed]  # activations are measured in a separate pass before
+    assert events == ["forward", *timed]  # activations are measured first, in a separate pass

@@ -1,4 +1,4 @@
-"""Costs and devices that determine a placement; a parameter of several stages is updated identically on all of them."""
+"""Costs and devices determine the placement of layers, and stages that share a parameter update it identically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.distributed.world import World
 from tests.distributed.ranks import run_ranks
 
 
-def test_a_shared_parameter_gets_the_sum_of_gradients_even_if_a_stage_has_none() -> None:
+def test_gradients_of_a_shared_parameter_are_summed() -> None:
     def added(world: World) -> Any:
         weight = nn.Parameter(torch.ones(3))
         if world.rank != 1:
@@ -30,7 +30,7 @@ def test_a_shared_parameter_gets_the_sum_of_gradients_even_if_a_stage_has_none()
     assert run_ranks(added, 3) == [[6.0] * 3] * 3
 
 
-def test_a_shared_parameter_that_is_frozen_has_no_gradient() -> None:
+def test_a_frozen_shared_parameter_has_no_gradient() -> None:
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
     Tie(weight, None, counts_here=True).add()
     assert weight.grad is None
@@ -54,7 +54,7 @@ class Ranks(World):
         return [value, *({**value, "seconds": seconds, "memory": memory} for seconds, memory in self.others)]
 
 
-def placed(
+def place(
     monkeypatch: pytest.MonkeyPatch,
     world: World,
     *,
@@ -62,7 +62,7 @@ def placed(
     example: Any = lambda: (torch.ones(4, 2),),
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Place three layers that take 1 s each and fit anywhere; return the placement, and how costs were measured."""
+    """Place three layers that take 1 s each and fit anywhere. Return the placement and how costs were measured."""
     measured: dict[str, Any] = {}
 
     def measure(model: Any, layers: Any, inputs: Any, **given: Any) -> list[LayerCost]:
@@ -83,17 +83,17 @@ def placed(
     ("seconds", "speed"),
     [(3.0, 1.0), (6.0, 0.5), (1.5, 2.0), (3.2, 1.0), (2.8, 1.0), (3.4, 3 / 3.4), (2.0, 1.5), (0.0, 1.0)],
 )
-def test_relative_speeds_of_stages_ignore_differences_within_noise(
+def test_stage_speeds_ignore_differences_within_noise(
     seconds: float, speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placement, _ = placed(monkeypatch, Ranks((seconds, 8 * GIB)))
+    placement, _ = place(monkeypatch, Ranks((seconds, 8 * GIB)))
     first, second = placement.devices
     assert (first.speed, second.speed) == (1.0, pytest.approx(speed))
 
 
-def test_memory_and_speed_of_a_stage_are_those_of_its_weakest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_has_the_limits_of_its_weakest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Ranks((3.0, 6 * GIB), (6.0, 4 * GIB), (1.5, 7 * GIB))
-    placement, _ = placed(monkeypatch, world, copies=2)
+    placement, _ = place(monkeypatch, world, copies=2)
     first, second = placement.devices
     assert (first.memory_bytes, second.memory_bytes) == (4 * GIB, 6 * GIB)
     assert (first.speed, second.speed) == (0.5, 1.0)
@@ -109,11 +109,11 @@ def test_memory_and_speed_of_a_stage_are_those_of_its_weakest_rank(monkeypatch: 
         ({"samples": 2, "balance": "time"}, 0.5, 3),
     ],
 )
-def test_layers_are_measured_on_the_example_and_scaled_to_a_micro_batch(
+def test_measurements_are_scaled_from_example_to_micro_batch(
     options: dict[str, Any], scale: float, repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = lambda: (torch.tensor(3.0), torch.ones(4, 2))  # noqa: E731
-    _, measured = placed(monkeypatch, Ranks((3.0, 8 * GIB)), example=example, **options)
+    _, measured = place(monkeypatch, Ranks((3.0, 8 * GIB)), example=example, **options)
     assert (measured["scale"], measured["repeats"]) == (scale, repeats)
     assert [tuple(tensor.shape) for tensor in measured["inputs"]] == [(), (4, 2)]
     with measured["weights"](measured["model"]):
@@ -121,12 +121,12 @@ def test_layers_are_measured_on_the_example_and_scaled_to_a_micro_batch(
 
 
 def test_an_example_without_a_batch_counts_as_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, measured = placed(monkeypatch, Ranks((3.0, GIB)), example=lambda: (torch.tensor(3.0), 7), samples=8)
+    _, measured = place(monkeypatch, Ranks((3.0, GIB)), example=lambda: (torch.tensor(3.0), 7), samples=8)
     assert measured["scale"] == 8.0
 
 
-def test_costs_are_estimated_for_layers_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_unmeasurable_layers_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     for example in (None, Mock(side_effect=NotImplementedError)):
-        placement, measured = placed(monkeypatch, Ranks((0.0, 8 * GIB)), example=example)
+        placement, measured = place(monkeypatch, Ranks((0.0, 8 * GIB)), example=example)
         assert measured == {}
         assert len(placement.costs) == 3

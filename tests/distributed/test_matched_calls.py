@@ -1,4 +1,4 @@
-"""Ranks whose model calls wait for each other must make the same calls, or all of them report the difference."""
+"""Ranks whose model calls wait for each other must make the same calls; otherwise, all ranks report the difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.forkserver import CompletedCommand, ForkServer
 
 
 class Summing(nn.Module):
-    """A model whose calls are collectives, like those of a pipelined model."""
+    """A model that calls a collective, as a pipelined model does."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Summing(nn.Module):
 
 
 def outcome(world: World, num_calls: int, fails: bool) -> str:
-    """Return the error of the ranks after this number of calls; the model must still work afterwards."""
+    """Return the error of a rank after `num_calls` calls; the model must still work afterwards."""
     model = Summing(world)
     try:
         with matched_calls(model, world):
@@ -41,7 +41,7 @@ def outcome(world: World, num_calls: int, fails: bool) -> str:
     return ""
 
 
-def test_results_and_errors_that_all_ranks_share_are_passed_on() -> None:
+def test_results_and_common_errors_are_passed_on() -> None:
     assert run_ranks(lambda world: outcome(world, 2, fails=False), 2) == ["", ""]
     assert run_ranks(lambda world: outcome(world, 1, fails=True), 2) == ["mine", "mine"]
 
@@ -94,18 +94,15 @@ def run_on_two_pipelines(
     )
 
 
-def test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_an_early_error_of_one_rank_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
+    """The error occurs before the first update, and its text is reported."""
     result = run_on_two_pipelines(server, tmp_path, in_evaluate="(1,)")
     assert result.code == Exit.SOFTWARE, result.err
     assert "rank 1: " in result.err
     assert "FileNotFoundError" in result.err
 
 
-def test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_does_not_prevent_training(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """All ranks of that pipeline fail alike, so none waits. The check before the first update is inconclusive."""
+def test_a_loss_that_fails_in_eval_mode_does_not_prevent_training(server: ForkServer, tmp_path: Path) -> None:
+    """The loss fails on one of two pipelines, on all of its ranks, so none waits. The first check is inconclusive."""
     result = run_on_two_pipelines(server, tmp_path, in_loss="(2, 3)")
     assert result.code == Exit.DONE, result.err

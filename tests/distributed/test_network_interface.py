@@ -1,4 +1,4 @@
-"""Selection of the network interface between ranks."""
+"""The network interface that ranks use to communicate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("store", ["tcp://127.0.0.1:29500", "file:///tmp/store"])
 def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interface with several addresses matches if one of them does."""
+    """An interface with several addresses is selected if one of them matches."""
     rows = {name: [SimpleNamespace(address=address) for address in result] for name, result in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     assert find_interface(RankInfo(0, 0, 2, 2, store)) == "lo"
@@ -36,7 +36,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch
 @pytest.mark.parametrize(
     ("num_local_ranks", "given", "expected"), [(2, "", "=lo"), (2, "eth1", "eth1"), (1, "", ""), (1, "eth1", "eth1")]
 )
-def test_nccl_listens_on_the_loopback_interface_unless_there_are_several_machines(
+def test_nccl_uses_loopback_on_a_single_machine(
     num_local_ranks: int, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {"NCCL_SOCKET_IFNAME": given} if given else {}
@@ -46,9 +46,7 @@ def test_nccl_listens_on_the_loopback_interface_unless_there_are_several_machine
     assert environment.get("NCCL_SOCKET_IFNAME", "") == expected
 
 
-def test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_shared_gpu_is_not_reported_as_a_network_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError(
             "NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
@@ -62,13 +60,13 @@ def test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_networ
     assert suggested(caught.value.problems[0].fix) == ["device=cpu"]
 
 
-def test_no_interface_is_selected_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interface_is_selected_for_an_unknown_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert find_interface(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
 
 
 class Probe:
-    """A socket on a machine with these routes: host -> own address."""
+    """A socket on a machine with the given routes: from the host that it connects to, to the local address."""
 
     routes: ClassVar[dict[str, str]] = {}
 

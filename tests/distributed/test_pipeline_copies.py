@@ -1,6 +1,6 @@
-"""Several pipelines that train together give the results of one process, and their copies stay bitwise equal.
+"""Several pipelines give the results of one process, and their copies of the model stay bitwise equal.
 
-One run of four ranks, two pipelines of two stages, is shared by the tests, because starting ranks is expensive.
+The tests share one run of four ranks, two pipelines of two stages, because starting ranks is expensive.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.distributed.test_pipelined import (
 from tests.rounding import allowed, distance
 
 RANKS, STAGES, UPDATES = 4, 2, 3
-SIZES = ([3, 3, 1], [2, 2])  # of each pipeline, whose numbers of micro-batches differ
+SIZES = ([3, 3, 1], [2, 2])  # of each pipeline; the pipelines have different numbers of micro-batches
 LAST = ([3, 3, 1], [])  # the last update of an epoch may leave a pipeline without samples
 DOUBLE = torch.float64
 
 
 def updates_of(pipeline: int | None) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a pipeline, or of all pipelines if None."""
+    """Yield the micro-batches of a pipeline, or those of all pipelines if `pipeline` is None."""
     for number, sizes in enumerate([*[SIZES] * (UPDATES - 1), LAST]):
         micros = batches([*sizes[0], *sizes[1]], DOUBLE, seed=number, tokens=True)
         if pipeline is not None:
@@ -75,7 +75,7 @@ def listed(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 class Normalized(nn.Module):
-    """Each stage has a batch norm; the loss changes one outside the layers."""
+    """A model with a batch norm in each stage, and one outside the layers that the loss updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def normalized_loss(model: Any, batch: Any) -> tuple[Tensor, int]:
 
 
 def buffers_of(world: World, stages: int) -> dict[str, Any]:
-    """Return the buffers of this rank after an update, and whether they are the same on all ranks that have them."""
+    """Return this rank's buffers after two updates and a check that copies of a buffer are equal."""
     torch.manual_seed(0)
     model = Normalized().double()
     parallel = Pipelined(world, stages=stages, split=[2, 2])
@@ -116,7 +116,7 @@ def buffers_of(world: World, stages: int) -> dict[str, Any]:
 
 
 def fitted_buffers(world: World) -> dict[str, Any]:
-    """Return the buffers after a phase without gradients, in which every rank of a pipeline sees the same data."""
+    """Return the buffers after a phase without gradients, in which all ranks of a pipeline read the same data."""
     torch.manual_seed(0)
     model = Normalized().double()
     parallel = Pipelined(world, stages=STAGES, split=[2, 2])
@@ -130,7 +130,7 @@ def fitted_buffers(world: World) -> dict[str, Any]:
 
 
 class Overflowing(nn.Module):
-    """Multiplies its input so that it overflows, in the call with the given number."""
+    """A layer that multiplies its input so that it overflows in the call with the given number."""
 
     def __init__(self, call: int | None) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Overflowing(nn.Module):
 
 
 def skipped_update(world: World) -> list[Any]:
-    """The first pipeline overflows in an update in which the second one has no samples."""
+    """Run an update in which the first pipeline overflows and the second one has no samples."""
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         Overflowing(1 if world.rank < STAGES else None),
@@ -161,7 +161,7 @@ def skipped_update(world: World) -> list[Any]:
     return [made.precision.num_skipped(), statistics.is_meta or statistics.isfinite().all().item()]
 
 
-def failing(world: World, phase: str) -> str:
+def fail(world: World, phase: str) -> str:
     """Fail in the last stage of the last pipeline; return what this rank reports.
 
     phase  first: in the first micro-batch, while this pipeline infers shapes; later: in a micro-batch of another shape
@@ -211,7 +211,7 @@ def alone() -> dict[str, Any]:
 
 
 def test_several_pipelines_do_not_change_the_updates(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """The pipelines have different numbers of micro-batches, and one has no sample in the last update."""
+    """The pipelines have different numbers of micro-batches, and one has no samples in the last update."""
     tolerance = allowed(DOUBLE, terms=sum(alone["items"]))
     for result in results:
         run = result["run"]
@@ -226,7 +226,7 @@ def test_copies_of_a_stage_are_bitwise_equal(results: list[dict[str, Any]]) -> N
     for stage in range(STAGES):
         assert results[stage]["run"]["own"] == results[stage + STAGES]["run"]["own"]
         assert results[stage]["buffers"] == results[stage + STAGES]["buffers"]
-    assert results[0]["run"]["own"] != results[1]["run"]["own"], "each stage has other layers"
+    assert results[0]["run"]["own"] != results[1]["run"]["own"], "stages must have different layers"
 
 
 def test_only_the_first_rank_gathers_a_checkpoint(results: list[dict[str, Any]]) -> None:
@@ -239,27 +239,27 @@ def test_buffers_outside_the_layers_come_from_the_last_stage(results: list[dict[
     assert results[0]["buffers"]["inputs.num_batches_tracked"] == [2 * len(SIZES[0])]
 
 
-def test_buffers_that_change_without_gradients_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> None:
+def test_fitted_buffers_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> None:
     for result in results:
         for name in ("seen", "inputs.running_mean", "inputs.num_batches_tracked"):
             assert result["fitted"][name] == results[0]["fitted"][name]
-    assert results[0]["fitted"]["seen"] == [1], "that of the first pipeline, as with several ranks of ddp"
+    assert results[0]["fitted"]["seen"] == [1], "that of the first pipeline, as ddp uses that of rank 0"
 
 
-def test_an_overflow_while_another_pipeline_has_no_samples_only_skips_the_update(results: list[dict[str, Any]]) -> None:
+def test_an_overflow_skips_the_update_on_idle_pipelines_too(results: list[dict[str, Any]]) -> None:
     assert [result["skipped"] for result in results] == [[1, True]] * RANKS
 
 
 @pytest.mark.parametrize("phase", ["first", "later"])
-def test_an_error_in_one_pipeline_is_raised_on_all_ranks_with_its_rank_and_text(phase: str) -> None:
-    *others, failed = run_ranks(lambda world: failing(world, phase), RANKS)
+def test_an_error_in_one_pipeline_is_raised_on_all_ranks(phase: str) -> None:
+    *others, failed = run_ranks(lambda world: fail(world, phase), RANKS)
     assert failed == "ValueError: planted"
     for other in others:
         assert other.startswith("RankLost")
         assert f"rank {RANKS - 1} failed: ValueError: planted" in other
 
 
-def test_running_statistics_of_the_loss_are_not_averaged_with_stages_that_do_not_compute_it() -> None:
+def test_running_statistics_of_the_loss_come_from_its_stage() -> None:
     expected = buffers_of_one_process()
     for result in run_ranks(lambda world: buffers_of(world, STAGES), STAGES):
         for name in ("inputs.running_mean", "inputs.running_var"):
@@ -274,18 +274,18 @@ def buffers_of_one_process() -> dict[str, Any]:
     return {f"inputs.{name}": buffer.tolist() for name, buffer in norm.named_buffers()}
 
 
-def test_each_batch_of_an_evaluation_is_counted_once(results: list[dict[str, Any]]) -> None:
+def test_each_evaluated_batch_is_counted_once(results: list[dict[str, Any]]) -> None:
     counted = [index for result in results for index, counts in result["evaluated"] if counts]
     assert sorted(counted) == list(range(5))
     assert [[index for index, _ in result["evaluated"]] for result in results] == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
 
 
-def test_data_statistics_are_merged_over_the_first_stages(results: list[dict[str, Any]]) -> None:
+def test_data_statistics_are_merged_over_first_stages(results: list[dict[str, Any]]) -> None:
     assert [result["merged"] for result in results] == [[11.0]] * RANKS
 
 
-def all_reduced(world: World, sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of gradients that were all-reduced before the last backward pass of the update ended."""
+def count_reduced_bytes(world: World, sizes: Sequence[int]) -> list[int]:
+    """Return the bytes of gradients that were all-reduced when each step of the schedule ended."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).double()
     parallel = Pipelined(world, stages=STAGES, split=[4, 4])
@@ -306,6 +306,8 @@ def all_reduced(world: World, sizes: Sequence[int]) -> list[int]:
 
 
 def test_gradients_are_exchanged_during_the_last_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "SMALL_BYTES", 0)  # otherwise, they are sent with the other numbers
-    for before_end in run_ranks(lambda world: all_reduced(world, [2, 2, 1]), RANKS):
-        assert before_end == [0, 4 * 8 * WIDTH * (WIDTH + 1)], "one step for two micro-batches, one for the smaller"
+    monkeypatch.setattr(reducer, "SMALL_BYTES", 0)  # otherwise, gradients are sent together with the sums
+    for before_end in run_ranks(lambda world: count_reduced_bytes(world, [2, 2, 1]), RANKS):
+        assert before_end == [0, 4 * 8 * WIDTH * (WIDTH + 1)], (
+            "one step for two equal micro-batches, one for the smaller"
+        )

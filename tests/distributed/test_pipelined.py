@@ -1,4 +1,4 @@
-"""A pipeline computes the same as the unsplit model, for any split and schedule."""
+"""A pipeline computes the same as the unsplit model, whatever the split and the schedule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 class Clock:
-    """Each reading advances the clock by a millisecond."""
+    """A clock that advances by a millisecond each time it is read."""
 
     now = 0.0
 
@@ -55,13 +55,13 @@ def plain(num_layers: int, dtype: torch.dtype) -> nn.Sequential:
     layers: list[nn.Module] = []
     for number in range(num_layers - 1):
         linear = nn.Linear(WIDTH, WIDTH)
-        # in place on the output of the previous layer, which is a leaf of the autograd graph at the start of a stage
+        # works in place on the output of the previous layer, which is a leaf of the autograd graph if it starts a stage
         layers.append(linear if number % 2 or not number else nn.Sequential(nn.ELU(inplace=True), linear))
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(dtype)
 
 
 class Tied(nn.Module):
-    """Maps tokens to logits with one embedding shared by both ends."""
+    """A model from tokens to logits whose first and last layer share the embedding."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Head(nn.Module):
 
 
 class Pair(nn.Module):
-    """Maps (x, y) to (x, y); the first layer takes x and a keyword argument instead."""
+    """A layer from (x, y) to (x, y); the first layer takes x and a keyword argument instead."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def batches(sizes: Sequence[int], dtype: torch.dtype, *, seed: int = 1, tokens: bool = False) -> list[MicroBatch]:
-    """Return the micro-batches of one update with the given numbers of samples."""
+    """Return the micro-batches of one update, with the given numbers of samples."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number, size in enumerate(sizes):
@@ -178,7 +178,7 @@ def one_update(
     loss: Any = token_loss,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return sums, gradients by name and their norm after one update."""
+    """Return the sums, the gradients by name and their norm after one update."""
     model = make()
     parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
     wrapped = parallel.wrap(model, lambda: layers_of(model), [])
@@ -224,7 +224,7 @@ def random_cases(count: int) -> list[dict[str, Any]]:
         split = [stop - start for start, stop in zip([0, *cuts], [*cuts, num_layers], strict=True)]
         sizes = [draw.randint(1, 4)] * draw.randint(1, 7)
         if draw.random() < 0.6 and sizes[-1] > 1:
-            sizes[-1] -= 1  # ragged
+            sizes[-1] -= 1  # smaller than the others
         cases.append(
             {
                 "world_size": world_size,
@@ -259,7 +259,7 @@ def test_splitting_a_model_changes_neither_loss_nor_gradients(case: dict[str, An
     ranks = run_ranks(update, case["world_size"])
     alone = update(ALONE)[0]
     for number, dtype in enumerate((torch.float64, torch.float32)):
-        terms = alone["items"] + case["num_layers"] * WIDTH  # layers, then the sum
+        terms = alone["items"] + case["num_layers"] * WIDTH  # terms of the layers and of the sum
         assert_same_update(alone, [of_rank[number] for of_rank in ranks], allowed(dtype, terms))
         if case["options"]["split"]:
             assert ranks[0][number]["split"] == case["options"]["split"]
@@ -279,13 +279,13 @@ def test_tied_weights_have_the_gradient_of_both_stages(options: dict[str, Any], 
     alone = update(ALONE)
     assert_same_update(alone, ranks, PROMISED[torch.float64])
     holders = [result["gradients"]["embedding.weight"] for result in (ranks[0], ranks[-1])]
-    assert holders[0] == holders[1]  # bit for bit, otherwise the copies would diverge
+    assert holders[0] == holders[1]  # bitwise equal, otherwise the copies would diverge
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_layers_pass_tuples_and_the_model_returns_any_structure(schedule: str) -> None:
+def test_layers_pass_tuples_and_models_return_any_structure(schedule: str) -> None:
     def update(world: World) -> dict[str, Any]:
         torch.manual_seed(0)
         return one_update(
@@ -295,18 +295,18 @@ def test_layers_pass_tuples_and_the_model_returns_any_structure(schedule: str) -
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
-def test_micro_batches_of_many_different_shapes_give_the_results_of_one_process() -> None:
+def test_varying_micro_batch_shapes_give_results_of_one_process() -> None:
     sizes = [1, 1, *range(2, KEPT_STEPS + 4), 1, 2]
 
     def updates(world: World) -> list[float]:
         made = training(world, lambda: plain(4, torch.float64), schedule="1f1b")
-        return trained(made, sizes, torch.float64, 2)["norms"]
+        return run_updates(made, sizes, torch.float64, 2)["norms"]
 
     np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=2 * PROMISED[torch.float64])
 
 
 @pytest.mark.slow
-def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
+def test_first_and_last_stage_draw_the_same_numbers() -> None:
     def update(world: World) -> float:
         torch.manual_seed(100 + world.rank)
         model = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity())
@@ -317,7 +317,7 @@ def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
 
 
 @pytest.mark.slow
-def test_random_numbers_of_a_pipeline_follow_the_generator_of_rank_0() -> None:
+def test_a_pipeline_uses_the_random_generator_of_rank_0() -> None:
     def update(world: World) -> list[float]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
         parallel = Pipelined(world)
@@ -337,7 +337,7 @@ def test_random_numbers_of_a_pipeline_follow_the_generator_of_rank_0() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (3, 4, 5), (1, 4)], ids=str)
-def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) -> None:
+def test_frozen_layers_do_not_change_the_updates(frozen: tuple[int, ...]) -> None:
     def make() -> nn.Sequential:
         model = plain(6, torch.float64)
         for number in frozen:
@@ -352,7 +352,7 @@ def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_a_stage_with_unused_parameters_takes_part_in_the_gradient_norm(dtype: torch.dtype) -> None:
+def test_unused_parameters_do_not_change_the_gradient_norm(dtype: torch.dtype) -> None:
     stored = torch.float32 if dtype == torch.float16 else dtype
 
     def make() -> nn.Sequential:
@@ -366,13 +366,13 @@ def test_a_stage_with_unused_parameters_takes_part_in_the_gradient_norm(dtype: t
 
     def run(world: World) -> dict[str, Any]:
         options = {} if world.world_size == 1 else {"split": [1, 1]}
-        return trained(training(world, make, precision=precision, **options), [2, 2], stored, updates=3)
+        return run_updates(training(world, make, precision=precision, **options), [2, 2], stored, updates=3)
 
     assert_same_run(run(ALONE), run_ranks(run, 2)[0], PROMISED[stored])
 
 
 class Centered(nn.Module):
-    """Subtracts a moving average of its inputs, which is a frozen parameter."""
+    """A layer that subtracts a moving average of its inputs, which is a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class Centered(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
+def test_layers_can_work_in_place_and_keep_statistics() -> None:
     def update(world: World) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -410,7 +410,7 @@ def test_a_layer_can_work_in_place_and_keep_statistics() -> None:
 
 
 class Shifted(nn.Module):
-    """Subtracts a constant and a running mean of its inputs."""
+    """A layer that subtracts a constant and a running mean of its inputs."""
 
     def __init__(self, learns: bool) -> None:
         super().__init__()
@@ -429,10 +429,8 @@ class Shifted(nn.Module):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(("split", "is_apart"), [([2, 3], True), ([4, 1], False)])
-def test_a_module_on_two_ranks_is_rejected_if_its_buffers_diverge(
-    learns: bool, split: list[int], is_apart: bool
-) -> None:
-    """A checkpoint contains the buffers of only one rank, and both ranks would resume with them."""
+def test_a_module_on_two_ranks_must_have_equal_buffers(learns: bool, split: list[int], is_apart: bool) -> None:
+    """A checkpoint contains the buffers of only one rank, with which both ranks would resume."""
 
     def check(world: World) -> bool:
         torch.manual_seed(0)
@@ -483,7 +481,7 @@ def training(
     )
 
 
-def trained(run: Training, sizes: Sequence[int], dtype: torch.dtype, updates: int = 6) -> dict[str, Any]:
+def run_updates(run: Training, sizes: Sequence[int], dtype: torch.dtype, updates: int = 6) -> dict[str, Any]:
     steps: list[StepInfo] = list(train_updates(run, stream(sizes, dtype), updates))
     weights = run.parallel.gather_full(run.model.state_dict())
     states = run.parallel.gather_full(export_state(run.optimizer)[0])
@@ -509,32 +507,32 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], tolerance: float
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 3), ("gpipe", 2)])
-def test_clipped_updates_and_their_state_equal_those_of_one_process(schedule: str, world_size: int) -> None:
+def test_clipped_updates_equal_those_of_one_process(schedule: str, world_size: int) -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, lambda: plain(7, torch.float64), schedule=schedule)
-        return trained(made, [3, 3, 3, 1], torch.float64)
+        return run_updates(made, [3, 3, 3, 1], torch.float64)
 
     ranks = run_ranks(run, world_size)
     alone = run(ALONE)
-    assert min(alone["norms"]) > 0.1  # clipping is active
+    assert min(alone["norms"]) > 0.1  # gradients are clipped
     assert_same_run(alone, ranks[0], ADAPTIVE)
     for result in ranks[1:]:
         assert result["norms"] == ranks[0]["norms"]
-        assert result["weights"] == result["states"] == {}  # rank 0 has everything
+        assert result["weights"] == result["states"] == {}  # rank 0 gathers everything
 
 
 @pytest.mark.slow
 def test_half_precision_gives_the_results_of_one_process() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, lambda: plain(6, torch.float32), precision=bf16)
-        return trained(made, [4, 4], torch.float32, 3)
+        return run_updates(made, [4, 4], torch.float32, 3)
 
     ranks = run_ranks(run, 2)
     np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=PROMISED[torch.float32])
 
 
 @pytest.mark.slow
-def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
+def test_an_overflow_on_one_stage_skips_the_update_on_all() -> None:
     class Large(nn.Module):
         """Scales the gradient of the preceding layers once, in a micro-batch of the third update."""
 
@@ -551,7 +549,7 @@ def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
             return nn.Sequential(*model[:3], Large(), *model[3:])
 
         made = training(world, make, precision=lambda world, model: fp16(world, model, init_scale=256.0), split=[4, 2])
-        return trained(made, [3, 3], torch.float32, 5)
+        return run_updates(made, [3, 3], torch.float32, 5)
 
     one, two = run_ranks(run, 2)
     alone = run(ALONE)
@@ -561,7 +559,7 @@ def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_without_parameters_participates_in_all_operations() -> None:
+def test_a_stage_without_parameters_takes_part_in_everything() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(
             world,
@@ -569,7 +567,7 @@ def test_a_stage_without_parameters_participates_in_all_operations() -> None:
             precision=lambda world, model: fp16(world, model, init_scale=256.0),
             split=[3, 1],
         )
-        return trained(made, [3, 2], torch.float32, 3) | {"own": len(made.parameters)}
+        return run_updates(made, [3, 2], torch.float32, 3) | {"own": len(made.parameters)}
 
     one, two = run_ranks(run, 2)
     assert two["own"] == 1
@@ -578,7 +576,7 @@ def test_a_stage_without_parameters_participates_in_all_operations() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_several_ranks_can_be_loaded_by_any_number_of_ranks() -> None:
+def test_checkpoints_can_be_loaded_by_any_number_of_ranks() -> None:
     saved: dict[str, Tensor] = {}
 
     def save(world: World) -> dict[str, Any]:
@@ -659,8 +657,8 @@ def test_data_statistics_come_from_rank_0() -> None:
 # ---------------------------------------------------------------- errors
 
 
-def refused(world: World, function: Callable[[Pipelined], Any], **options: Any) -> str:
-    """Return the type and the text of the error."""
+def refuse(world: World, function: Callable[[Pipelined], Any], **options: Any) -> str:
+    """Return the type, exit code and text of the error that `function` raises."""
     try:
         function(Pipelined(world, **options))
     except (ConfigError, TaskFault, RankLost) as error:
@@ -674,28 +672,29 @@ def wrapping(model: Any) -> Callable[[Pipelined], Any]:
 
 @pytest.mark.slow
 def test_fewer_layers_than_stages_are_rejected() -> None:
-    for result in run_ranks(lambda world: refused(world, wrapping(plain(2, torch.float32))), 3):
+    for result in run_ranks(lambda world: refuse(world, wrapping(plain(2, torch.float32))), 3):
         assert "ConfigError 78" in result
         assert "stages (3)" in result
         assert "has 2" in result
 
 
 @pytest.mark.slow
-def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
+def test_splits_must_fit_the_model_and_the_memory() -> None:
     model = plain(5, torch.float32)
     for options, text in (
         ({"split": [2, 2]}, "add up to the model's 5 layers, but is [2,2]"),
         ({"split": [1, 1, 3]}, "one size for each of the 2 stages, but has 3"),
     ):
-        for result in run_ranks(lambda world, options=options: refused(world, wrapping(model), **options), 2):
+        for result in run_ranks(lambda world, options=options: refuse(world, wrapping(model), **options), 2):
             assert "ConfigError 78" in result, result
             assert text in result, result
 
-    def refused_by_memory(world: World) -> str:
-        layer_placement.device_bytes = lambda _: 2 * [2000, 1000][world.rank]  # two ranks share the host
-        return refused(world, wrapping(model))
+    def split_with_little_memory(world: World) -> str:
+        # the two ranks share the memory of the host
+        layer_placement.device_bytes = lambda _: 2 * [2000, 1000][world.rank]
+        return refuse(world, wrapping(model))
 
-    for result in run_ranks(refused_by_memory, 2):
+    for result in run_ranks(split_with_little_memory, 2):
         assert "ConfigError 78" in result, result
         assert "the devices have" in result, result
 
@@ -704,25 +703,25 @@ def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
 def test_layers_that_omit_parameters_are_rejected() -> None:
     model = plain(5, torch.float32)
     lost = lambda parallel: parallel.wrap(model, lambda: list(model)[:4], [])  # noqa: E731
-    for result in run_ranks(lambda world: refused(world, lost), 2):
+    for result in run_ranks(lambda world: refuse(world, lost), 2):
         assert "lacks 4.weight, 4.bias" in result
 
 
 @pytest.mark.slow
-def test_the_error_for_a_task_without_layers_says_what_to_define() -> None:
+def test_a_task_without_layers_is_reported() -> None:
     def unknown(parallel: Pipelined) -> None:
         def layers() -> list[nn.Module]:
             raise NotImplementedError("Mine must define layers()")
 
         parallel.wrap(plain(3, torch.float32), layers, [])
 
-    for result in run_ranks(lambda world: refused(world, unknown), 2):
+    for result in run_ranks(lambda world: refuse(world, unknown), 2):
         assert result.startswith("TaskFault 70: parallelism=pipeline: ")
         assert "define layers()" in result
 
 
-def failing(world: World, where: str) -> list[str]:
-    """Return the errors that this rank raises for a fault at `where`, in an update and in an evaluation."""
+def fail_at(world: World, where: str) -> list[str]:
+    """Return the errors that this rank raises in an update and in an evaluation, for a fault at `where`."""
 
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -768,7 +767,7 @@ def failing(world: World, where: str) -> list[str]:
     return texts
 
 
-ERRORS = {  # where: the rank that has the error, and its text
+ERRORS = {  # place of the fault: the rank that fails, and the text of its error
     "before": (0, "ValueError: before the model"),
     "never": (0, "must call model(...)"),
     "twice": (1, "must call the model once"),
@@ -782,8 +781,8 @@ BROKEN_LAYERS = {"layer": 1, "last layer": 3}
 
 
 def test_an_error_of_one_rank_is_raised_on_all_ranks() -> None:
-    """No rank hangs: all ranks end well within the 30 s timeout of a collective."""
-    results = run_ranks(lambda world: {where: failing(world, where) for where in ERRORS}, 2)
+    """All ranks end well within 30 s, the timeout of collectives, so none hangs."""
+    results = run_ranks(lambda world: {where: fail_at(world, where) for where in ERRORS}, 2)
     for where, (rank, text) in ERRORS.items():
         for attempt in range(2):
             own = results[rank][where][attempt]
@@ -792,8 +791,8 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks() -> None:
             assert text.rsplit(": ", maxsplit=1)[-1] in other, (where, other)
 
 
-def failing_later(world: World, where: str, stages: int) -> str:
-    """Return what a rank raises in an update of five micro-batches; the third one of the first pipeline fails."""
+def fail_in_third_micro_batch(world: World, where: str, stages: int) -> str:
+    """Return what a rank raises in an update of five micro-batches, if the third one of the first pipeline fails."""
     calls = []
 
     def fail() -> None:
@@ -846,16 +845,18 @@ def failing_later(world: World, where: str, stages: int) -> str:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("where", ["backward pass", "layer", "layer before one that rejects zeros", "loss"])
 @pytest.mark.parametrize(("num_ranks", "stages"), [(3, 3), (4, 2)])
-def test_an_error_during_a_scheduled_pass_is_raised_on_all_ranks(where: str, num_ranks: int, stages: int) -> None:
-    """The other ranks raise its text, not that of a lost connection or of an error caused by zeros sent after it."""
-    results = run_ranks(lambda world: failing_later(world, where, stages), num_ranks)
+def test_an_error_in_a_scheduled_pass_is_raised_on_all_ranks(where: str, num_ranks: int, stages: int) -> None:
+    """The other ranks raise its text, not the error of a lost connection, or one caused by zeros that were sent after
+    it.
+    """
+    results = run_ranks(lambda world: fail_in_third_micro_batch(world, where, stages), num_ranks)
     for text in results:
         assert f"in the {where}" in text
     assert sorted(text.partition(":")[0] for text in results) == ["RankLost"] * (num_ranks - 1) + ["TaskFault"]
 
 
 @pytest.mark.slow
-def test_calling_a_model_with_gradients_outside_the_loss_is_an_error() -> None:
+def test_calling_the_model_outside_the_loss_is_an_error() -> None:
     def call(world: World) -> str:
         model = plain(3, torch.float32)
         Pipelined(world).wrap(model, lambda: list(model), [])
@@ -870,7 +871,7 @@ def test_calling_a_model_with_gradients_outside_the_loss_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
+def test_equal_layers_are_split_by_memory_of_ranks() -> None:
     def splits(world: World) -> list[Any]:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
         layer_placement.device_bytes = lambda _: 2 * [11 * GIB, 8 * GIB][world.rank]  # two ranks share the host
@@ -889,7 +890,7 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_layer_gets_its_own_stage_if_time_is_balanced() -> None:
+def test_a_slow_layer_gets_its_own_stage_with_balance_time() -> None:
     clock = Clock()
 
     class Slow(nn.Linear):
@@ -926,7 +927,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_measured_time_of_a_stage_is_the_time_of_its_layers(schedule: str) -> None:
+def test_stage_times_are_the_times_of_their_layers(schedule: str) -> None:
     clock = Clock()
 
     class Slow(nn.Linear):
@@ -935,7 +936,7 @@ def test_the_measured_time_of_a_stage_is_the_time_of_its_layers(schedule: str) -
             return super().forward(x)
 
     def run(world: World) -> dict[str, float]:
-        time.perf_counter = clock  # of this rank only: the clock does not advance while the rank waits
+        time.perf_counter = clock  # on this rank only, because the clock does not advance while the rank waits
         model = nn.Sequential(*(Slow(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, CLASSES))
         made = training(world, lambda: model, schedule=schedule, split=[1, 2])
         assert not made.parallel.idle_fractions()
@@ -945,10 +946,11 @@ def test_the_measured_time_of_a_stage_is_the_time_of_its_layers(schedule: str) -
 
     for seconds in run_ranks(run, 2):
         assert seconds["forward"] == pytest.approx(4 * 0.03, abs=0.02)
-        assert seconds["backward"] < 0.02, "measured by the clock"
+        assert seconds["backward"] < 0.02, "the time differs from that of the clock"
 
 
-# Times of the first and the last stage in seconds, and the idle fractions: measured, of equal stages, of these stages.
+# Seconds of the first and of the last stage, and three idle fractions: as measured, ideal for equal stages, and ideal
+# for these stages.
 BUBBLES: list[tuple[dict[str, float], dict[str, float], tuple[float, float, float]]] = [
     ({"forward": 0.12, "wait": 0.03}, {"forward": 0.12, "wait": 0.03}, (1 / 5, 1 / 5, 1 / 5)),
     ({"forward": 0.04, "wait": 0.12}, {"forward": 0.12, "wait": 0.04}, (1 / 2, 1 / 5, 1 - 0.08 / 0.13)),
@@ -956,8 +958,10 @@ BUBBLES: list[tuple[dict[str, float], dict[str, float], tuple[float, float, floa
 ]
 
 
-def test_the_pipeline_bubble_is_the_fraction_of_time_that_stages_wait() -> None:
-    """The bubble of four micro-batches: measured, ideal for equal stages, and ideal for these stages."""
+def test_pipeline_bubbles_are_the_idle_fractions() -> None:
+    """The bubbles of four micro-batches are measured, and computed for ideal schedules of equal stages and of these
+    stages.
+    """
 
     def run(world: World) -> list[list[float]]:
         def idle(first: dict[str, float], last: dict[str, float]) -> list[float]:
@@ -969,9 +973,9 @@ def test_the_pipeline_bubble_is_the_fraction_of_time_that_stages_wait() -> None:
                 made.parallel.stopwatch = measuring
 
         made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
-        assert idle(*BUBBLES[0][:2]) == [], "no step was timed"
+        assert idle(*BUBBLES[0][:2]) == [], "a bubble is reported before any step was timed"
         next(train_updates(made, stream([2] * 4, torch.float32), 1))
-        assert idle({"data": 1.0}, {"data": 1.0}) == [], "no stage has computed"
+        assert idle({"data": 1.0}, {"data": 1.0}) == [], "a bubble is reported although no stage has computed"
         return [idle(first, last) for first, last, _ in BUBBLES]
 
     for results in run_ranks(run, 2):
@@ -988,7 +992,7 @@ def gpt(dtype: torch.dtype = torch.float64, **rates: float) -> Transformer:
     return Transformer(shape, **rates).to(dtype)
 
 
-def test_the_layers_of_gpt_are_bitwise_equal_to_its_model() -> None:
+def test_layers_of_gpt_equal_its_model_bitwise() -> None:
     for training in (True, False):
         model = gpt(torch.float32, dropout=0.3, attention_dropout=0.3).train(training)
         tokens = torch.randint(0, 50, (4, 6))

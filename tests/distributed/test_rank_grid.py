@@ -11,14 +11,14 @@ from tests.distributed.ranks import run_ranks
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_single_copy_over_all_ranks_creates_no_process_groups(rank: int) -> None:
+def test_one_copy_over_all_ranks_needs_no_process_groups(rank: int) -> None:
     world = World(torch.device("cpu"), rank, rank, 3, 3)
     grid = split_ranks(world, 3)
     assert grid.world is grid.copy is world
     assert (grid.replicas.rank, grid.replicas.world_size) == (0, 1)
 
 
-def test_each_rank_has_an_index_in_its_copy_and_among_ranks_with_the_same_part() -> None:
+def test_ranks_have_an_index_within_and_across_copies() -> None:
     def sums(world: World) -> list[list[float]]:
         grid = split_ranks(world, 2)
         mine = torch.tensor([float(10**world.rank)], dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""DDP exchanges gradients during the backward pass in any order of layers, with bitwise equal results."""
+"""DDP exchanges gradients during the backward pass, whatever the order in which layers are used. The order does not
+change a bit of the result.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 
 
 class Layers(nn.Module):
-    """Layers registered in the order 0, 1, 2, ... and used in any order."""
+    """Layers that are registered in the order 0, 1, 2, ... and can be used in any order."""
 
     def __init__(self, used: Sequence[int], registered: int = LAYERS) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Layers(nn.Module):
 
 
 class Traffic:
-    """Counts the bytes of exchanged gradients; gradients are float32, other sums float64.
+    """Count the bytes of exchanged gradients. Gradients are float32; other sums are float64.
 
     late  bytes sent after the last gradient of the backward pass was ready
     """
@@ -59,7 +61,7 @@ class Traffic:
         self.late = 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def count(self) -> Iterator[None]:
         plain = dist.all_reduce
 
         def all_reduce(tensor: Tensor, *given: Any, **options: Any) -> Any:
@@ -74,13 +76,13 @@ class Traffic:
         finally:
             dist.all_reduce = plain
 
-    def taken(self) -> tuple[int, int]:
+    def take(self) -> tuple[int, int]:
         result = self.sent, self.late
         self.sent = self.late = 0
         return result
 
 
-def test_bucket_sizes_are_the_summed_sizes_of_parameter_groups() -> None:
+def test_bucket_sizes_are_sums_of_parameter_groups() -> None:
     parameters = list(Layers(range(LAYERS)).parameters())
     assert bucket_sizes(parameters, LAYER_BYTES) == (LAYER_BYTES,) * LAYERS
     assert bucket_sizes(parameters) == (LAYERS * LAYER_BYTES,), "one bucket of up to 25 MiB"
@@ -90,27 +92,27 @@ def test_bucket_sizes_are_the_summed_sizes_of_parameter_groups() -> None:
 Choice = Callable[[Layers, World, int], None]
 
 
-def exchanged(
+def run_updates(
     world: World,
     model: Layers,
     choose: Choice = lambda *_: None,
     again: bool = False,
     bucket_bytes: int = LAYER_BYTES,
 ) -> dict[str, Any]:
-    """Return for each update the bytes sent, the bytes sent late, and the gradients.
+    """For each update, return the bytes sent, the bytes sent late and the gradients.
 
-    choose  called before each update to change which layers the model uses
-    again   begin a new phase before each update, so that nothing is known from previous ones
+    choose  called before each update, to change which layers the model uses
+    again   begin a new phase before each update, so that nothing is known from previous updates
     """
     torch.manual_seed(world.rank)
     parallel = Replicated(world, bucket_bytes=bucket_bytes)
     parallel.wrap(model, list, [])
     weights = list(model.parameters())
-    traffic = Traffic(weights)  # its hooks run before those of the reducer
+    traffic = Traffic(weights)  # the hooks of `traffic` run before those of the reducer
     passes = ForwardPasses(model, lambda net, x: (net(x).square().sum(), len(x)), nullcontext, Tensor.backward)
     result: dict[str, Any] = {"bytes": [], "gradients": []}
     parallel.begin(weights)
-    with traffic.counted():
+    with traffic.count():
         for update in range(UPDATES):
             if again:
                 parallel.end()
@@ -118,7 +120,7 @@ def exchanged(
             choose(model, world, update)
             x = torch.randn(8, WIDTH)
             parallel.reduce(parallel.accumulate(passes, iter([MicroBatch(x[:4], False), MicroBatch(x[4:], True)])))
-            result["bytes"].append(traffic.taken())
+            result["bytes"].append(traffic.take())
             result["gradients"].append([None if each.grad is None else each.grad.tolist() for each in weights])
             for each in weights:
                 each.grad = None
@@ -128,64 +130,64 @@ def exchanged(
 
 USED = {
     "in order": [*range(LAYERS)],
-    "first used registered last": [LAYERS - 1, *range(LAYERS - 1)],
-    "every second first": [*range(0, LAYERS, 2), *range(1, LAYERS, 2)],
+    "registered last but used first": [LAYERS - 1, *range(LAYERS - 1)],
+    "every second one first": [*range(0, LAYERS, 2), *range(1, LAYERS, 2)],
     "last unused": [*range(LAYERS - 1)],
     "first unused": [*range(1, LAYERS)],
     "one used twice": [*range(LAYERS), 3],
 }
 
 
-def use_other_layers_on_one_rank(model: Layers, world: World, update: int) -> None:
-    """Leave out one layer on rank 1 in the second update, and another one on both ranks in the third."""
+def leave_out_layers(model: Layers, world: World, update: int) -> None:
+    """Leave out a different layer on each rank in the second update, and layer 7 on all ranks in the third."""
     model.used = [index for index in range(LAYERS) if (update, index) not in ((1, 4 + world.rank), (2, 7))]
 
 
-@pytest.mark.parametrize("choose", [lambda *_: None, use_other_layers_on_one_rank])
-def test_gradients_sent_in_one_message_equal_those_sent_in_buckets(choose: Choice) -> None:
-    """Two float32 numbers have the same sum in float64, rounded to float32."""
+@pytest.mark.parametrize("choose", [lambda *_: None, leave_out_layers])
+def test_gradients_sent_in_one_message_or_in_buckets_are_equal(choose: Choice) -> None:
+    """The sum of two float32 numbers is the same whether computed in float32, or in float64 and then rounded."""
 
     def both(world: World) -> list[Any]:
         sizes = (LAYER_BYTES, BUCKET_BYTES)
-        return [exchanged(world, Layers(range(LAYERS)), choose, bucket_bytes=size) for size in sizes]
+        return [run_updates(world, Layers(range(LAYERS)), choose, bucket_bytes=size) for size in sizes]
 
     for in_buckets, together in run_ranks(both, 2):
         assert together["gradients"] == in_buckets["gradients"]
-        assert [sent for sent, _ in together["bytes"]] == [0] * UPDATES, "none in a message of their own"
+        assert [sent for sent, _ in together["bytes"]] == [0] * UPDATES, "gradients must not have a separate message"
     absent = [each is None for each in together["gradients"][2]]
-    assert sum(absent) == (2 if choose is use_other_layers_on_one_rank else 0)
+    assert sum(absent) == (2 if choose is leave_out_layers else 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_gradients_are_exchanged_before_the_backward_pass_ends(name: str) -> None:
-    """At most the gradients of the last of twelve layers are exchanged afterwards."""
-    for result in run_ranks(lambda world: exchanged(world, Layers(USED[name])), 2):
+    """At most the gradients of the last of the twelve layers are exchanged afterwards."""
+    for result in run_ranks(lambda world: run_updates(world, Layers(USED[name])), 2):
         for sent, late in result["bytes"][1:]:
             assert late <= 0.1 * sent
 
 
-def test_ranks_that_use_different_layers_exchange_them_during_the_backward_pass() -> None:
+def test_exchange_overlaps_backward_if_ranks_use_different_layers() -> None:
     def choose(model: Layers, world: World, update: int) -> None:
         model.used = [*range(LAYERS - 2), LAYERS - 2 + world.rank]
 
-    for result in run_ranks(lambda world: exchanged(world, Layers([]), choose), 2):
+    for result in run_ranks(lambda world: run_updates(world, Layers([]), choose), 2):
         for sent, late in result["bytes"][1:]:
             assert late <= 0.1 * sent
 
 
-def test_gradients_of_layers_that_no_rank_uses_are_not_exchanged() -> None:
-    for result in run_ranks(lambda world: exchanged(world, Layers([0, 1, 2])), 2):
+def test_gradients_of_unused_layers_are_not_exchanged() -> None:
+    for result in run_ranks(lambda world: run_updates(world, Layers([0, 1, 2])), 2):
         assert [sent // LAYER_BYTES for sent, _ in result["bytes"]] == [LAYERS] + [3] * (UPDATES - 1)
 
 
-def changing(model: Layers, world: World, update: int) -> None:
-    """Use new layers, in another order, and different ones on each rank."""
+def change_layers(model: Layers, world: World, update: int) -> None:
+    """Use other layers in each update, in another order, and different ones on each rank."""
     ways = [[0, 1, 2, 3], [5, 1, 0], [2, 3, 4, 0, 2], [4, 5, 1, 3, 0, 2], [1]]
     model.used = ways[(update + 2 * world.rank) % len(ways)]
 
 
-def recomputing(model: Layers, world: World, update: int) -> None:
+def recompute_layer(model: Layers, world: World, update: int) -> None:
     """Accumulate the gradient of a layer in several parts: reentrant checkpoints run separate backward passes."""
     layer = model.layers[0]
 
@@ -199,11 +201,11 @@ def recomputing(model: Layers, world: World, update: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("choose", [changing, recomputing])
-def test_gradients_do_not_depend_on_the_order_of_the_exchange(choose: Choice, num_ranks: int) -> None:
-    """Wrong predictions of the order have no effect: compare with and without knowledge of previous updates."""
-    known = run_ranks(lambda world: exchanged(world, Layers([], 6), choose), num_ranks)
-    unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
+@pytest.mark.parametrize("choose", [change_layers, recompute_layer])
+def test_gradients_do_not_depend_on_the_exchange_order(choose: Choice, num_ranks: int) -> None:
+    """Wrong predictions of the order have no effect: compare updates with and without knowledge of previous ones."""
+    known = run_ranks(lambda world: run_updates(world, Layers([], 6), choose), num_ranks)
+    unknown = run_ranks(lambda world: run_updates(world, Layers([], 6), choose, again=True), num_ranks)
     assert [result["gradients"] for result in known] == [result["gradients"] for result in unknown]
     assert all(result["gradients"] == known[0]["gradients"] for result in known)
 
@@ -227,7 +229,7 @@ class Small(Task):
 '''
 
 
-def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) -> Callable[..., Any]:
+def record_calls(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) -> Callable[..., Any]:
     def call(*given: Any, **options: Any) -> Any:
         calls.append((name, str(getattr(given[0], "dtype", "")) if given else ""))
         return plain(*given, **options)
@@ -243,18 +245,18 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
         (reducer.SMALL_BYTES, [["all_reduce", "torch.float64"]]),
     ],
 )
-def test_an_update_has_one_collective_apart_from_those_of_gradients(
+def test_an_update_has_one_collective_besides_gradients(
     small_bytes: int, collectives: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It contains sums, flags, times and the requests of hooks, and the gradients of a small model."""
+    """This collective carries sums, flags, times and the requests of hooks; for a small model, also the gradients."""
     monkeypatch.setattr(reducer, "SMALL_BYTES", small_bytes)
     (tmp_path / "task.py").write_text(TASK)
     args = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
 
-    def counted(world: World) -> list[list[tuple[str, str]]]:
+    def count_collectives(world: World) -> list[list[tuple[str, str]]]:
         calls: list[tuple[str, str]] = []
         for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier"):
-            setattr(dist, name, noted(name, getattr(dist, name), calls))
+            setattr(dist, name, record_calls(name, getattr(dist, name), calls))
         result = []
         with ExitStack() as stack:
             request = Request((*args, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
@@ -263,14 +265,16 @@ def test_an_update_has_one_collective_apart_from_those_of_gradients(
             for _ in phase.updates():
                 result.append([*calls])
                 calls.clear()
-        return result[2:-1]  # the first two exchange more; the last ends the phase
+        return result[2:-1]  # the first two updates exchange more; the last one ends the phase
 
-    for updates in run_ranks(counted, 2):
+    for updates in run_ranks(count_collectives, 2):
         assert updates == [collectives] * 27
 
 
-def test_a_custom_all_reduce_is_checked_until_each_bucket_had_comparable_gradients() -> None:
-    """The gradients of a first update may overflow, as with a loss scale, or be zero."""
+def test_a_custom_all_reduce_is_checked_in_each_bucket() -> None:
+    """Gradients of the first updates may overflow or be zero, so each bucket is checked until its sum is finite and not
+    zero.
+    """
 
     def halve(gradients: Tensor) -> None:
         dist.all_reduce(gradients)
@@ -303,8 +307,8 @@ def test_a_custom_all_reduce_must_not_return_nan_for_finite_gradients() -> None:
     assert all("100 %" in fault for fault in run_ranks(find_fault, 2))
 
 
-def test_a_strategy_of_the_task_file_sums_the_gradients(tmp_path: Path) -> None:
-    """The check of the first update reports a mean over two ranks, which is half of the sum."""
+def test_a_custom_strategy_that_averages_gradients_is_rejected(tmp_path: Path) -> None:
+    """The check of the first update detects a mean over two ranks, because it is half of the sum."""
     text = "def mean(gradients):\n    torch.distributed.all_reduce(gradients)\n    gradients /= 2\n"
     (tmp_path / "task.py").write_text(f"{TASK}\n{text}\nPARALLELISMS = {{'mean': ('ddp', mean)}}\n")
     args = ("updates=2", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=mean", "evaluate.every=0")

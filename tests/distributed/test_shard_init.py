@@ -1,4 +1,4 @@
-"""Parts of a model that was built without memory are allocated with the values of an ordinary construction."""
+"""Parts of a model that was built without memory are allocated with the values that a normal construction gives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(model: nn.Module, names: list[str]) -> None:
 LAYERS = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
 
-def test_a_layer_is_allocated_in_place_and_shared_weights_stay_shared() -> None:
+def test_layers_are_allocated_in_place_and_stay_shared() -> None:
     model, recording = deferred()
     weight = model.first.weight
     vars(weight)["note"] = "kept"
@@ -68,9 +68,7 @@ def test_a_layer_is_allocated_in_place_and_shared_weights_stay_shared() -> None:
 
 
 @pytest.mark.parametrize("loaded", ["first.weight", "second.weight"])
-def test_weights_that_a_checkpoint_replaces_are_allocated_without_a_value(
-    loaded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_from_a_checkpoint_are_allocated_without_values(loaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recording = deferred()
     computed: list[Tensor] = []
     compute = recording.value
@@ -86,7 +84,7 @@ def test_weights_that_a_checkpoint_replaces_are_allocated_without_a_value(
     assert torch.equal(model.first.bias, ordinary().first.bias)
 
 
-def test_a_layer_temporarily_has_other_weights_with_the_same_values() -> None:
+def test_layers_temporarily_get_other_weights_of_equal_value() -> None:
     model, recording = deferred()
     before = dict(model.named_parameters(remove_duplicate=False))
     with DeferredModel(recording).materialized(model.second):
@@ -97,7 +95,7 @@ def test_a_layer_temporarily_has_other_weights_with_the_same_values() -> None:
     assert all(after[name] is before[name] for name in before)
 
 
-def test_buffers_and_scalars_are_computed_before_the_rest_is_sharded() -> None:
+def test_buffers_and_scalars_are_computed_before_sharding() -> None:
     model, recording = deferred()
     model.register_buffer("here", torch.ones(2))
     shards = DeferredModel(recording).prepare(model, CPU)

@@ -1,4 +1,4 @@
-"""Sharded training gives the results and the checkpoints of a single process."""
+"""Sharded training gives the results and the checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
 
 
 class Block(nn.Module):
-    """Odd sizes, so that shards are padded; `gain` is 0-dimensional; `unused` has no gradient."""
+    """A block whose odd sizes cause padded shards. `gain` is 0-dimensional; `unused` has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`temperature` has one element, so most ranks have an empty shard of it."""
+    """A model whose `temperature` has one element, so most ranks have an empty shard of it."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ def make_model(dtype: torch.dtype, **options: Any) -> Model:
 def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1 is padding, which the loss ignores
+    # -1 marks padding, which the loss ignores
+    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)
     return x, y
 
 
@@ -99,7 +100,7 @@ def sharded(world: World, **options: Any) -> Parallel:
 
 
 class Run:
-    """Model, strategy and training loop of this rank; a checkpoint is complete on rank 0."""
+    """The model, strategy and training loop of this rank; a checkpoint is complete on rank 0."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class Run:
         return list(train_updates(self.training, batches, until))
 
     def saved(self) -> dict[str, Any]:
-        """Return the content of a checkpoint as JSON; empty on ranks other than 0."""
+        """Return the content of a checkpoint as JSON, which is empty on ranks other than 0."""
         tensors, numbers = export_state(self.training.optimizer)
         files = {
             "model": self.parallel.gather_full(self.model.state_dict()),
@@ -177,7 +178,7 @@ def listed(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def trained(world: World, *, updates: int = 4, **options: Any) -> dict[str, Any]:
-    """Return losses, norms, counts and the weights after some updates."""
+    """Train for `updates` updates, and return losses, norms, counts and weights."""
     run = Run(world, **options)
     steps = run.advance(updates)
     return {
@@ -198,9 +199,9 @@ SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
-    """The second update of each epoch has 13 samples: its shares are ragged, and a rank may have none."""
+    """The second update of each epoch has 13 samples, so its shares are unequal, and a rank may have none."""
     alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=torch.float64)
-    tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding accumulates over all updates
+    tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding errors of all updates accumulate
     results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
     for result in results:
         assert result["items"] == alone["items"]
@@ -229,7 +230,7 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_of_random_splits_equal_those_of_one_process(world_size: int, dtype: torch.dtype) -> None:
+def test_random_splits_give_gradients_of_one_process(world_size: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(world_size)
     cuts = [np.diff(np.sort([0, *rng.choice(np.arange(1, 32), world_size - 1, replace=False), 32])) for _ in range(6)]
     splits = [(tuple(map(int, cut)), int(rng.integers(1, 12)), int(rng.integers(0, 2))) for cut in cuts]
@@ -251,9 +252,7 @@ def test_gradients_of_random_splits_equal_those_of_one_process(world_size: int, 
     ids=str,
 )
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
-    options: dict[str, Any], checkpointed: bool
-) -> None:
+def test_resharding_parameters_does_not_change_the_updates(options: dict[str, Any], checkpointed: bool) -> None:
     def learn(world: World) -> dict[str, Any]:
         model = make_model(torch.float64, checkpointed=checkpointed)
         return trained(world, shares=(19, 13), micro=5, model=model, strategy=partial(sharded, **options))
@@ -265,8 +264,8 @@ def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
 
 
 @pytest.mark.slow
-def test_a_dummy_pass_adds_nothing_to_gradients_even_if_its_loss_is_infinite() -> None:
-    """Buffers also ignore dummy passes."""
+def test_dummy_passes_do_not_change_gradients_or_buffers() -> None:
+    """This holds even if the loss of the dummy pass is infinite."""
 
     def learn(world: World) -> list[Any]:
         x, y = samples(torch.float64)
@@ -286,7 +285,7 @@ def test_a_dummy_pass_adds_nothing_to_gradients_even_if_its_loss_is_infinite() -
 
 
 @pytest.mark.slow
-def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> None:
+def test_parameters_unused_on_all_ranks_do_not_decay() -> None:
     def told(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
         before = run.parallel.gather_full(run.model.state_dict())
@@ -302,7 +301,7 @@ def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> Non
 
 
 class Choosing(nn.Module):
-    """The parameter in use depends on the sample."""
+    """A model in which the sample determines the parameter that is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +364,7 @@ def test_successive_phases_can_train_different_parameters(strategy: Any) -> None
     alone, result = walk(ALONE), run_ranks(walk, 2)[0]
     assert all(".1." in name for name in alone["changed"][0])
     assert result["changed"] == alone["changed"]
-    # AdamW's first steps are signs: if a gradient is near zero, bfloat16 may flip its sign.
+    # The first steps of AdamW depend only on signs: if a gradient is near zero, bfloat16 may change its sign.
     assert distance_of_each(alone["model"], result["model"]) <= (
         allowed(torch.float32, 32, growth=10) if strategy is sharded else 0.2
     )
@@ -396,7 +395,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all_ranks() -> None:
+def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks() -> None:
     class Struck(Sharded):
         def reduce(self, sums: Any) -> Any:
             result = super().reduce(sums)
@@ -424,7 +423,7 @@ def test_half_precision_trains_like_one_process(precision: Any) -> None:
 
 
 class GatheredDtypes(TorchDispatchMode):
-    """Records the dtypes of what ranks gather in forward passes."""
+    """Record the dtypes of the tensors that ranks gather in forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,7 +438,7 @@ class GatheredDtypes(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_can_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
-    """Weights are communicated with 8 bits (bfloat16) or 11 bits (float16); gradients and weights stay float32."""
+    """Communicated weights have 8 bits (bfloat16) or 11 bits (float16); gradients and stored weights stay float32."""
     alone = trained(ALONE, dtype=torch.float32)
 
     def learn(world: World) -> dict[str, Any]:
@@ -474,8 +473,8 @@ OPTIMIZERS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_resumes_on_a_different_number_of_ranks(name: str) -> None:
-    """Two ranks, then one, then two: the checkpoint does not depend on the number of ranks."""
+def test_sharded_runs_resume_on_another_number_of_ranks(name: str) -> None:
+    """The run has two ranks, then one, then two: checkpoints do not depend on the number of ranks."""
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
 
     def start(world: World) -> dict[str, Any]:
@@ -504,7 +503,7 @@ def test_a_run_resumes_on_a_different_number_of_ranks(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
+def test_ranks_hold_their_shards_of_the_weights_of_rank_0() -> None:
     def held(world: World) -> list[Any]:
         torch.manual_seed(world.rank)
         model = Model()
@@ -518,7 +517,7 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
     assert results[0][1] == listed(model.state_dict())
     total = sum(weight.numel() for weight in model.parameters())
     assert max(result[0] for result in results) < 0.45 * total
-    assert sum(result[0] for result in results) == total + 2 * 4  # four 0-dimensional parameters are replicated
+    assert sum(result[0] for result in results) == total + 2 * 4  # four 0-dimensional parameters, which are replicated
 
 
 # ---------------------------------------------------------------- between updates
@@ -526,7 +525,7 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
 
 @pytest.mark.slow
 def test_a_model_without_blocks_is_reported() -> None:
-    """Each rank then holds all parameters at once in the forward and backward pass."""
+    """Each rank of such a model holds all parameters at once in the forward and backward pass."""
 
     def describe(world: World, num_blocks: int) -> list[str]:
         model, parallel = Model(), Sharded(world)
@@ -536,7 +535,7 @@ def test_a_model_without_blocks_is_reported() -> None:
     assert run_ranks(lambda world: [describe(world, 0) != [], describe(world, 3)], 2) == [[True, []]] * 2
 
 
-def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
+def test_evaluations_between_updates_keep_parameters_sharded() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
         x, _ = samples(torch.float64)
@@ -559,7 +558,7 @@ def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     run.advance(5)
     saved = run.saved()
     loaded = run_ranks(walk, 2)[1]
-    # the outputs are not those of stale gathered copies
+    # stale gathered copies would give other outputs
     assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
 
 
@@ -575,7 +574,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
             run.parallel.gather_parameters(run.model) if isinstance(run.parallel, Sharded) else torch.no_grad(),
             torch.no_grad(),
         ):
-            for _ in range(1 + world.rank):  # no collective inside: ranks may diverge
+            for _ in range(1 + world.rank):  # no collective in this block, so ranks may diverge
                 outputs.append(run.model(x[:2]).tolist())
             outputs.append(run.model.head(run.model.embed(x[:2]) * run.model.scale).tolist())  # type: ignore[operator]
         assert world.world_size == 1 or {type(weight) for weight in run.model.parameters()} == {DTensor}
@@ -590,7 +589,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_can_return_views_that_are_modified_in_place() -> None:
+def test_blocks_can_return_views_modified_in_place() -> None:
     class Viewing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -613,14 +612,14 @@ def test_blocks_can_return_views_that_are_modified_in_place() -> None:
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
-def test_every_rank_evaluates_equally_often_and_each_batch_counts_once(num_keys: int) -> None:
+def test_ranks_evaluate_equally_often_and_count_batches_once(num_keys: int) -> None:
     keys = [MicroBatchKey(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
     dealt = [Sharded(World(CPU, rank, rank, 3, 3)).evaluation_batches(keys) for rank in range(3)]
     assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
     assert sorted(key.indices[0] for mine in dealt for key in mine if key.is_counted) == list(range(num_keys))
 
 
-def test_statistics_and_buffers_combine_those_of_all_ranks() -> None:
+def test_statistics_and_buffers_are_merged_over_ranks() -> None:
     def gathered(world: World) -> list[Any]:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         parallel = Sharded(world)
@@ -635,7 +634,7 @@ def test_statistics_and_buffers_combine_those_of_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_synchronized_norms_train_like_one_process_with_the_complete_batch() -> None:
+def test_synchronized_norms_train_like_one_process() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -656,7 +655,7 @@ def test_synchronized_norms_train_like_one_process_with_the_complete_batch() -> 
         result = trained(world, shares=tuple(shares), micro=micro, model=model)
         return {"losses": result["losses"], "model": result["model"]}
 
-    # Every update is one pass per rank. With shares (1, 31), rank 0 runs a dummy pass in the updates of 13 samples.
+    # Every update is one pass per rank. With shares (1, 31), rank 0 runs a dummy pass in updates of 13 samples.
     alone = learn(ALONE, (32,), 32)
     assert distance_of_each(alone, run_ranks(lambda world: learn(world, (19, 13), 19), 2)[0]) < PROMISED[torch.float64]
     assert distance_of_each(alone, run_ranks(lambda world: learn(world, (1, 31), 31), 2)[0]) < PROMISED[torch.float64]
@@ -673,7 +672,7 @@ def refusal(function: Callable[[World], Any], world: World) -> str:
     return ""
 
 
-def test_everything_that_cannot_be_sharded_is_reported_together() -> None:
+def test_all_obstacles_to_sharding_are_reported_together() -> None:
     def wrap(world: World) -> None:
         model = Model().to(torch.float32)
         model.blocks[1].inner.weight = model.head.weight  # type: ignore[assignment, union-attr]
@@ -695,7 +694,7 @@ def test_everything_that_cannot_be_sharded_is_reported_together() -> None:
             assert result in messages
 
 
-def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
+def test_a_loss_that_bypasses_the_model_is_rejected() -> None:
     def learn(world: World) -> None:
         trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
 
@@ -704,7 +703,7 @@ def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> None:
+def test_gradients_are_exchanged_per_update_or_micro_batch() -> None:
     def exchanged(world: World) -> list[int]:
         result = []
         for micro, options in ((16, {}), (4, {}), (4, {"shards_gradients": True})):
@@ -720,7 +719,7 @@ def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> 
 
 
 @pytest.mark.slow
-def test_the_tensors_that_are_given_are_loaded_if_others_are_missing() -> None:
+def test_tensors_are_loaded_even_if_others_are_missing() -> None:
     def loaded(world: World) -> list[Any]:
         result = []
         for missing in ("temperature", "embed.weight", "head.bias"):

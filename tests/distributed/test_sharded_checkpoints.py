@@ -1,4 +1,4 @@
-"""Sharded checkpoints equal gathered ones, and a rank needs memory only for its own part."""
+"""Sharded checkpoints equal gathered ones, and each rank needs memory only for its own part."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from runner.tensors.stored_tensor import StoredTensor
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import Run, sharded
 
-SLACK = 2 << 20  # in bytes: memory is allocated in huge pages
-LARGE = 6144  # rows and columns of a weight of 144 MiB, so that buffers of constant size hardly count
+SLACK = 2 << 20  # in bytes, because memory is allocated in huge pages
+LARGE = 6144  # rows and columns of a weight of 144 MiB, so large that buffers of constant size hardly count
 
 
 def in_parts(world: World) -> Parallel:
     return sharded(world, saves_parts=True)
 
 
-def trained(world: World) -> Run:
+def train(world: World) -> Run:
     shares = tuple(32 // world.world_size + (rank < 32 % world.world_size) for rank in range(world.world_size))
     run = Run(world, shares=shares, strategy=in_parts)
     run.advance(3)
@@ -49,8 +49,10 @@ def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
 
 
 def write(folder: str, world: World) -> list[Any]:
-    """Save a sharded checkpoint; return the state that rank 0 would gather, and the sizes of buffer and part."""
-    run, buffer = trained(world), HostBuffer()
+    """Save a sharded checkpoint. Return the state that rank 0 would gather, and the sizes of the buffer and of the
+    part.
+    """
+    run, buffer = train(world), HostBuffer()
     given = snapshot_of(run, world, buffer.copy)
     nbytes = sum(tensor.nbytes for tensors in given.tensors.values() for tensor in tensors.values())
     if world.is_first:
@@ -68,7 +70,7 @@ def write(folder: str, world: World) -> list[Any]:
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_shards_are_bitwise_equal_to_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
+def test_shards_are_bitwise_equal_to_gathered_state(num_ranks: int, tmp_path: Path) -> None:
     messages = run_ranks(partial(write, str(tmp_path)), num_ranks)
     result = load(checkpoint_path(tmp_path, 3))
     for stem, expected in messages[0][0].items():
@@ -80,13 +82,13 @@ def test_shards_are_bitwise_equal_to_what_rank_0_would_gather(num_ranks: int, tm
             )
     sizes = [nbytes for _, _, nbytes in messages]
     total = sum(tensor.nbytes for stem in result.stems for tensor in result.tensors(stem).values())
-    assert sum(sizes) == total, "nothing is saved twice"
+    assert sum(sizes) == total, "every byte must be saved once"
     for _, buffer, nbytes in messages:
         assert buffer <= 1.2 * nbytes + SLACK
 
 
 def memory_of_save(folder: str, world: World) -> tuple[float, int]:
-    """Return the peak growth of the process in bytes while it saves its part, and the size of the part."""
+    """Return the peak growth of the process in bytes while it saves its part, and the size of this part."""
     parallel = in_parts(world)
     model = parallel.wrap(nn.Linear(LARGE, LARGE, bias=False), list, [])
     restart_host_peak()
@@ -105,12 +107,12 @@ def test_a_rank_saves_its_shards_with_one_copy_in_memory(tmp_path: Path) -> None
 
 
 def read(folder: str, world: World) -> list[Any]:
-    """Load the model; return the bytes that were read and those of this rank's part."""
-    run = trained(world)
+    """Load the model. Return the bytes that were read, and those of this rank's part."""
+    run = train(world)
     checkpoint = load(checkpoint_path(Path(folder), 3))
     num_read = 0
 
-    def counting(tensor: StoredTensor) -> StoredTensor:
+    def count_reads(tensor: StoredTensor) -> StoredTensor:
         def fill(start: int, rows: Tensor) -> None:
             nonlocal num_read
             num_read += rows.nbytes
@@ -121,7 +123,7 @@ def read(folder: str, world: World) -> list[Any]:
     with torch.no_grad():
         for tensor in run.model.state_dict().values():
             tensor.zero_()
-    stored = {name: counting(tensor) for name, tensor in checkpoint.stored("model").items()}
+    stored = {name: count_reads(tensor) for name, tensor in checkpoint.stored("model").items()}
     run.parallel.load(run.model, stored)
     held = sum(local(tensor).nbytes for tensor in run.model.state_dict().values())
     saved = checkpoint.tensors("model")
@@ -142,4 +144,4 @@ def test_shards_can_be_loaded_by_any_number_of_ranks(readers: int, tmp_path: Pat
     results = run_ranks(partial(read, str(tmp_path)), readers)
     assert results[0][0] > 10
     for _, num_read, held in results:
-        assert num_read == held, "a rank reads its own rows only"
+        assert num_read == held, "a rank must read only its own rows"

@@ -1,4 +1,4 @@
-"""With parallelism.evaluation=sharded, ranks evaluate a model without any rank holding all parameters."""
+"""With parallelism.evaluation=sharded, ranks evaluate a model of which no rank holds all parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = {2: (19, 13), RANKS: (11, 10, 11), 4: (8, 8, 8, 8)}
 
 
 class Gathered:
-    """Counts the parameters that this rank holds at once, besides its shards."""
+    """Count the parameters that this rank holds at once besides its shards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.most = 0
@@ -72,7 +72,7 @@ def results() -> list[dict[str, Any]]:
     return run_ranks(walk, RANKS)
 
 
-def test_ranks_can_call_the_model_different_numbers_of_times(results: list[dict[str, Any]]) -> None:
+def test_ranks_can_make_different_numbers_of_model_calls(results: list[dict[str, Any]]) -> None:
     run = Run(World(CPU))
     run.advance(1)
     expected = outputs_of(run, 1 + 2 * RANKS)
@@ -100,7 +100,7 @@ def test_no_rank_ever_holds_the_whole_model(results: list[dict[str, Any]]) -> No
 
 
 class Stepping(nn.Module):
-    """Counts its passes, appends to a cache that it receives, and fails on request."""
+    """A model that counts its passes, appends to a cache that it receives, and fails on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,23 +124,23 @@ def stepping(world: World, **options: Any) -> tuple[Stepping, Sharded, Any]:
     return model, parallel, parallel.wrap(model, list, list(model.blocks))
 
 
-def joined(world: World, **options: Any) -> list[Any]:
+def join_calls(world: World, **options: Any) -> list[Any]:
     model, parallel, wrapped = stepping(world, **options)
     cache: list[Tensor] = []
     before = torch.get_rng_state()
     with parallel.gather_parameters(wrapped), torch.no_grad():
-        for _ in range(2 * world.rank):  # rank 0 does not call it
+        for _ in range(2 * world.rank):  # rank 0 does not make the call
             wrapped(torch.ones(1, 4), cache=cache)
     return [model.passes, len(cache), torch.equal(before, torch.get_rng_state())]
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-def test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects(options: dict[str, Any]) -> None:
-    assert run_ranks(partial(joined, **options), 2) == [[0, 0, True], [2, 2, False]]
+def test_a_finished_rank_joins_calls_without_side_effects(options: dict[str, Any]) -> None:
+    assert run_ranks(partial(join_calls, **options), 2) == [[0, 0, True], [2, 2, False]]
 
 
-def caught(world: World) -> list[float]:
-    """Catch an error of one rank during a call, then change the weights and evaluate again."""
+def catch_errors(world: World) -> list[float]:
+    """Catch an error of one rank in a call, then change the weights and evaluate again."""
     _, parallel, wrapped = stepping(world)
     for fails in (world.rank == 1, False):
         with parallel.gather_parameters(wrapped), torch.no_grad():
@@ -158,8 +158,8 @@ def caught(world: World) -> list[float]:
     return [float(output.detach().abs().sum()) for output in outputs]
 
 
-def test_failed_calls_leave_no_weights_gathered_and_no_rank_waiting() -> None:
-    assert run_ranks(caught, 2) == [[0.0, 0.0]] * 2
+def test_failed_calls_do_not_block_ranks_or_keep_weights_gathered() -> None:
+    assert run_ranks(catch_errors, 2) == [[0.0, 0.0]] * 2
 
 
 def inferred(world: World) -> list[float]:
@@ -171,7 +171,7 @@ def inferred(world: World) -> list[float]:
     return [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
 
 
-def test_an_evaluation_in_inference_mode_can_precede_the_first_update() -> None:
+def test_inference_mode_is_possible_before_the_first_update() -> None:
     run = Run(World(CPU))
     expected = [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
     for losses in run_ranks(inferred, 2):
@@ -180,18 +180,18 @@ def test_an_evaluation_in_inference_mode_can_precede_the_first_update() -> None:
 
 @pytest.mark.parametrize("name", ["block", "root"])
 def test_calling_a_submodule_directly_is_an_error(name: str) -> None:
-    def refused(world: World) -> str:
+    def call_submodule(world: World) -> str:
         run = run_of(world, gathers_model=False)
         x, _ = samples(DOUBLE)
-        with pytest.raises(TaskFault) as caught, run.parallel.gather_parameters(run.model), torch.no_grad():
+        with pytest.raises(TaskFault) as catch_errors, run.parallel.gather_parameters(run.model), torch.no_grad():
             {"block": run.model.blocks[0], "root": run.model.embed}[name](x)  # type: ignore[index,operator]
-        return caught.value.problems[0].where
+        return catch_errors.value.problems[0].where
 
-    assert run_ranks(refused, 2) == ["parallelism.evaluation=sharded"] * 2
+    assert run_ranks(call_submodule, 2) == ["parallelism.evaluation=sharded"] * 2
 
 
-def compiled(world: World) -> list[Any]:
-    """Train and evaluate twice; each rank calls the compiled blocks a different number of times."""
+def run_compiled(world: World) -> list[Any]:
+    """Train and evaluate twice, with a different number of calls of the compiled blocks on each rank."""
     model = make_model(DOUBLE)
     warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo inspects all attributes of tensors
     if world.world_size > 1:
@@ -207,17 +207,17 @@ def compiled(world: World) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_ranks_can_call_compiled_blocks_different_numbers_of_times() -> None:
+def test_ranks_can_make_different_numbers_of_compiled_calls() -> None:
     run = Run(World(CPU))
     expected = []
     for update in (1, 2):
         run.advance(update)
         expected.append(outputs_of(run, 1)[0])
-    for outputs in run_ranks(compiled, 2):
+    for outputs in run_ranks(run_compiled, 2):
         assert distance(expected, outputs) <= allowed(DOUBLE, terms=32)
 
 
-def test_only_ranks_of_a_group_join_each_others_calls() -> None:
+def test_ranks_join_only_calls_of_their_group() -> None:
     outputs = run_ranks(lambda world: outputs_of(run_of(world, gathers_model=False, shard_size=2), world.rank), 4)
     expected = outputs_of(Run(World(CPU)), 4)
     for rank, of_rank in enumerate(outputs):
@@ -225,7 +225,7 @@ def test_only_ranks_of_a_group_join_each_others_calls() -> None:
         assert not rank or distance(expected[:rank], of_rank) <= allowed(DOUBLE, terms=32)
 
 
-def test_a_fit_phase_can_write_weights_of_the_whole_model() -> None:
+def test_fit_phases_can_write_weights_of_the_whole_model() -> None:
     def edited(world: World) -> Any:
         run = run_of(world, gathers_model=False)
         with run.parallel.edit_parameters(run.model), torch.no_grad():
@@ -236,7 +236,7 @@ def test_a_fit_phase_can_write_weights_of_the_whole_model() -> None:
 
 
 def summed(world: World, calls: int, style: str) -> str:
-    """Call the model, then a collective, then the model again; return the sum, or the error."""
+    """Call the model, then a collective, then the model again. Return the sum or the error."""
     model, parallel, wrapped = stepping(world)
     total = torch.tensor([world.rank + 1.0])
     alone = dist.new_group([0])
@@ -264,32 +264,32 @@ def summed(world: World, calls: int, style: str) -> str:
 
 
 @pytest.mark.parametrize("style", ["sum", "objects"])
-def test_a_task_can_run_a_collective_after_equal_numbers_of_calls(style: str) -> None:
+def test_tasks_can_use_collectives_after_equal_numbers_of_calls(style: str) -> None:
     assert run_ranks(lambda world: summed(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
 
 
-def test_a_collective_of_a_group_without_this_rank_does_not_count_as_one_of_all_ranks() -> None:
+def test_collectives_of_groups_without_this_rank_are_not_counted() -> None:
     found = run_ranks(lambda world: summed(world, 2, "group of one rank"), 2)
     assert found == ["1.0", "2.0"]
 
 
 @pytest.mark.parametrize("style", ["sum", "objects", "sum on rank 0"])
-def test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks(style: str) -> None:
+def test_a_collective_during_model_calls_of_other_ranks_is_an_error(style: str) -> None:
     calls = 1 if style == "sum on rank 0" else None
     what = "a rank calls a collective of torch.distributed while another rank calls the model"
     found = run_ranks(lambda world: summed(world, calls or 1 + world.rank, style), 2)
     assert found == [what] * 2
 
 
-def test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks() -> None:
+def test_a_collective_after_other_ranks_finished_is_an_error() -> None:
     def late(world: World) -> str:
         _, parallel, wrapped = stepping(world)
-        with pytest.raises(TaskFault) as caught, parallel.gather_parameters(wrapped), torch.no_grad():
+        with pytest.raises(TaskFault) as catch_errors, parallel.gather_parameters(wrapped), torch.no_grad():
             wrapped(torch.ones(1, 4), cache=[])
             if world.is_first:
                 dist.barrier()
         dist.barrier()  # the functions of torch are back
-        return caught.value.problems[0].what
+        return catch_errors.value.problems[0].what
 
     what = "a rank calls a collective of torch.distributed while another rank has finished its batches"
     assert run_ranks(late, 2) == [what] * 2

@@ -1,4 +1,4 @@
-"""An update of shards computes on local tensors: bitwise equal to torch's optimizer, without planning collectives."""
+"""An update of shards computes on local tensors: it is bitwise equal to torch's optimizer, and plans no collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCH = {adam: torch.optim.Adam, adamw: torch.optim.AdamW}
 
 
 class Distributed(TorchDispatchMode):
-    """Counts the operations on DTensors."""
+    """Count the operations on DTensors."""
 
     count = 0
 
@@ -32,7 +32,7 @@ class Distributed(TorchDispatchMode):
 
 
 def shards(world: World) -> tuple[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """Return a sharded model; with more than three ranks, some shards of its three rows are empty."""
+    """Return a sharded model. With more than three ranks, some shards of the first layer's three rows are empty."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
     Sharded(world).wrap(model, list, [])
@@ -68,7 +68,7 @@ def compare(world: World, function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("function", TORCH)
-def test_an_update_of_shards_equals_that_of_torch_without_dtensor_operations(function: Any) -> None:
+def test_sharded_updates_equal_torch_without_dtensor_operations(function: Any) -> None:
     results = run_ranks(lambda world: compare(world, function), 4)
     assert any(0 in result["sizes"] for result in results)
     for result in results:
@@ -79,7 +79,7 @@ def test_an_update_of_shards_equals_that_of_torch_without_dtensor_operations(fun
 
 
 def replaced(world: World, placement: Placement) -> bool:
-    """Update with gradients of another placement; return whether the weights are those of torch's optimizer."""
+    """Update with gradients of another placement; return whether the weights equal those of torch's optimizer."""
     (_, ours), (_, theirs) = shards(world), shards(world)
     for _, weight in (*ours, *theirs):
         placements = (
@@ -95,8 +95,8 @@ def replaced(world: World, placement: Placement) -> bool:
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=["replicated", "by columns"])
-def test_gradients_that_are_not_sharded_like_their_weights_are_redistributed(placement: Placement) -> None:
-    """Hooks may replace gradients by the result of any operation on DTensors."""
+def test_gradients_with_another_placement_are_redistributed(placement: Placement) -> None:
+    """Hooks may replace gradients with the result of any operation on DTensors."""
     assert all(run_ranks(lambda world: replaced(world, placement), 2))
 
 
@@ -110,5 +110,5 @@ def plain(world: World) -> str:
     return type(caught.value).__name__
 
 
-def test_a_gradient_that_is_not_a_dtensor_is_rejected() -> None:
+def test_gradients_must_be_dtensors() -> None:
     assert run_ranks(plain, 2) == ["RuntimeError"] * 2

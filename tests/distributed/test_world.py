@@ -1,4 +1,4 @@
-"""The collectives of a world, and their single-process equivalents."""
+"""The collectives of a world, and their equivalents in a single process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_collectives_in_a_single_process_return_their_input() -> None:
     assert collectives(World(CPU)) == [alone, alone, ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
 
 
-def test_the_first_rank_of_each_other_machine_reports_the_name_of_the_machine() -> None:
-    """Two machines with three ranks each."""
+def test_the_first_rank_of_each_machine_reports_its_name() -> None:
+    """There are two machines with three ranks each."""
     ranks = [World(CPU, rank, rank % 3, 6, 3) for rank in range(6)]
     assert [rank.machine_name for rank in ranks] == ["", "", "", "rank3", "", ""]
 
 
-def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
+def test_the_failed_rank_is_reported_not_its_peers() -> None:
     def broken(world: World) -> None:
         if world.rank == 1:
             raise ValueError("this one")
@@ -58,7 +58,7 @@ def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
 
 
 def test_the_rendezvous_timeout_grows_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL connects ranks pairwise."""
+    """NCCL connects every pair of ranks."""
     limits_s = []
 
     def nobody_comes(limit_s: float, call: object) -> None:

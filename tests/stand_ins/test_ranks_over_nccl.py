@@ -160,7 +160,7 @@ IN_PROCESS = (
     "launch/test_local.py::test_a_killed_rank_is_named_and_no_process_is_left",
     "launch/test_local.py::test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victims",
     "launch/test_local.py::test_a_rank_that_cannot_join_is_a_victim",
-    "distributed/test_world.py::test_an_error_of_a_rank_is_distinguished_from_its_consequences",
+    "distributed/test_world.py::test_the_failed_rank_is_reported_not_its_peers",
 )
 # Tests of failing ranks that cannot run over NCCL -> the reason.
 GLOO_ONLY = {
@@ -181,22 +181,18 @@ GLOO_ONLY = {
     "distributed/test_pipelined.py::test_an_error_of_one_rank_is_raised_on_all_ranks": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_pipelined.py::test_an_error_during_a_scheduled_pass_is_raised_on_all_ranks": (
+    "distributed/test_pipelined.py::test_an_error_in_a_scheduled_pass_is_raised_on_all_ranks": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_pipeline_copies.py::"
-    "test_an_error_in_one_pipeline_is_raised_on_all_ranks_with_its_rank_and_text": (
+    "distributed/test_pipeline_copies.py::test_an_error_in_one_pipeline_is_raised_on_all_ranks": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
-    "distributed/test_matched_calls.py::"
-    "test_results_and_errors_that_all_ranks_share_are_passed_on": "compared over gloo",
+    "distributed/test_matched_calls.py::test_results_and_common_errors_are_passed_on": "compared over gloo",
     "distributed/test_matched_calls.py::test_ranks_with_different_numbers_of_calls_are_reported": "compared over gloo",
     "distributed/test_matched_calls.py::"
     "test_an_error_of_one_rank_is_raised_on_all_ranks": "compared over gloo in any case",
-    "distributed/test_matched_calls.py::"
-    "test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text": "compared over gloo in any case",
-    "distributed/test_matched_calls.py::"
-    "test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_does_not_prevent_training": (
+    "distributed/test_matched_calls.py::test_an_early_error_of_one_rank_ends_the_run": "compared over gloo in any case",
+    "distributed/test_matched_calls.py::test_a_loss_that_fails_in_eval_mode_does_not_prevent_training": (
         "compared over gloo in any case"
     ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
@@ -213,8 +209,9 @@ GLOO_ONLY = {
     "launch/test_start.py::test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory": (
         "shared over gloo in any case"
     ),
-    "distributed/test_network_interface.py::"
-    "test_an_error_of_ranks_that_share_a_gpu_does_not_suggest_checking_the_network": ("there is no process group yet"),
+    "distributed/test_network_interface.py::test_a_shared_gpu_is_not_reported_as_a_network_problem": (
+        "there is no process group yet"
+    ),
     "launch/test_start.py::test_an_error_on_another_machine_is_reported_there": "there is no process group yet",
     "faults/test_environment.py::test_a_missing_proc_file_system_is_reported": "there is no process group yet",
     "faults/test_limits.py::test_a_run_under_a_system_limit_completes_or_ends_with_a_message": (
@@ -235,14 +232,14 @@ NO_FAILURE = {
     "faults/test_signals_of_runs.py::test_a_save_that_fits_the_time_is_written",
     "faults/test_signals_of_runs.py::test_a_stop_before_the_first_update_does_not_wait_for_that_update",
     "faults/test_signals_of_runs.py::test_the_suite_would_detect_workers_that_exit_on_a_stop_signal",
-    "distributed/test_pipelined.py::test_the_error_for_a_task_without_layers_says_what_to_define",
+    "distributed/test_pipelined.py::test_a_task_without_layers_is_reported",
     "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process",
-    "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_joins_the_calls_of_others_without_side_effects",
-    "distributed/test_sharded_evaluation.py::test_failed_calls_leave_no_weights_gathered_and_no_rank_waiting",
-    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks",
-    "distributed/test_sharded_evaluation.py::test_a_task_can_run_a_collective_after_equal_numbers_of_calls",
-    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks",
-    "distributed/test_sharded_evaluation.py::test_a_collective_of_a_group_without_this_rank_does_not_count_as_one_of_all_ranks",
+    "distributed/test_sharded_evaluation.py::test_a_finished_rank_joins_calls_without_side_effects",
+    "distributed/test_sharded_evaluation.py::test_failed_calls_do_not_block_ranks_or_keep_weights_gathered",
+    "distributed/test_sharded_evaluation.py::test_a_collective_after_other_ranks_finished_is_an_error",
+    "distributed/test_sharded_evaluation.py::test_tasks_can_use_collectives_after_equal_numbers_of_calls",
+    "distributed/test_sharded_evaluation.py::test_a_collective_during_model_calls_of_other_ranks_is_an_error",
+    "distributed/test_sharded_evaluation.py::test_collectives_of_groups_without_this_rank_are_not_counted",
     "distributed/test_sharded_evaluation.py::test_calling_a_submodule_directly_is_an_error",
     "distributed/test_world.py::test_the_rendezvous_timeout_grows_with_the_number_of_ranks",
     "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_bitwise_equal",
