@@ -1,4 +1,4 @@
-"""Imported first in a process: the CPU acts as a device that reaches each event 20 ms after it was recorded."""
+"""Make the CPU act as a device that reaches each event 20 ms after it was recorded. Import this module first."""
 
 from __future__ import annotations
 

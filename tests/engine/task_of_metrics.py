@@ -15,7 +15,7 @@ def build(*, gathered: bool = False, summarized: bool = False, val: bool = True,
     gathered    the evaluation also has a metric that is not a sum
     summarized  `summarize` renames the accuracy
     val         there is validation data
-    late        update from which evaluations also have the metric `late`, which falls; 0: never
+    late        first update whose evaluation has the metric `late`, which decreases; 0: never
     """
     task = (Summarized if summarized else Measured)(gathered, val)
     task.late = late

@@ -1,4 +1,4 @@
-"""A task of three phases whose metrics count the tensors of finished work that are still in memory."""
+"""A task with three phases whose metrics count tensors that are still in memory although they are no longer needed."""
 
 import gc
 import weakref
@@ -40,7 +40,7 @@ class Counted(Task):
     def __init__(self):
         self.model = nn.Linear(3, 1)
         self.seen = {}  # phase -> weak references to batches, statistics and states of optimizers
-        self.batches = []  # those of the current phase
+        self.batches = []  # weak references to batches of the current phase
         register_optimizer_step_post_hook(lambda optimizer, *_: self.remember(*state_tensors(optimizer)))
 
     def remember(self, *values):

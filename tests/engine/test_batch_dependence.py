@@ -1,4 +1,4 @@
-"""The start report names the modules that make an update depend on its division, and only those."""
+"""Reports name exactly the modules and functions that make an update depend on how its batch is divided."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INDEPENDENT = nn.ModuleDict({
 })  # fmt: skip
 
 
-def test_each_module_that_depends_on_the_division_is_named(snapshot: SnapshotAssertion) -> None:
+def test_each_module_that_depends_on_the_batch_division_is_named(snapshot: SnapshotAssertion) -> None:
     model = nn.ModuleDict({"norms": NORMS, "dropouts": DROPOUTS, "others": INDEPENDENT})
     notes = {
         f"{batch}{', synchronized' if is_sync_norm else ''}": describe_dependence(
@@ -54,13 +54,13 @@ def test_each_module_that_depends_on_the_division_is_named(snapshot: SnapshotAss
     [(NORMS, WHOLE, False), (DROPOUTS, WHOLE, False), (NORMS, UNEQUAL, True), (INDEPENDENT, BOTH, False)],
     ids=["one batch norm", "one dropout", "synchronized", "independent"],
 )
-def test_an_update_that_equals_that_of_an_undivided_batch_causes_no_note(
+def test_no_note_is_printed_if_the_batch_division_has_no_effect(
     model: nn.Module, batch: Batch, is_sync_norm: bool
 ) -> None:
     assert not describe_dependence(model, batch, is_sync_norm=is_sync_norm)
 
 
-def test_modes_are_not_changed_for_a_batch_that_is_not_divided() -> None:
+def test_modes_are_not_changed_for_an_undivided_batch() -> None:
     class Merging(nn.Dropout):
         def train(self, mode: bool = True) -> Merging:
             raise AssertionError("merges weights")
@@ -88,7 +88,7 @@ class Dropping(Task):
 
 
 @pytest.mark.parametrize(("size", "is_noted"), [(4, True), (8, False)])
-def test_the_start_report_notes_modules_that_depend_on_the_division(
+def test_the_start_report_notes_batch_dependent_modules(
     size: int, is_noted: bool, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "dropping.py").write_text(TASK)
@@ -116,7 +116,7 @@ class Dropping""",
 
 @pytest.mark.parametrize("kind", [FUNCTIONS, TASK])
 @pytest.mark.parametrize("size", [4, 8])
-def test_the_report_after_the_first_update_names_functions_that_depend_on_the_division(
+def test_the_first_update_reports_batch_dependent_functions(
     kind: str, size: int, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "dropping.py").write_text(kind)
@@ -135,7 +135,7 @@ def test_the_report_after_the_first_update_names_functions_that_depend_on_the_di
         (lambda x: nn.functional.dropout2d(x[..., None], 0.5), {"random numbers"}),
         (lambda x: nn.functional.alpha_dropout(x, 0.5, training=True), {"random numbers"}),
         (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), {"random numbers"}),
-        (lambda x: x.new_empty(4, 1, 1).bernoulli_(0.5) * x, {"random numbers"}),  # as timm's DropPath
+        (lambda x: x.new_empty(4, 1, 1).bernoulli_(0.5) * x, {"random numbers"}),  # like timm's DropPath
         (lambda x: x[torch.randperm(4)], {"random numbers"}),
         (lambda x: nn.functional.batch_norm(x, None, None, training=True), {"batch norm"}),
         (lambda x: nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4)), set()),

@@ -1,4 +1,4 @@
-"""`begin_update` can set state of the model to a function of the progress, but not change it further in each call."""
+"""`begin_update` may set state of the model to a function of the progress, but may not update it incrementally."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Moved(Regression):
 
 
 @pytest.mark.parametrize("change", ["one.lerp_(other, 0.1)", "one.data = one.data * 0.9 + other.data * 0.1"])
-def test_begin_update_that_moves_weights_in_each_call_is_rejected(
+def test_a_begin_update_that_moves_weights_incrementally_is_rejected(
     change: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """`begin_update` is called again after a resume, which would move the weights twice."""

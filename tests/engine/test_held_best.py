@@ -52,7 +52,7 @@ class Screen:
 
 
 class Training:
-    """A simulated training: updates take one second, the test decides when to evaluate, and saves have a given cost."""
+    """A simulated training run: updates take one second, the test calls `evaluate`, and saves have a given cost."""
 
     def __init__(self, folder: Path, clock: Clock, policy: SavePolicy, *, copy_s: float, slowed_s: float) -> None:
         self.clock, self.copy_s, self.slowed_s = clock, copy_s, slowed_s
@@ -85,7 +85,7 @@ class Training:
         self.saver.record_update(seconds)
 
     def is_written(self) -> bool:
-        """Return whether a checkpoint was written during this update; waits for its thread to end."""
+        """Wait for the writer thread; return whether a checkpoint was written during this update."""
         before = len(self.saved)
         self.saver.writer.close()  # type: ignore[union-attr]
         result, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
@@ -146,12 +146,12 @@ def test_best_checkpoints_stay_within_the_save_budget(
         assert training.cost_s <= copies_s
     best = num_updates - num_updates // 10 + 1
     training.end()
-    assert training.on_disk()[best] == best, "the weights of that update"
+    assert training.on_disk()[best] == best, "must contain the weights of its update"
     assert training.saver.bests == [(-float(best - 1), best)]
     assert sorted(training.on_disk()) == sorted({best, num_updates} | set(training.saved[-2:]))
 
 
-def test_a_checkpoint_saved_while_another_is_held_does_not_refer_to_it(tmp_path: Path, clock: Clock) -> None:
+def test_a_saved_checkpoint_does_not_refer_to_a_held_one(tmp_path: Path, clock: Clock) -> None:
     """The run may be killed before the held checkpoint is written."""
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.run_update()
@@ -173,7 +173,7 @@ def test_a_checkpoint_saved_while_another_is_held_does_not_refer_to_it(tmp_path:
 def test_a_best_checkpoint_written_after_a_newer_one_is_found_on_resume(
     tmp_path: Path, clock: Clock, keep_best: int, bests: list[tuple[float, int]]
 ) -> None:
-    """It was held while the newer checkpoint was saved; then the run failed or was killed."""
+    """The best checkpoint was held while a newer one was saved; then the run failed or was killed."""
     training = Training(tmp_path, clock, default(keep_best=keep_best), copy_s=1.0, slowed_s=0.0)
     training.run_update()
     training.save(3.0)
@@ -228,7 +228,7 @@ def test_only_a_better_checkpoint_replaces_a_held_one(tmp_path: Path, clock: Clo
     assert sorted(training.on_disk()) == [4, 6]
 
 
-def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_path: Path, clock: Clock) -> None:
+def test_saving_the_update_of_a_held_checkpoint_replaces_it(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.run_update()
     training.evaluate(1.0)
@@ -243,7 +243,7 @@ def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_pa
     assert training.saved.count(1) == 1
 
 
-def test_all_of_several_best_checkpoints_are_kept(tmp_path: Path, clock: Clock) -> None:
+def test_several_best_checkpoints_are_kept(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(keep_best=3), copy_s=0.001, slowed_s=0.0)
     for value in (5.0, 4.0, 3.0, 6.0, 2.0):
         training.run_update()
@@ -258,7 +258,7 @@ def test_a_held_checkpoint_is_written_after_ten_minutes_at_any_cost(tmp_path: Pa
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=30.0)
     for _ in range(70):
         training.run_update()
-    training.evaluate(2.0)  # the first costs 30 s
+    training.evaluate(2.0)  # the first save costs 30 s
     training.run_update()
     training.run_update()
     training.evaluate(1.0)
@@ -272,7 +272,7 @@ def test_a_held_checkpoint_is_written_after_ten_minutes_at_any_cost(tmp_path: Pa
     assert training.saved == [70, held_at]
 
 
-@pytest.mark.parametrize("policy", [default(every=1000), off(best="val/loss")], ids=["counted", "off"])
+@pytest.mark.parametrize("policy", [default(every=1000), off(best="val/loss")], ids=["by updates", "off"])
 def test_checkpoints_requested_by_settings_are_written_immediately(
     policy: SavePolicy, tmp_path: Path, clock: Clock
 ) -> None:
@@ -325,19 +325,19 @@ def test_new_checkpoints_are_not_compared_with_a_lost_best_checkpoint(server: Fo
     run = tmp_path / "outputs" / "mine"
     names, bests = bests_of(run)
     lost, best = bests[0][0], f"update-{bests[0][1]:010}"
-    assert best != names[-1], "the settings are such that the last one is not the best"
+    assert best != names[-1], "the test requires that the last checkpoint is not the best"
     shutil.rmtree(run / "checkpoints" / best)
     again = server.run([*RUN, "updates=60", "resume_allow=[updates]"], tmp_path)
     assert again.code == 0, again.err
     values = {update: value for update, value in rows(run).items() if update > 40}
     later = min(values, key=lambda update: values[update])
     names, bests = bests_of(run)
-    assert values[later] > lost, "the settings are such that it is worse than the lost one"
+    assert values[later] > lost, "the test requires that the new best is worse than the lost one"
     assert bests == [[values[later], later]]
     assert f"update-{later:010}" in names
 
 
-def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
+def test_a_stop_with_time_for_only_one_save_saves_the_current_update(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, "checkpoint.grace_s=30") as phase:

@@ -15,7 +15,7 @@ from runner.engine.phase import Phase
 from runner.engine.update.loop import StepInfo
 from tests.opened import opened
 
-# The order is the same on all ranks and after a resumption; runner/engine/hooks/__init__.py has the reasons.
+# The order must be the same on all ranks and after a resume; runner/engine/hooks/__init__.py gives the reasons.
 ORDER = [
     "DataChanges",
     "StreamPosition",
@@ -43,7 +43,7 @@ def test_the_order_of_hooks_is_fixed() -> None:
     assert [kind.__name__ for kind in HOOKS] == ORDER
 
 
-def test_a_checkpoint_is_taken_after_every_hook_whose_state_it_holds() -> None:
+def test_checkpointing_follows_all_hooks_with_state() -> None:
     behind = HOOKS[HOOKS.index(Checkpointing) + 1 :]
     assert not [kind.__name__ for kind in behind if kind.name]
 

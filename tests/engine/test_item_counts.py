@@ -42,7 +42,7 @@ COUPLED = """
     def embed(self, model, batch):
         return model(batch[0] / 64)
 
-    def couple(self, codes):  # called with an update in training, and with a micro-batch in the search
+    def couple(self, codes):  # receives an update in training, and a micro-batch in the search
         is_update = len(codes) == 8
         bad = torch.where(torch.tensor(self.update == 2 and is_update), torch.nan, 1.0)
 """
@@ -65,16 +65,14 @@ def locate_failure(folder: Path, task: str, *more: str) -> BaseException | None:
         return phase.translate_error(raised.value)
 
 
-def test_a_count_that_is_not_finite_in_a_later_update_is_a_fault_of_the_task(tmp_path: Path) -> None:
+def test_a_later_nonfinite_count_is_a_fault_of_the_task(tmp_path: Path) -> None:
     located = locate_failure(tmp_path, TASK, "micro_batch_size=1")
     assert isinstance(located, TaskFault)
     assert "a count of nan" in str(located)
 
 
 @pytest.mark.parametrize("sharpness", ["none", "sam"])
-def test_a_count_of_couple_that_is_not_finite_in_a_later_update_is_a_fault_of_couple(
-    sharpness: str, tmp_path: Path
-) -> None:
+def test_a_later_nonfinite_count_of_couple_is_a_fault_of_couple(sharpness: str, tmp_path: Path) -> None:
     located = locate_failure(tmp_path, NAN_COUNT, "micro_batch_size=2", f"sharpness={sharpness}")
     assert isinstance(located, TaskFault)
     assert "couple" in str(located)
@@ -86,7 +84,7 @@ def test_a_count_of_couple_that_is_not_finite_in_a_later_update_is_a_fault_of_co
     ("count", "update"),
     [("0", 1), ("8 * (self.update < 2)", 3), ("torch.tensor(0)", 1), ("torch.tensor(8 * (self.update < 2))", 3)],
 )
-def test_a_count_of_0_is_a_fault_of_couple(count: str, update: int, tmp_path: Path) -> None:
+def test_a_zero_count_is_a_fault_of_couple(count: str, update: int, tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(HEAD + COUPLED + f"        return codes.sum(), {count}\n")
     settings = ("updates=1000", "global_batch_size=8", "micro_batch_size=2", *SETTINGS, f"output_root={tmp_path}")
     with open_phase(Request(settings, tmp_path / "counted.py")) as phase:

@@ -1,4 +1,4 @@
-"""The search for a non-finite value repeats the passes of the update, with the same draws for each sample."""
+"""The search for a non-finite value repeats the update, with the same random draws for each sample."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Drawn(Task):
 
 
 @pytest.mark.parametrize("modules", [(), ("torch._dynamo",)])
-def test_a_sample_whose_random_draws_are_not_finite_is_found(
+def test_a_sample_that_is_nonfinite_due_to_random_draws_is_found(
     modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code does not call the hooks of the search, so it runs eagerly; this does not import torch.compile."""
+    """Compiled code skips the hooks of the search, so the search runs eagerly. It does not import the compiler."""
     stances = []
 
     @contextmanager
@@ -175,7 +175,7 @@ class Large(Task):
 
 
 def test_gradients_whose_norm_overflows_are_found(tmp_path: Path) -> None:
-    """Each of the two is 3e38, and the root of the sum of their squares exceeds the largest float32 number."""
+    """Each of the two gradients is 3e38, so the root of the sum of their squares exceeds the largest float32 number."""
     located = locate_in_first_micro_batch(LARGE, tmp_path, "global_batch_size=1", "micro_batch_size=1")
     assert "float32" in located.problems[0].what
 
@@ -297,7 +297,7 @@ class Chosen(Task):
 
 
 class Search:
-    """The first update of a run whose batches have the samples 0 to 3 and 4 to 7, and the search in it."""
+    """A run whose first update has one micro-batch of the samples 0 to 3 and one of the samples 4 to 7."""
 
     def __init__(self, phase: Any) -> None:
         self.phase, self.task = phase, phase.run.parts.task
@@ -338,14 +338,14 @@ def test_a_sample_that_is_not_finite_is_found_with_every_strategy(
     monkeypatch.setattr(search.phase.loader, "close", lambda: closed.append(True))
     search.task.at = at
     located = search.train()
-    assert closed == [True], "the search reads samples while a thread of the loader reads others"
+    assert closed == [True], "threads of the loader must not read samples during the search"
     assert located.place == {"update": 1 + at // 8, "samples": [at]}
     assert located.problems[0].what.endswith(f": {at}")
     assert "rank" not in located.problems[0].what
     assert "bad_samples=skip" in located.problems[0].fix
 
 
-def test_a_batch_is_named_if_its_samples_cannot_be_collated_alone(search: Search) -> None:
+def test_a_batch_is_named_if_its_samples_cannot_be_collated_individually(search: Search) -> None:
     search.task.fault, search.task.smallest = "sample", 2
     located = search.train()
     assert located.place == {"update": 1, "samples": [4, 5, 6, 7]}
@@ -406,10 +406,8 @@ def test_weights_that_are_not_finite_before_the_update_are_named(
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
-def test_a_late_check_searches_the_previous_update_and_names_weights_changed_by_the_step(
-    kernel: str, tmp_path: Path
-) -> None:
-    """A fused optimizer skips the step of an overflow itself."""
+def test_a_late_check_names_weights_changed_by_the_previous_update(kernel: str, tmp_path: Path) -> None:
+    """After an overflow, a fused optimizer skips the step itself."""
     with searching(tmp_path, f"optimizer.kernel={kernel}") as search:
         torch.nn.init.constant_(search.task.model[0].weight, torch.nan)
         search.phase.position.update = 1

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Other(World):
-    """Rank 1 without rank 0, which would broadcast the checkpoint to read."""
+    """Rank 1 with the path of the checkpoint that rank 0 would broadcast."""
 
     def __init__(self, path: Path | None, local_rank: int) -> None:
         super().__init__(CPU, rank=1, local_rank=local_rank)
@@ -80,7 +80,7 @@ def test_a_rank_reads_the_checkpoint_of_the_first_rank_without_hashing_it_again(
         assert start is None
 
 
-def test_a_new_run_has_the_weights_of_the_file_on_every_rank(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_rank_of_a_new_run_loads_the_weights_file(checkpoint: Path, tmp_path: Path) -> None:
     with opened(tmp_path, None) as (run, _):
         given = {name: torch.full_like(tensor, 0.25) for name, tensor in run.parts.bare.state_dict().items()}
     save_file(given, tmp_path / "w.safetensors")
@@ -90,7 +90,7 @@ def test_a_new_run_has_the_weights_of_the_file_on_every_rank(checkpoint: Path, t
             assert is_given == (path is None)
 
 
-def test_a_rank_that_is_not_the_first_prints_and_writes_nothing(
+def test_other_ranks_print_and_write_nothing(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*") if path.is_file()}

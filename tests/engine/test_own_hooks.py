@@ -147,7 +147,7 @@ def test_hooks_run_identically_on_one_and_two_ranks(write: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_hook_that_changes_weights_differently_on_each_rank_causes_a_warning(
+def test_changing_weights_differently_on_each_rank_causes_a_warning(
     draws: bool, write: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only the weights of rank 0 are saved and evaluated."""
@@ -182,7 +182,7 @@ def test_a_changed_hook_setting_must_be_allowed_on_resume(write: Callable[[str],
         ("def state_dict", "def readings(self):\n        return {'phase': 1.0}\n    def state_dict"),
     ],
 )
-def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
+def test_an_error_in_a_hook_is_reported_as_an_error_of_the_task(
     before: str, after: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert before in TASK
@@ -202,7 +202,7 @@ def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
         '{"sum": self.sum.to("meta")}',
     ],
 )
-def test_a_state_that_a_checkpoint_cannot_store_is_rejected_before_the_first_update(
+def test_unsupported_hook_state_is_rejected_before_the_first_update(
     state: str, write: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(TASK.replace('{"seen": self.seen, "sum": self.sum}', state))
@@ -212,7 +212,7 @@ def test_a_state_that_a_checkpoint_cannot_store_is_rejected_before_the_first_upd
     assert not metrics.exists() or not metrics.read_text()
 
 
-def test_a_state_that_the_first_update_creates_is_accepted(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_hook_state_created_by_the_first_update_is_accepted(write: Callable[[str], Path], tmp_path: Path) -> None:
     text = TASK.replace('"sum": self.sum}', '"sum": self.sum, "mean": float(self.sum) / self.seen}')
     assert main(["train", "--task", str(write(text)), *OVERRIDES, "run=mean"]) == 0
     assert rows(tmp_path / "outputs" / "mean", "drift/seen") == [*range(1, 7)]
@@ -255,10 +255,8 @@ def test_a_checkpoint_has_the_hook_state_of_its_update(
     }
 
 
-def test_a_stop_signal_in_a_hook_without_time_to_save_ends_the_run_with_this_update(
-    write: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Hooks of the task run between the decision of an update to stop and its save."""
+def test_a_stop_signal_in_a_hook_ends_the_run_after_that_update(write: Callable[[str], Path], tmp_path: Path) -> None:
+    """Hooks of the task run between the decision to stop and the save, for which there is no time here."""
     text = TASK.replace(
         "self.seen += 1", "self.seen += 1\n        if self.seen == 3: signal.raise_signal(signal.SIGTERM)"
     )
@@ -269,7 +267,7 @@ def test_a_stop_signal_in_a_hook_without_time_to_save_ends_the_run_with_this_upd
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_hook_can_end_a_phase_like_its_last_update(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_hook_can_end_a_phase_early(ranks: int, write: Callable[[str], Path], tmp_path: Path) -> None:
     """The phase is evaluated and finished, the next one follows, and a resumed run does not continue the first one."""
     text = TASK.replace("HOOKS =", 'PHASES = {"one": {}, "two": {"needs": ["one"]}}\nHOOKS =')
     ends = 'if self.phase.name == "one" and self.seen == 2:\n            self.phase.stop()'
@@ -319,7 +317,7 @@ def test_a_phase_ended_by_a_hook_continues_only_with_changed_settings(
     assert rows(tmp_path / "outputs" / "own", "drift/seen") == seen
 
 
-def test_a_phase_that_a_hook_ends_at_its_start_has_one_update(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_phase_ended_by_a_hook_at_its_start_has_one_update(write: Callable[[str], Path], tmp_path: Path) -> None:
     begin = "def begin(self):\n        self.phase.stop()\n    def state_dict"
     train = ["train", "--task", str(write(TASK.replace("def state_dict", begin))), *OVERRIDES, "run=own"]
     assert main(train) == 0
@@ -349,7 +347,7 @@ def test_a_hook_can_change_the_model_for_evaluation(
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_gradients_that_a_hook_leaves_behind_do_not_change_the_next_update(
+def test_gradients_left_by_a_hook_do_not_change_the_next_update(
     strategy: str, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     backward = """self.phase.parts.bare(torch.ones(1, 2)).sum().backward()
@@ -395,7 +393,7 @@ TEACHER = (
 def test_a_hook_can_copy_the_parameters_and_buffers_of_a_student(
     ranks: int, write: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The frozen parameters that it changes are treated as buffers, but `buffers()` does not return them."""
+    """Frozen parameters that the hook changes are treated as buffers, but `buffers()` does not return them."""
     parallelism = ["parallelism=ddp", f"parallelism.world_size={ranks}"] if ranks > 1 else []
     train = ["train", "--task", str(write(TEACHER)), *OVERRIDES, "run=own", *parallelism]
     assert main([*train, "updates=3"]) == 0
@@ -468,7 +466,7 @@ MEDIA = TASK.replace(
 )
 
 
-@pytest.mark.filterwarnings("default")  # raised by tensorboard
+@pytest.mark.filterwarnings("default")  # tensorboard issues warnings
 def test_images_text_and_histograms_are_logged_to_tensorboard(write: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,4 +1,4 @@
-"""A package whose options, hooks or task cannot be used ends the command with one message, before training."""
+"""Packages that define options, hooks or tasks. An invalid one ends the command with one message, before training."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_package_that_fails_to_import_ends_the_run_before_it_trains(
     ],
     ids=["module", "syntax", "table", "hooks", "module of a task", "no build", "name"],
 )
-def test_an_invalid_entry_point_is_reported_as_one_problem_that_names_the_package(
+def test_an_invalid_entry_point_is_reported_once_with_its_package(
     group: str, point: str, text: str, install: Callable[[str, str, str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = install(group, point, text)
@@ -109,7 +109,7 @@ def test_an_invalid_entry_point_is_reported_as_one_problem_that_names_the_packag
 def test_help_lists_the_settings_of_installed_packages(
     group: str, text: str, settings: list[str], install: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With and without a task file; the package is not imported."""
+    """The list is the same with and without a task file, and the package is not imported."""
     assert main(["train", "--help"]) == 0
     before = capsys.readouterr().out.split()
     name = install(group, "mine = {}.mine", BROKEN + text)
@@ -142,7 +142,7 @@ def test_a_definition_hidden_by_another_package_is_reported(
     assert note.index("other_a.mine") < note.index("other_b.mine")
 
 
-def test_a_module_that_two_entry_points_name_does_not_hide_itself(
+def test_a_module_named_by_two_entry_points_does_not_hide_itself(
     install: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("task.py").write_text(TASK)
@@ -183,7 +183,7 @@ PRECISIONS = {"halved": ("fp32", halved)}
 def test_a_package_can_define_a_sampler_and_a_precision(
     install: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training with them is bitwise equal to training with those of a task file."""
+    """Training is bitwise equal to training with the same options in a task file."""
     files = [tmp_path / f"{tmp_path.name}_{name}.py" for name in ("plain", "own")]
     files[0].write_text(TASK)
     files[1].write_text(f"{TASK}\n{EXTENSIONS}")

@@ -118,7 +118,7 @@ class Broken(System):
         super().rename(source, target)
 
 
-def test_a_best_checkpoint_that_cannot_be_saved_does_not_replace_the_previous_one(
+def test_an_unsaved_best_checkpoint_does_not_replace_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
@@ -211,7 +211,7 @@ def test_the_writer_ends_before_the_run_is_closed_even_after_a_failure(
             saving_of(phase).save()
             monkeypatch.setattr(phase.loader, "close", fail)
             writer = saving_of(phase).saver.writer
-            # opens the gate when the end of the phase waits for it
+            # open the gate when the end of the phase waits for the writer
             monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))
             metrics, close = phase.run.observers.metrics, phase.run.observers.metrics.close
 
@@ -257,7 +257,7 @@ def test_rows_counted_by_a_checkpoint_are_synced_before_its_rename(tmp_path: Pat
 
 
 @pytest.mark.parametrize("args", ["checkpoint=off", "profiler=trace profiler.only=true"])
-def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(args: str, tmp_path: Path) -> None:
+def test_rows_after_the_last_save_are_synced_before_a_phase_ends(args: str, tmp_path: Path) -> None:
     synced = []
 
     class Watched(System):
@@ -279,7 +279,9 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(args:
 
 def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, messages = [1000.0], list[str]()
-    waits_s = itertools.cycle([0.7, 0.0])  # the wait for the previous save, and that when the next save is handed over
+    waits_s = itertools.cycle(
+        [0.7, 0.0]
+    )  # the wait for the previous save, then the wait when the next one is submitted
 
     def pass_time() -> None:
         now[0] += next(waits_s)

@@ -64,7 +64,7 @@ TASK = Path(__file__).with_name("task_of_averages.py")
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """A run of two updates. Its task is in another folder than this file, so errors here are not task errors."""
+    """A run of two updates. Its task is not in the folder of this file, so errors raised here are not task errors."""
     (tmp_path / "averages.py").write_text(TASK.read_text())
     overrides = ("device=cpu", "monitor=off", f"output_root={tmp_path}", "updates=2", "backend.threads=1")
     configuration, inventory = (
@@ -74,16 +74,16 @@ def job(tmp_path: Path) -> Job:
     return Job(configuration.request, configuration, make_plan(configuration, inventory), inventory, "mine")
 
 
-def trained(job: Job) -> SessionEnd:
+def run_job(job: Job) -> SessionEnd:
     with files.use_system(Quick()):
         return run_rank(job, World(torch.device("cpu")))
 
 
-def failed(job: Job, monkeypatch: pytest.MonkeyPatch, where: str, act: Callable[..., Any]) -> BaseException:
+def run_failing(job: Job, monkeypatch: pytest.MonkeyPatch, where: str, act: Callable[..., Any]) -> BaseException:
     """Train with `act` instead of a step of the session; return the error."""
     with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
         patch.setattr(session, where, act)
-        trained(job)
+        run_job(job)
     return caught.value
 
 
@@ -102,10 +102,10 @@ REFUSALS = [DataError("is damaged"), IncompatibleResume("differs"), MissingPacka
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_a_run_that_is_rejected_before_it_begins_leaves_no_folder(
+def test_a_run_rejected_before_it_begins_leaves_no_folder(
     error: AccelRunError, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert failed(job, monkeypatch, "open_first_rank", raises(error)) is error
+    assert run_failing(job, monkeypatch, "open_first_rank", raises(error)) is error
     assert not job.folder.exists()
 
 
@@ -116,7 +116,7 @@ def test_only_a_missing_package_discards_a_run_that_has_begun(job: Job, monkeypa
             attempt.begin(job)
             raise error
 
-        assert failed(job, monkeypatch, "open_first_rank", begin) is error
+        assert run_failing(job, monkeypatch, "open_first_rank", begin) is error
         assert job.folder.exists() == is_kept
     recorded = read_error(job.folder)
     assert recorded is not None
@@ -127,16 +127,16 @@ def test_only_a_missing_package_discards_a_run_that_has_begun(job: Job, monkeypa
 def test_an_earlier_run_is_not_discarded_with_a_rejected_attempt(
     error: AccelRunError, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert trained(job).code == Exit.DONE
+    assert run_job(job).code == Exit.DONE
     before = content_of(job.folder)
-    assert failed(job, monkeypatch, "open_first_rank", raises(error)) is error
+    assert run_failing(job, monkeypatch, "open_first_rank", raises(error)) is error
     after = content_of(job.folder)
     assert {name: after[name] for name in before} == before
     assert after.keys() - before == {"error.json"}
 
 
 @pytest.mark.parametrize("reached", [0, 1])
-def test_a_resume_that_turns_out_incompatible_restores_the_files_of_the_run_unless_it_trained(
+def test_an_incompatible_resume_restores_run_files_unless_it_trained(
     reached: int, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begin(job: Job, _: World, attempt: RunAttempt, *__: Any) -> None:
@@ -144,20 +144,18 @@ def test_a_resume_that_turns_out_incompatible_restores_the_files_of_the_run_unle
         attempt.reached = reached
         raise IncompatibleResume("differs")
 
-    assert trained(job).code == Exit.DONE
+    assert run_job(job).code == Exit.DONE
     before = json.loads((job.folder / "run.json").read_text())
     (job.folder / "command.sh").write_text("of the run")
-    failed(job, monkeypatch, "open_first_rank", begin)
+    run_failing(job, monkeypatch, "open_first_rank", begin)
     after = json.loads((job.folder / "run.json").read_text())
     assert ((job.folder / "command.sh").read_text() == "of the run") == (reached == 0)
     assert (after == before) == (reached == 0)
 
 
-def test_a_system_limit_is_reported_as_such_and_recorded_with_its_cause(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_limit_is_recorded_with_its_cause(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = ImportError("libx.so: failed to map segment from shared object")
-    error = failed(job, monkeypatch, "report_start", raises(cause))
+    error = run_failing(job, monkeypatch, "report_start", raises(cause))
     assert isinstance(error, SystemLimit)
     assert cause in exception_chain(error)
     recorded = read_error(job.folder)
@@ -170,7 +168,7 @@ def test_an_internal_error_is_recorded_and_keeps_its_notes(job: Job, monkeypatch
     cause = LookupError("of the runner")
     cause.add_note("seen at noon")
     for where in ("report_start", "run_phases", "report_end"):
-        error = failed(job, monkeypatch, where, raises(cause))
+        error = run_failing(job, monkeypatch, where, raises(cause))
         assert isinstance(error, AccelRunError)
         assert error.exit_code == Exit.SOFTWARE
         assert error.__cause__ is cause
@@ -184,7 +182,7 @@ def test_an_internal_error_is_recorded_and_keeps_its_notes(job: Job, monkeypatch
 def test_a_known_error_is_recorded_and_raised_unchanged(
     error: BaseException, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert failed(job, monkeypatch, "run_phases", raises(error)) is error
+    assert run_failing(job, monkeypatch, "run_phases", raises(error)) is error
     recorded = read_error(job.folder)
     assert recorded is not None
     assert recorded.exit_code == getattr(error, "exit_code", Exit.INTERRUPTED)
@@ -194,7 +192,7 @@ def test_a_known_error_is_recorded_and_raised_unchanged(
 def test_an_error_that_cannot_be_recorded_is_raised_unchanged(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = LookupError("of the runner")
     monkeypatch.setattr(RunAttempt, "fail", lambda *_: False)
-    assert failed(job, monkeypatch, "run_phases", raises(cause)) is cause
+    assert run_failing(job, monkeypatch, "run_phases", raises(cause)) is cause
 
 
 @pytest.mark.parametrize(
@@ -202,18 +200,18 @@ def test_an_error_that_cannot_be_recorded_is_raised_unchanged(job: Job, monkeypa
     [(torch.OutOfMemoryError("CUDA out of memory"), DeviceMemoryError), (SystemExit(3), AccelRunError)],
     ids=["memory", "exit"],
 )
-def test_errors_of_torch_and_exits_are_translated(
+def test_torch_errors_and_system_exits_are_translated(
     cause: BaseException, kind: type[AccelRunError], job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = failed(job, monkeypatch, "run_phases", raises(cause))
+    error = run_failing(job, monkeypatch, "run_phases", raises(cause))
     assert type(error) is kind
     assert error.__cause__ is cause
-    assert "error.json" not in error.problems[0].fix, "it is not an error of the runner"
+    assert "error.json" not in error.problems[0].fix, "the error is not one of the runner"
 
 
 def test_a_successful_attempt_removes_the_error_of_an_earlier_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed(job, monkeypatch, "run_phases", raises(DataError("is damaged")))
-    assert trained(job) == SessionEnd(Exit.DONE, is_stop_requested=False)
+    run_failing(job, monkeypatch, "run_phases", raises(DataError("is damaged")))
+    assert run_job(job) == SessionEnd(Exit.DONE, is_stop_requested=False)
     record = read_record(job.folder)
     assert (record.process.state, record.process.exit_code) == ("done", Exit.DONE)
     assert record.result is not None
@@ -225,7 +223,7 @@ def test_a_successful_attempt_removes_the_error_of_an_earlier_one(job: Job, monk
 
 
 class Calls:
-    """Records calls of functions of the session, and calls `inside` before training."""
+    """Records calls to session functions, and calls `inside` before training."""
 
     def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job, self.notes = job, dict[str, Any]()
@@ -272,7 +270,7 @@ def test_the_end_of_training_is_announced_to_all_observers(
     if raised is not None:
         calls.inside = raises(raised)
     with nullcontext() if raised is None else pytest.raises((AccelRunError, KeyboardInterrupt)):
-        trained(calls.job)
+        run_job(calls.job)
     assert calls.notes["finish"][1] == {"exit_code": code, "hand_over": True}
     assert calls.notes["finish_mirroring"] == ((calls.run,), {"should_wait": should_wait})
     assert "begin_shutdown" in calls.notes
@@ -284,14 +282,14 @@ def test_the_end_of_training_is_announced_to_all_observers(
 
 @pytest.mark.parametrize("runs_inference", [False, True])
 def test_packages_of_training_and_inference_are_checked_before_training(runs_inference: bool, calls: Calls) -> None:
-    trained(replace(calls.job, runs_inference=runs_inference))
+    run_job(replace(calls.job, runs_inference=runs_inference))
     (_, uses, _), _ = calls.notes["check_packages"]
     assert uses == ["train", *([INFERENCE] if runs_inference else [])]
 
 
-def test_start_mirroring_receives_whether_the_run_resumes(calls: Calls) -> None:
+def test_mirroring_starts_with_a_flag_for_resumed_runs(calls: Calls) -> None:
     for resumes in (False, True):
-        trained(calls.job)
+        run_job(calls.job)
         assert calls.notes["start_mirroring"] == ((calls.run, None), {"resumes": resumes})
 
 
@@ -304,7 +302,7 @@ def test_changes_are_recorded_while_the_run_trains(calls: Calls) -> None:
         seen.extend(read_record(calls.job.folder).changes)
 
     calls.inside = change
-    trained(calls.job)
+    run_job(calls.job)
     assert seen == [{"update": 0, "lr": 0.5}]
 
 
@@ -312,7 +310,7 @@ def test_changes_are_recorded_while_the_run_trains(calls: Calls) -> None:
 def test_stacks_of_a_hang_are_written_to_a_file_of_the_rank(
     rank: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(calls.job)
+    run_job(calls.job)
     stop = SimpleNamespace(requested="SIGINT" if rank else None)
     monkeypatch.setattr(session, "open_other_rank", lambda *_: (SimpleNamespace(stop=stop), None))
     monkeypatch.setattr(session, "run_phases", lambda *_: Outcome("SIGINT", 2, {}))
@@ -329,7 +327,7 @@ def test_stacks_of_a_hang_are_written_to_a_file_of_the_rank(
         assert (calls.job.folder / name).read_text() == "of a thread"
 
 
-def test_a_hang_is_recorded_with_the_updates_that_were_reached(calls: Calls) -> None:
+def test_a_hang_is_recorded_with_the_update_it_reached(calls: Calls) -> None:
     def hang(_: TrainingRun) -> None:
         calls.mark.num_updates.value = 7
         calls.notes["traces"].write_stacks("of a thread")
@@ -342,33 +340,33 @@ def test_a_hang_is_recorded_with_the_updates_that_were_reached(calls: Calls) -> 
         seen.append((read_error(calls.job.folder), (calls.job.folder / "stacks.txt").read_text()))
 
     calls.inside = look
-    trained(calls.job)
+    run_job(calls.job)
     ((recorded, stacks),) = seen
     assert (recorded.exit_code, recorded.reached, stacks) == (Hang("").exit_code, 7, "of a thread")
 
 
-def test_a_failure_is_recorded_with_the_updates_that_were_reached(calls: Calls) -> None:
+def test_a_failure_is_recorded_with_the_update_it_reached(calls: Calls) -> None:
     def fail(_: TrainingRun) -> None:
         calls.mark.num_updates.value = 3
         raise DataError("is damaged")
 
     calls.inside = fail
     with pytest.raises(DataError):
-        trained(calls.job)
+        run_job(calls.job)
     recorded = read_error(calls.job.folder)
     assert recorded is not None
     assert recorded.reached == 3
 
 
-def test_measurements_of_a_failed_attempt_do_not_replace_those_of_a_complete_one(job: Job, calls: Calls) -> None:
+def test_a_failed_attempt_keeps_the_measurements_of_a_complete_one(job: Job, calls: Calls) -> None:
     calls.inside = raises(DataError("is damaged"))
     with pytest.raises(DataError):
-        trained(job)
+        run_job(job)
     first = read_record(job.folder)
     assert first.evidence is not None, "no earlier attempt has measurements"
     assert first.evidence.unfinished
     calls.inside = lambda _: None
-    trained(job)
+    run_job(job)
     second = read_record(job.folder)
     assert second.evidence is not None
     assert second.evidence.updates, "updates after the first one are measured"
@@ -378,7 +376,7 @@ def test_measurements_of_a_failed_attempt_do_not_replace_those_of_a_complete_one
     assert second.result.phases.keys() == {"train"}
     calls.inside = raises(DataError("is damaged"))
     with pytest.raises(DataError):
-        trained(job)
+        run_job(job)
     assert read_record(job.folder).evidence == second.evidence
 
 
@@ -397,7 +395,7 @@ def test_an_error_is_recorded_even_if_no_file_can_be_opened(job: Job, calls: Cal
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
     try:
         with pytest.raises(AccelRunError):
-            trained(job)
+            run_job(job)
         for descriptor in opened:
             os.close(descriptor)
     finally:

@@ -1,4 +1,4 @@
-"""Phases of a run: the interval of evaluations, memory that is freed, and how they stop and fail."""
+"""Phases of a run: evaluation intervals, freed memory, stops and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_finished_phases_and_consumed_batches_are_freed(server: ForkServer, tmp_
     for row in evaluated.values():
         assert row["val/finished_phases"] == row["val/consumed_batches"] == 0, row
     first, second = (evaluated[phase]["val/of_weight_shape"] for phase in ("first", "second"))
-    assert second == first >= 3, "only the average and the two moments of AdamW of this phase"
+    assert second == first >= 3, "only the average and both AdamW moments of the current phase may be in memory"
 
 
 def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ class Tied(Task):
 """
 
 
-def test_options_of_a_later_phase_can_refer_to_a_tied_weight_by_its_second_name(tmp_path: Path) -> None:
+def test_later_phases_can_name_a_tied_weight_by_its_second_name(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TIED)
     settings = ("updates=1", "device=cpu", "run=small", "monitor=off", "checkpoint=off", "dataloader.num_workers=0",
                 f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
@@ -131,7 +131,7 @@ def test_options_of_a_later_phase_can_refer_to_a_tied_weight_by_its_second_name(
         assert {name: record.finished for name, record in run.progress.records.items()} == {"all": True, "head": True}
 
 
-def test_an_error_with_its_own_message_is_raised_unchanged_with_its_place(tmp_path: Path) -> None:
+def test_a_known_error_is_raised_unchanged_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(RAISING)
     settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
                 f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip

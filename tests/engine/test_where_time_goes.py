@@ -1,4 +1,4 @@
-"""Time accounting of a run: every second belongs to a part, and each part has the time that was spent in it."""
+"""Time accounting of a run: every second is assigned to one part, the one in which it was spent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner import Task
 from tests.engine.virtual_time import sleep
 
-# Not an attribute of the task: attributes that the loss changes are checked, which reads a batch.
+# Not an attribute of the task: accel-run would check an attribute that the loss changes, and read a batch for it.
 CALLS = collections.Counter()
 
 class SlowBackward(torch.autograd.Function):
@@ -49,7 +49,8 @@ class Samples(torch.utils.data.Dataset):
 class Slow(Task):
     def __init__(self, ms, ragged, rank, fails_at, counts):
         self.counts, self.calls = counts, 0
-        self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))  # a variable, so that settings are equal
+        # from the environment: a resumed run can fail without a change of settings
+        self.fails_at = fails_at or int(os.environ.get("FAILS_AT", "0"))
         self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
         self.model = nn.Linear(4, 3)
         if ms["saving"]:
@@ -88,8 +89,8 @@ def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer
 """
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
-LAG_S = 0.02  # of the late device; the end of the run waits for it
-TICKS_S = 5e-3  # per run: each reading of the clock takes a microsecond
+LAG_S = 0.02  # delay of the simulated device in device_on_host; the end of the run waits for it
+TICKS_S = 5e-3  # per run, because virtual_time adds a microsecond at each reading of the clock
 NUM_EVALUATED = 64 // 8  # batches of an evaluation
 
 
@@ -116,20 +117,24 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
-def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
-    server: ForkServer, folder: Path, env: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "device"])
+def test_each_part_is_charged_the_time_spent_in_it(server: ForkServer, folder: Path, env: dict[str, str]) -> None:
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
     args = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
     result = evidence_of(server, folder, f"{args} evaluate.every=6 checkpoint=off", env)
     assert result.updates == 11, "the first update is start-up"
     assert result.num_evaluations == 2
     assert result.num_saves == 1
-    times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # hooks start before the first update
+    times = {
+        "evaluation": 2 * NUM_EVALUATED,
+        "saving": 1,
+        "hooks": 12,
+    }  # begin_update of the first update counts as hooks, not as first_update
     for part, ms in slept_ms.items():
         expected = times.get(part, 11) * ms / 1e3
-        assert result.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not the time slept in it"
+        assert result.parts_s[part] == pytest.approx(expected, abs=TICKS_S), (
+            f"the time of {part} differs from the time slept in it"
+        )
     assert result.parts_s["first_update"] == pytest.approx((6 + 9 + 12 + 15) / 1e3, abs=0.03)
     assert result.seconds is not None
     assert sum(result.parts_s.values()) == pytest.approx(result.seconds)
@@ -148,7 +153,7 @@ def test_parts_have_the_time_spent_in_them_and_add_up_to_the_run(
 
 
 def test_checks_after_the_first_update_of_a_phase_count_as_start_up(server: ForkServer, folder: Path) -> None:
-    """The attribute that `loss` changes is checked with further passes, which no later update repeats."""
+    """`loss` changes an attribute, so extra forward passes check it after the first update, and only then."""
     (folder / "task.py").write_text(TASK + 'PHASES = {"one": {}, "two": {}}\n')
     result = evidence_of(server, folder, "task.forward=50 task.counts=true checkpoint=off log_every=1")
     assert result.parts_s.get("hooks", 0.0) < TICKS_S
@@ -189,8 +194,8 @@ def test_a_stopped_run_records_its_items_per_update(server: ForkServer, folder: 
 
 
 def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) -> None:
-    is_busy = "from runner.host.other_load import OtherLoad\nOtherLoad.describe = lambda self: 'planted'\n"
-    result = server.run(f"{BASE} task.data=60", folder, VIRTUAL, is_busy)
+    plant_load = "from runner.host.other_load import OtherLoad\nOtherLoad.describe = lambda self: 'planted'\n"
+    result = server.run(f"{BASE} task.data=60", folder, VIRTUAL, plant_load)
     assert result.code == 0
     (line,) = (line for line in result.out.splitlines() if line.startswith("limited by"))
     assert line.split(maxsplit=2)[2].startswith("data: "), line
@@ -205,7 +210,9 @@ def test_loading_hidden_behind_computation_is_not_data_wait(server: ForkServer, 
     assert hidden.data_wait == pytest.approx(0.0, abs=1e-3)
     args = f"{loader} task.data=60 task.forward=20 resume=fresh"
     waited = evidence_of(server, folder, args, {"READ_MS": "60"})
-    assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), "20 of 60 ms are hidden, and more in the first update"
+    assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), (
+        "computation hides 20 of 60 ms, and more in the first update"
+    )
 
 
 def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder: Path) -> None:
@@ -235,7 +242,7 @@ def test_the_waiting_time_of_a_rank_is_reported(server: ForkServer, folder: Path
 
 
 @pytest.mark.slow
-def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServer, folder: Path) -> None:
+def test_the_first_update_is_excluded_from_the_times_of_a_rank(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     result = evidence_of(server, folder, f"{ranks} task.first=2000")
     assert len(result.ranks_s) == 2
@@ -244,7 +251,7 @@ def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServe
 
 
 def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path) -> None:
-    """The cost of the last save is not in the checkpoint that it writes."""
+    """A checkpoint does not contain the cost of its own save."""
     one = evidence_of(server, folder, "task.saving=300")
     other = evidence_of(server, folder, "task.saving=300 updates=16 resume_allow=[updates,task.saving]")
     (phase,) = other.phases
@@ -254,7 +261,9 @@ def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["alone", "of two"])
+@pytest.mark.parametrize(
+    "rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["one rank", "two ranks"]
+)
 def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, rank: str) -> None:
     result = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
     assert result.code not in (0, 75)
@@ -290,7 +299,9 @@ def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -
     assert again.updates == 3, "the evidence is from the newest process"
     (phase,) = again.phases
     expected = 0.05 * (before.updates + 2)
-    assert phase.parts_s["forward"] == pytest.approx(expected, abs=TICKS_S), "the phase includes all processes"
+    assert phase.parts_s["forward"] == pytest.approx(expected, abs=TICKS_S), (
+        "the record of the phase includes all processes"
+    )
     assert phase.parts_s["first_update"] >= 0.1
 
 
@@ -326,7 +337,7 @@ Slow.losses = property(lambda self: {})
     assert result.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
 
 
-def test_a_difference_in_optimizer_state_below_rounding_is_not_reported() -> None:
+def test_optimizer_state_of_the_expected_rounded_size_is_not_reported() -> None:
     assert len(state_note(2000, 1000)) == 1
     assert state_note(100 << 20, (100 << 20) - 1) == []
     assert state_note(1, 2) == []
@@ -356,7 +367,7 @@ timekeeping.host_peak_gib = lambda: float(os.environ["PEAK_GIB"])
 
 
 def test_peak_memory_is_that_of_the_newest_process(server: ForkServer, folder: Path) -> None:
-    """A resumed run may have another device or smaller micro-batches; the record of the phase has the highest peak."""
+    """A resumed run may use another device or smaller micro-batches; the record of the phase has the highest peak."""
     more = "updates=16 resume_allow=[updates]"
     for peak, args in (("8", ""), ("3", more)):
         result = server.run(f"{BASE} {args}", folder, {**VIRTUAL, "PEAK_GIB": peak}, PEAK)

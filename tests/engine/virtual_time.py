@@ -1,6 +1,6 @@
-"""Imported first in a process: replaces the clock by one that advances only when a task calls `sleep`.
+"""Replace the clock with one that advances only when a task calls `sleep`. Import this module first in a process.
 
-The time of each part of a run is therefore known, however busy the machine is. Each reading takes a microsecond, so
+The time of each part of a run is therefore known, however busy the machine is. Each reading adds a microsecond, so
 that no interval is zero.
 """
 
@@ -40,7 +40,7 @@ CLOCK = VirtualTime()
 sleep = CLOCK.sleep
 
 
-def late(kind: Any) -> None:
+def delay_batches(kind: Any) -> None:
     """Patch a loader class so that its batches arrive as if each took READ_S to read, in sequence, during training."""
     real = kind.batches
 
@@ -53,7 +53,7 @@ def late(kind: Any) -> None:
     kind.batches = batches
 
 
-def waited(real: Any) -> Any:
+def synchronize_clocks(real: Any) -> Any:
     """Wrap `Stopwatch.lap`: at the end of communication, the clocks of all ranks advance to the latest one."""
 
     def lap(self: Any, part: str) -> None:
@@ -67,6 +67,6 @@ def waited(real: Any) -> Any:
 
 
 time.perf_counter = CLOCK
-Stopwatch.lap = waited(Stopwatch.lap)  # type: ignore[method-assign]
-late(ThreadLoader)
-late(WorkerLoader)
+Stopwatch.lap = synchronize_clocks(Stopwatch.lap)  # type: ignore[method-assign]
+delay_batches(ThreadLoader)
+delay_batches(WorkerLoader)

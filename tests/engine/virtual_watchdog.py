@@ -1,8 +1,8 @@
-"""Imported first in a process: replaces the clock of the watchdog by one that ticks only when a task passes time.
+"""Replace the clock of the watchdog with one that ticks only when a task calls `pass_time`. Import this module first.
 
-An update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit. After a task
-has called `hang`, ticks pass on their own. The supervisor of ranks uses the same time, which also passes after a rank
-has stopped itself, because the other ranks must not seem to hang.
+A delay on a busy machine therefore never exceeds a limit, and no test waits for one. After a task has called `hang`,
+the clock ticks by itself. The clock of the supervisor of ranks also advances after a rank has stopped itself; the
+watchdogs of the other ranks do not tick then, because they must not report a hang.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_watched() -> bool:
 
 
 def hang() -> None:
-    """Let time pass on its own from now on."""
+    """Make the clocks advance without `pass_time` from now on."""
     HANGS.touch()
 
 

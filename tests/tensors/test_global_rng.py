@@ -21,12 +21,12 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-def drawn() -> dict[str, Any]:
+def draw_all() -> dict[str, Any]:
     return {name: draw() for name, draw in DRAWS.items()}
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Any:
+def restore_generators() -> Any:
     tensors, rest = random_state(CPU)
     yield
     restore_random_state(tensors, rest, CPU)
@@ -35,11 +35,11 @@ def as_before() -> Any:
 @pytest.mark.parametrize("name", DRAWS)
 def test_restored_generators_continue_their_sequences(name: str) -> None:
     seed_everything(5)
-    drawn()
+    draw_all()
     tensors, rest = random_state(CPU)
     rest = json.loads(json.dumps(rest))
-    expected = drawn()
-    drawn()
+    expected = draw_all()
+    draw_all()
     restore_random_state(tensors, rest, CPU)
     assert DRAWS[name]() == expected[name]
 
@@ -56,7 +56,7 @@ def test_seeding_affects_each_generator(name: str, seed: int) -> None:
     assert DRAWS[name]() != first
 
 
-def test_a_seed_gives_the_same_sequence_as_in_torch() -> None:
+def test_a_seed_gives_the_same_sequence_as_torch_manual_seed() -> None:
     seed_everything(7)
     drawn = torch.randn(3)
     torch.manual_seed(7)
@@ -95,7 +95,7 @@ def test_a_gpu_checkpoint_resumes_on_a_cpu_and_vice_versa(monkeypatch: pytest.Mo
     for saved_on, resumed_on in ((cuda, CPU), (CPU, cuda)):
         seed_everything(3)
         state = random_state(saved_on)
-        expected = drawn()
+        expected = draw_all()
         restore_random_state(*state, resumed_on)
-        assert drawn() == expected
+        assert draw_all() == expected
     assert calls == []

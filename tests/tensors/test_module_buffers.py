@@ -1,4 +1,4 @@
-"""Buffers, and frozen parameters that forward passes change, are restored to their values before a pass."""
+"""After a forward pass, buffers and frozen parameters are restored to the values that they had before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.tensors.module_buffers import TensorVersion, is_writable, overwrite,
 
 
 class Expanded(nn.Module):
-    """A module with a buffer that repeats another one."""
+    """A module with a buffer that is an expanded view of another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Expanded(nn.Module):
 
 
 class Holder(nn.Module):
-    """A module with a buffer of each kind."""
+    """A module with a persistent and a non-persistent buffer."""
 
     saved: Tensor | None
     cache: Tensor | None
@@ -68,7 +68,7 @@ ALL: list[Callable[[Holder, str], None]] = [
 
 
 @pytest.mark.parametrize("change", ALL, ids=lambda change: change.__name__)
-def test_a_saved_buffer_is_the_same_object_with_the_same_values(change: Callable[[Holder, str], None]) -> None:
+def test_a_persistent_buffer_is_restored_in_the_same_object(change: Callable[[Holder, str], None]) -> None:
     holder = Holder()
     before = holder.saved
     with restore_buffers([nn.Linear(2, 2), holder]):
@@ -88,8 +88,10 @@ def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callab
 
 
 @pytest.mark.parametrize(("change", "shape"), [(remove, None), (resize, (7,))])
-def test_a_cache_of_another_shape_is_kept(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
-    """The module may store the length elsewhere."""
+def test_a_resized_non_persistent_buffer_is_not_restored(
+    change: Callable[[Holder, str], None], shape: tuple[int] | None
+) -> None:
+    """The module may have recorded the new size elsewhere."""
     holder = Holder()
     with restore_buffers([holder]):
         change(holder, "cache")
@@ -117,13 +119,13 @@ def test_a_buffer_that_did_not_change_is_not_written_to() -> None:
     assert torch.equal(weight.grad, holder.saved)
 
 
-def expanded() -> tuple[Tensor, Tensor]:
+def make_expanded() -> tuple[Tensor, Tensor]:
     base = torch.ones(1, 3)
     return base, base.expand(4, 3)
 
 
 def test_a_buffer_whose_elements_share_memory_is_skipped_without_an_error() -> None:
-    holder, (base, shared) = Holder(), expanded()
+    holder, (base, shared) = Holder(), make_expanded()
     holder.saved = shared
     with restore_buffers([holder]):
         base.fill_(5)
@@ -140,15 +142,15 @@ def inference_tensor() -> Tensor:
     ("tensor", "expected"),
     [
         (torch.zeros(2, 3), True), (torch.zeros(2, 3).t(), True), (torch.zeros(()), True), (torch.zeros(0, 3), True),
-        (torch.zeros(3).expand(1, 3), True), (expanded()[1], False), (torch.zeros(2, 1).expand(2, 2), False),
+        (torch.zeros(3).expand(1, 3), True), (make_expanded()[1], False), (torch.zeros(2, 1).expand(2, 2), False),
         (inference_tensor(), False),
     ],
 )  # fmt: skip
-def test_a_tensor_is_writable_if_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
+def test_tensors_with_shared_elements_and_inference_tensors_are_not_writable(tensor: Any, expected: bool) -> None:
     assert is_writable(tensor) is expected
 
 
-def test_a_buffer_without_values_does_not_prevent_restoring_others() -> None:
+def test_a_buffer_that_is_none_does_not_prevent_restoring_others() -> None:
     holder = Holder()
     holder.register_buffer("absent", None)
     with restore_buffers([holder]):
@@ -193,7 +195,7 @@ def test_a_frozen_parameter_is_restored(move: Callable[[Teacher], None]) -> None
 
 
 def test_the_version_of_a_frozen_parameter_shows_whether_it_was_changed() -> None:
-    """Restoring it does not hide the change, nor look like one."""
+    """Restoring the values neither hides a change nor counts as one."""
     model = Teacher()
     model.constant = nn.Parameter(torch.ones(2), requires_grad=False)
     slow, constant = TensorVersion.of(model.slow), TensorVersion.of(model.constant)
@@ -213,7 +215,7 @@ def test_frozen_parameters_that_are_too_large_to_copy_must_not_change(monkeypatc
     assert "slow" in caught.value.problems[0].fix
 
 
-def test_a_tensor_counts_as_changed_if_modified_replaced_or_without_version() -> None:
+def test_modified_replaced_and_unversioned_tensors_count_as_changed() -> None:
     tensor = torch.zeros(2)
     version = TensorVersion.of(tensor)
     assert not version.is_changed(tensor)
@@ -228,7 +230,7 @@ def test_a_tensor_counts_as_changed_if_modified_replaced_or_without_version() ->
     assert TensorVersion.of(unversioned).is_changed(unversioned)
 
 
-def test_a_buffer_whose_elements_share_memory_still_does_after_loading() -> None:
+def test_elements_of_a_buffer_still_share_memory_after_loading() -> None:
     model, once = Expanded(), torch.arange(3.0).view(3, 1)
     Parallel(World(torch.device("cpu"))).load(model, {"once": once, "repeated": once.expand(2, 3, 4).clone()})
     assert torch.equal(model.get_buffer("repeated"), once.expand(2, 3, 4))
@@ -236,6 +238,6 @@ def test_a_buffer_whose_elements_share_memory_still_does_after_loading() -> None
     assert torch.equal(model.get_buffer("repeated"), (once + 1).expand(2, 3, 4))
 
 
-def test_values_that_a_buffer_cannot_hold_are_refused() -> None:
+def test_different_values_for_shared_elements_are_refused() -> None:
     with pytest.raises(RuntimeError):
         overwrite(Expanded().get_buffer("repeated"), torch.randn(2, 3, 4))

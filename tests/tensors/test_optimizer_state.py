@@ -1,4 +1,4 @@
-"""The state of an optimizer: changes of a failed step, its size, and what an import restores or refuses."""
+"""Optimizer state: changes by a failed step, size, and what an import restores or refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_weights(count: int = 2) -> Weights:
     return [(f"layer{number}", nn.Parameter(torch.arange(6.0).view(2, 3) + number)) for number in range(count)]
 
 
-def grouped(weights: Weights) -> list[dict[str, Any]]:
+def make_groups(weights: Weights) -> list[dict[str, Any]]:
     """Return parameter groups like those of the runner: the first weight has a separate one."""
     return [
         {"params": [weight for _, weight in part], "names": [name for name, _ in part]}
@@ -44,21 +44,21 @@ def give_gradients(weights: Weights, scale: float = 1.0) -> None:
 
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "adamw": lambda weights: AdamW(grouped(weights), lr=0.1, foreach=False),
-    "adam foreach": lambda weights: Adam(grouped(weights), lr=0.1, foreach=True),
-    "fused adamw": lambda weights: AdamW(grouped(weights), lr=0.1, fused=True),
-    "sgd": lambda weights: SGD(grouped(weights), lr=0.1, foreach=False),
-    "sgd with momentum": lambda weights: SGD(grouped(weights), lr=0.1, momentum=0.9, foreach=False),
+    "adamw": lambda weights: AdamW(make_groups(weights), lr=0.1, foreach=False),
+    "adam foreach": lambda weights: Adam(make_groups(weights), lr=0.1, foreach=True),
+    "fused adamw": lambda weights: AdamW(make_groups(weights), lr=0.1, fused=True),
+    "sgd": lambda weights: SGD(make_groups(weights), lr=0.1, foreach=False),
+    "sgd with momentum": lambda weights: SGD(make_groups(weights), lr=0.1, momentum=0.9, foreach=False),
 }
 OPAQUE: dict[str, Callable[[Any], Optimizer]] = {
-    "fused sgd": lambda weights: SGD(grouped(weights), lr=0.1, fused=True),
+    "fused sgd": lambda weights: SGD(make_groups(weights), lr=0.1, fused=True),
     "lion": lambda weights: Lion(
-        [{**group, "lr": 0.1, "weight_decay": 0.0} for group in grouped(weights)], betas=(0.9, 0.99)
+        [{**group, "lr": 0.1, "weight_decay": 0.0} for group in make_groups(weights)], betas=(0.9, 0.99)
     ),
-    "rmsprop": lambda weights: torch.optim.RMSprop(grouped(weights), lr=0.1, momentum=0.5, centered=True),
-    "plain rmsprop": lambda weights: torch.optim.RMSprop(grouped(weights), lr=0.1),
-    "adafactor": lambda weights: torch.optim.Adafactor(grouped(weights), lr=0.1),
-    "nadam": lambda weights: torch.optim.NAdam(grouped(weights), lr=0.1),
+    "rmsprop": lambda weights: torch.optim.RMSprop(make_groups(weights), lr=0.1, momentum=0.5, centered=True),
+    "plain rmsprop": lambda weights: torch.optim.RMSprop(make_groups(weights), lr=0.1),
+    "adafactor": lambda weights: torch.optim.Adafactor(make_groups(weights), lr=0.1),
+    "nadam": lambda weights: torch.optim.NAdam(make_groups(weights), lr=0.1),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_step_that_changed_one_parameter_is_detected(name: str, num_steps: int
 
 
 def test_a_step_that_incremented_the_counter_of_a_new_state_is_detected() -> None:
-    detector = StepChangeDetector(optimizer := AdamW(grouped(make_weights())))
+    detector = StepChangeDetector(optimizer := AdamW(make_groups(make_weights())))
     detector.begin()
     for step in (0.0, 1.0):
         optimizer.state[nn.Parameter(torch.ones(2))] = {"step": torch.tensor(step)}
@@ -110,7 +110,7 @@ def test_a_step_that_incremented_the_counter_of_a_new_state_is_detected() -> Non
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-def test_a_failed_step_of_an_optimizer_without_version_counters_counts_as_a_change(name: str) -> None:
+def test_failed_steps_without_version_counters_count_as_changes(name: str) -> None:
     detector = StepChangeDetector(OPAQUE[name](make_weights()))
     detector.begin()
     assert not detector.is_unchanged()
@@ -131,7 +131,7 @@ def test_the_expected_state_size_equals_the_size_after_a_step(name: str) -> None
 
 
 class Counting(Optimizer):
-    """An optimizer of a task: a table shared by all parameters, a scalar on the host, a number, and a copy."""
+    """A custom optimizer. Its state has a table shared by all parameters, a scalar on the host, a number and a copy."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, {})
@@ -149,7 +149,7 @@ class Counting(Optimizer):
 
 def test_the_expected_state_of_an_unknown_optimizer_is_two_tensors_per_parameter() -> None:
     weights = make_weights()
-    optimizer = Counting(grouped(weights))
+    optimizer = Counting(make_groups(weights))
     assert expected_state_bytes(optimizer) == 2 * 2 * 6 * 4
     optimizer.step()
     actual = 4 * 4 + 2 * 8 + 2 * 6 * 2  # the shared table counts once
@@ -157,7 +157,7 @@ def test_the_expected_state_of_an_unknown_optimizer_is_two_tensors_per_parameter
 
 
 class InTwoParts(Tensor):
-    """A tensor subclass that stores its first row and the others separately, as quantized ones store scales."""
+    """A tensor subclass that stores its first row and the others separately, as quantized tensors store scales."""
 
     @property
     def first(self) -> Tensor:
@@ -172,7 +172,7 @@ class InTwoParts(Tensor):
 
 
 @pytest.mark.parametrize(
-    ("make", "num_tensors"), [(lambda weights: Counting(grouped(weights)), 2), (MAKERS["sgd with momentum"], 1)]
+    ("make", "num_tensors"), [(lambda weights: Counting(make_groups(weights)), 2), (MAKERS["sgd with momentum"], 1)]
 )
 def test_every_part_of_a_tensor_subclass_counts_in_the_expected_size(
     make: Callable[[Any], Optimizer], num_tensors: int
@@ -184,7 +184,7 @@ def test_every_part_of_a_tensor_subclass_counts_in_the_expected_size(
 # ---------------------------------------------------------------- export and import
 
 
-def exported(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def export_copy(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, rest = export_state(optimizer)
     return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(rest)
 
@@ -197,7 +197,7 @@ def test_steps_after_importing_a_state_are_the_same_bit_for_bit(name: str) -> No
     for scale in (1.0, -0.5):
         give_gradients(weights, scale)
         optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     others = [(name, nn.Parameter(weight.detach().clone())) for name, weight in weights]
     resumed = make(others)
     give_gradients(others, 7.0)
@@ -214,7 +214,7 @@ def test_steps_after_importing_a_state_are_the_same_bit_for_bit(name: str) -> No
 
 
 class Factors(Optimizer):
-    """An optimizer of a task with tensors in nested containers, like the factors of Shampoo and SOAP."""
+    """A custom optimizer with tensors in nested containers, like the factors of Shampoo and SOAP."""
 
     def __init__(self, weights: Any, extra: Any = None) -> None:
         super().__init__(weights, {})
@@ -239,10 +239,10 @@ class Factors(Optimizer):
 
 def test_tensors_in_containers_of_the_state_are_restored_bit_for_bit() -> None:
     weights, others = make_weights(), make_weights()
-    optimizer, resumed = Factors(grouped(weights)), Factors(grouped(others))
+    optimizer, resumed = Factors(make_groups(weights)), Factors(make_groups(others))
     give_gradients(weights)
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     import_state(resumed, tensors, json.loads(json.dumps(rest)))
     for (_, other), (_, weight) in zip(others, weights, strict=True):
         other.data.copy_(weight)
@@ -259,7 +259,7 @@ def test_tensors_in_containers_of_the_state_are_restored_bit_for_bit() -> None:
 
 
 def test_tensors_in_containers_of_the_state_count_in_its_size() -> None:
-    optimizer = Factors(grouped(weights := make_weights()))
+    optimizer = Factors(make_groups(weights := make_weights()))
     give_gradients(weights)
     optimizer.step()
     rows, columns = weights[0][1].shape
@@ -267,18 +267,18 @@ def test_tensors_in_containers_of_the_state_count_in_its_size() -> None:
 
 
 def test_a_tensor_missing_from_a_container_is_reported() -> None:
-    optimizer = Factors(grouped(weights := make_weights()))
+    optimizer = Factors(make_groups(weights := make_weights()))
     give_gradients(weights)
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     del tensors["layer0.factors.1"]
     with pytest.raises(IncompatibleResume):
-        import_state(Factors(grouped(make_weights())), tensors, rest)
+        import_state(Factors(make_groups(make_weights())), tensors, rest)
 
 
 @pytest.mark.parametrize("value", [{1: 2.0}, {3}, [object()]])
 def test_a_value_that_a_checkpoint_cannot_store_is_refused(value: Any) -> None:
-    optimizer = Factors(grouped(weights := make_weights()), value)
+    optimizer = Factors(make_groups(weights := make_weights()), value)
     give_gradients(weights)
     optimizer.step()
     with pytest.raises(TaskFault):
@@ -287,13 +287,15 @@ def test_a_value_that_a_checkpoint_cannot_store_is_refused(value: Any) -> None:
 
 def test_the_state_of_an_unknown_optimizer_is_restored_unchanged() -> None:
     weights = make_weights()
-    optimizer = Counting(grouped(weights))
+    optimizer = Counting(make_groups(weights))
     optimizer.step()
-    tensors, rest = exported(optimizer)
-    assert len({tensor.data_ptr() for tensor in export_state(optimizer)[0].values()}) == len(tensors), "not shared"
+    tensors, rest = export_copy(optimizer)
+    assert len({tensor.data_ptr() for tensor in export_state(optimizer)[0].values()}) == len(tensors), (
+        "each tensor must have its own memory"
+    )
     assert export_state(optimizer)[0]["layer0.table"] is not optimizer.state[weights[0][1]]["table"]
     assert export_state(optimizer)[0]["layer0.mean"].data_ptr() == optimizer.state[weights[0][1]]["mean"].data_ptr()
-    resumed = Counting(grouped(others := make_weights()))
+    resumed = Counting(make_groups(others := make_weights()))
     import_state(resumed, tensors, rest)
     for (_, one), (_, other) in zip(weights, others, strict=True):
         expected, found = optimizer.state[one], resumed.state[other]
@@ -306,7 +308,7 @@ def test_the_state_of_an_unknown_optimizer_is_restored_unchanged() -> None:
 
 
 class WithSharedState(Optimizer):
-    """An optimizer with state of no parameter, like the step count of MADGRAD; some of it exists from the start."""
+    """An optimizer with state that belongs to no parameter, like the step count of MADGRAD, partly from the start."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, {})
@@ -327,10 +329,10 @@ class WithSharedState(Optimizer):
 
 def test_state_that_belongs_to_no_parameter_is_restored() -> None:
     weights, others = make_weights(), make_weights()
-    optimizer, resumed = WithSharedState(grouped(weights)), WithSharedState(grouped(others))
+    optimizer, resumed = WithSharedState(make_groups(weights)), WithSharedState(make_groups(others))
     give_gradients(weights)
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     import_state(resumed, tensors, json.loads(json.dumps(rest)))
     for (_, one), (_, other) in zip(weights, others, strict=True):
         other.data.copy_(one.data)
@@ -341,25 +343,25 @@ def test_state_that_belongs_to_no_parameter_is_restored() -> None:
     assert all(torch.equal(other, one) for (_, one), (_, other) in zip(weights, others, strict=True))
 
 
-def test_a_missing_tensor_of_state_that_belongs_to_no_parameter_is_reported() -> None:
-    optimizer = WithSharedState(grouped(weights := make_weights()))
+def test_a_missing_tensor_of_shared_state_is_reported() -> None:
+    optimizer = WithSharedState(make_groups(weights := make_weights()))
     give_gradients(weights)
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     del tensors["<state>.shared.gains.0"]
     with pytest.raises(IncompatibleResume):
-        import_state(WithSharedState(grouped(make_weights())), tensors, rest)
+        import_state(WithSharedState(make_groups(make_weights())), tensors, rest)
 
 
-def test_state_of_the_constructor_is_kept_by_a_checkpoint_without_it() -> None:
-    optimizer = WithSharedState(grouped(make_weights()))
+def test_state_from_the_constructor_is_kept_if_a_checkpoint_lacks_it() -> None:
+    optimizer = WithSharedState(make_groups(make_weights()))
     rest = {"optimizer": export_state(optimizer)[1]["optimizer"], "numbers": {}}
     import_state(optimizer, {}, rest)
     assert optimizer.state["k"].tolist() == [0]
 
 
-def test_state_under_a_key_that_is_neither_text_nor_a_parameter_is_refused() -> None:
-    optimizer = WithSharedState(grouped(make_weights()))
+def test_state_under_an_unsupported_key_is_refused() -> None:
+    optimizer = WithSharedState(make_groups(make_weights()))
     optimizer.state[3] = {"gain": 1.0}
     with pytest.raises(TaskFault):
         export_state(optimizer)
@@ -367,13 +369,13 @@ def test_state_under_a_key_that_is_neither_text_nor_a_parameter_is_refused() -> 
 
 def test_parameters_without_state_have_none_after_an_import() -> None:
     weights = make_weights(3)
-    optimizer = AdamW(grouped(weights))
+    optimizer = AdamW(make_groups(weights))
     give_gradients(weights[1:2])
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     assert {name.partition(".")[0] for name in tensors} == {"layer1"}
     others = make_weights(3)
-    resumed = AdamW(grouped(others))
+    resumed = AdamW(make_groups(others))
     import_state(resumed, tensors, rest)
     assert list(resumed.state) == [others[1][1]]
 
@@ -410,12 +412,12 @@ def change_kind(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Callable[..., None], named: str) -> None:
+def test_a_mismatched_state_is_refused_and_changes_nothing(change: Callable[..., None], named: str) -> None:
     weights = make_weights()
-    optimizer = AdamW(grouped(weights))
+    optimizer = AdamW(make_groups(weights))
     give_gradients(weights)
     optimizer.step()
-    tensors, rest = exported(optimizer)
+    tensors, rest = export_copy(optimizer)
     change(tensors, rest)
     before = repr(optimizer.state_dict()["state"])
     with pytest.raises(IncompatibleResume) as caught:
@@ -434,7 +436,7 @@ def test_an_imported_state_has_the_same_types_as_a_state_created_by_torch(name: 
         optimizer = make(weights)
         give_gradients(weights)
         optimizer.step()
-        tensors, rest = exported(optimizer)
+        tensors, rest = export_copy(optimizer)
         resumed = make(others := make_weights())
         import_state(resumed, tensors, rest)
         for (_, one), (_, other) in zip(weights, others, strict=True):

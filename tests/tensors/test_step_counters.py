@@ -1,4 +1,4 @@
-"""A task's optimizer resumes bit for bit, wherever it stores its numbers, or is refused."""
+"""A custom optimizer either resumes bit for bit, wherever it stores its numbers, or is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.axes.test_optimizer import assert_resuming_changes_nothing, network, 
 
 
 class Counting(torch.optim.SGD):
-    """Counts steps in its groups and in attributes, as Prodigy does, and slows down with them."""
+    """Counts steps in its groups and in attributes, like Prodigy, and lowers the learning rate with these counts."""
 
     def __init__(self, parameters: Any, *, is_stateless: bool) -> None:
         super().__init__(parameters, lr=0.01, momentum=0.0 if is_stateless else 0.9)
@@ -81,7 +81,7 @@ def test_an_unusable_optimizer_is_refused_before_training(text: str, what: str, 
 
 
 class Own(Optimizer):
-    """The base of the optimizers below: plain descent with a given step of each group."""
+    """The base class of the optimizers below, which define `prepare` and `change`."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01, "t": 0, "rate": torch.tensor(1.0)})
@@ -101,7 +101,7 @@ class Own(Optimizer):
 
 
 class Flat(Own):
-    """All weights are views of an attribute."""
+    """Makes all weights views of an attribute."""
 
     def prepare(self) -> None:
         self.flat = torch.cat([weight.detach().reshape(-1) for weight in self.weights])
@@ -114,7 +114,7 @@ class Flat(Own):
 
 
 class Last(Own):
-    """Attributes are a parameter, and views of one of its elements."""
+    """Has a parameter and views of its elements as attributes."""
 
     def prepare(self) -> None:
         self.last, self.element, self.elements = self.weights[-1], self.weights[-1].data[0], [self.weights[-1][1:]]
@@ -125,7 +125,7 @@ class Last(Own):
 
 
 class Replacing(Own):
-    """Replaces tensors, twice in a step, such that the second may get the address of the first."""
+    """Replaces a tensor twice in a step, so the last one may get the address of the original one."""
 
     def prepare(self) -> None:
         self.scale: Tensor = torch.tensor(1.0)
@@ -145,7 +145,7 @@ class Replacing(Own):
 
 
 class Lazy(Own):
-    """Like Lookahead, it recognizes the first use of a state because it is empty, and expects only tensors in it."""
+    """Like Lookahead, initializes a state if it is empty, and expects only tensors in it."""
 
     def change(self) -> None:
         for group in self.param_groups:

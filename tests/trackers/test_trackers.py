@@ -30,12 +30,12 @@ from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
 ROOT = Path(trackers.__file__).parents[2]
-LIMIT_S = 60.0  # exceeded only by a defect
+LIMIT_S = 60.0  # reached only if there is a defect
 
 
 @pytest.fixture(autouse=True)
-def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove accounts and settings and use an empty home; check that no process and no thread is left."""
+def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove accounts and settings and use an empty home directory; check that no process or thread remains."""
     for name in list(os.environ):
         if name.startswith("WANDB_") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)  # inherited by every started process
     yield
-    until_all_ended()
+    wait_until_all_ended()
     assert [thread.name for thread in threading.enumerate() if thread.name == "tracker"] == []
 
 
@@ -61,12 +61,12 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trackers, name, 86400.0)
 
 
-def until_all_ended() -> None:
+def wait_until_all_ended() -> None:
     """Wait for the processes of a tracker. The process of wandb completes its folder after its parent has ended."""
     wait_until(lambda: not marked(os.environ[MARK]))
 
 
-def next_second() -> None:
+def wait_for_next_second() -> None:
     """Wait, because trackers name folders and files by the second."""
     second = int(time.time())
     wait_until(lambda: int(time.time()) != second, "the next second")
@@ -82,7 +82,7 @@ def test_the_yaml_file_of_a_tracker_matches_its_signature(name: str) -> None:
     assert given == {key.name: key.default for key in keys.values()}
 
 
-def test_each_tracker_has_a_yaml_file_and_there_is_no_other() -> None:
+def test_yaml_files_and_trackers_correspond() -> None:
     assert {path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml")} == set(TRACKERS)
 
 
@@ -113,7 +113,7 @@ def test_the_null_tracker_has_the_same_methods(tmp_path: Path, screen: Callable[
         ("disabled", {"WANDB_API_KEY": KEY}, ("disabled", "mode=disabled")),
     ],
 )
-def test_the_mode_depends_on_setting_environment_and_key(
+def test_the_mode_depends_on_the_setting_the_environment_and_the_api_key(
     mode: str, environ: dict[str, str], chosen: tuple[str, str]
 ) -> None:
     assert trackers.choose_mode(mode, environ) == chosen
@@ -164,12 +164,12 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen:
 
 
 @pytest.mark.slow
-def test_an_offline_resumed_run_contains_each_update_once(tmp_path: Path) -> None:
+def test_a_resumed_offline_run_contains_each_update_once(tmp_path: Path) -> None:
     first = make(tmp_path)
     first.start()
     log_all(first, rows(0, 60))
     first.finish(LIMIT_S)
-    next_second()
+    wait_for_next_second()
     metrics = tmp_path / "run" / "metrics.jsonl"
     # Rows 60 to 79 were never sent, and the last line was being written when the run was killed.
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 80)) + '{"update": 80, "tr')
@@ -219,7 +219,7 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    until_all_ended()  # the tracker process detects the end of the run and completes the folder
+    wait_until_all_ended()  # the tracker process detects the end of the run and completes the folder
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(200))
 
 
@@ -239,7 +239,7 @@ def test_online_rows_are_sent_once_even_by_a_resumed_run(tmp_path: Path, monkeyp
         assert first.note == f"wandb: {server.url}/me/accel-run/runs/{first.id}"
         metrics = tmp_path / "run" / "metrics.jsonl"
         metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 40)))
-        next_second()
+        wait_for_next_second()
         second = make(tmp_path, first.id)
         second.start()
         second.replay(metrics)
@@ -277,11 +277,11 @@ def test_an_unresponsive_network_neither_blocks_the_run_nor_loses_rows(
         tracker.start()
         log_all(tracker, rows(0, 100))
         black_hole.settimeout(LIMIT_S)
-        with black_hole.accept()[0]:  # while it starts online
+        with black_hole.accept()[0]:  # the tracker has connected and waits for an answer
             tracker.finish(3.0)
-    until_all_ended()
+    wait_until_all_ended()
     held = [step for step, _ in offline_rows(tmp_path / "run")]
-    assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
+    assert len(held) + tracker.num_dropped >= 100  # stored but unconfirmed rows also count as dropped
     assert held == list(range(len(held)))
 
 
@@ -309,7 +309,7 @@ def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
-def test_rows_are_neither_lost_nor_duplicated_if_the_server_fails_is_slow_or_dies(
+def test_a_faulty_server_causes_no_duplicate_or_uncounted_lost_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, Any]
 ) -> None:
     with Server(**does) as server:
@@ -321,12 +321,12 @@ def test_rows_are_neither_lost_nor_duplicated_if_the_server_fails_is_slow_or_die
         wait_until(lambda: server.requests)
         log_all(tracker, rows(60, 100))
         tracker.finish(5.0)
-        until_all_ended()
+        wait_until_all_ended()
         sent = server.updates
-    # This also holds online, because `wandb sync` uploads from there.
+    # This is also true of the local folder of an online run, from which `wandb sync` uploads.
     held = [step for step, _ in offline_rows(tmp_path / "run", "*run-*")]
     assert held == list(range(len(held)))
-    assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
+    assert len(held) + tracker.num_dropped >= 100  # stored but unconfirmed rows also count as dropped
     assert sent == list(range(len(sent)))
 
 
@@ -398,7 +398,7 @@ def fake_rows(tmp_path: Path, mode: str) -> list[int]:
 @pytest.mark.parametrize(
     "does", ["hangs in init", "raises in init", "exits in init", "interrupts in init", "dies in init"]
 )
-def test_a_start_online_that_fails_ends_offline_with_every_row(
+def test_every_row_is_stored_offline_if_wandb_fails_to_start_online(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, does: str
 ) -> None:
     monkeypatch.setattr(trackers, "OPEN_S", 1.0)
@@ -415,7 +415,7 @@ def test_a_start_online_that_fails_ends_offline_with_every_row(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("does", ["raises", "exits", "dies"])
-def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake: Any, does: str) -> None:
+def test_a_run_continues_offline_if_wandb_fails(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does)
     tracker = make(tmp_path)
     tracker.start()
@@ -429,9 +429,7 @@ def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake:
 
 
 @pytest.mark.parametrize("does", ["raises in init", "dies in init"])
-def test_tracking_is_disabled_and_rows_are_counted_if_wandb_fails_online_and_offline(
-    tmp_path: Path, fake: Any, does: str
-) -> None:
+def test_tracking_is_disabled_if_wandb_fails_online_and_offline(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does, offline=does)
     tracker = make(tmp_path)
     tracker.start()
@@ -443,7 +441,7 @@ def test_tracking_is_disabled_and_rows_are_counted_if_wandb_fails_online_and_off
 
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("does", ["hangs in init", "hangs"])
-def test_finish_is_bounded_when_wandb_hangs(tmp_path: Path, fake: Any, does: str) -> None:
+def test_finish_returns_in_time_if_wandb_hangs(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does, offline=does)
     tracker = make(tmp_path, mode="offline")
     tracker.start()
@@ -459,13 +457,13 @@ def test_an_upload_that_does_not_end_is_stopped_and_reported(tmp_path: Path, fak
     tracker = make(tmp_path)
     tracker.start()
     log_all(tracker, rows(0, 40))
-    wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
+    wait_until(lambda: "http://fake/run" in tracker.note, "the tracker is online")
     tracker.finish(1.5)
     assert "--include-online" in tracker.note
     assert tracker.num_dropped == 0
 
 
-def test_rows_that_a_killed_process_may_not_have_flushed_are_counted(tmp_path: Path, fake: Any) -> None:
+def test_possibly_unflushed_rows_of_a_killed_process_count_as_dropped(tmp_path: Path, fake: Any) -> None:
     fake(offline="never ends")
     tracker = make(tmp_path, mode="offline")
     tracker.start()
@@ -490,7 +488,7 @@ def test_a_detached_process_keeps_every_row_and_ends(
     log_all(tracker, rows(0, 100))
     tracker.log({"update": 100, "text": os.environ["DATABASE_PASSWORD"]})
     tracker.finish(KILL_S, hand_over=True)
-    until_all_ended()
+    wait_until_all_ended()
     assert os.environ["DATABASE_PASSWORD"] not in (tmp_path / "run" / "offline.jsonl").read_text()
     assert fake_rows(tmp_path, "offline") == list(range(101))
     assert tracker.num_dropped == 0
@@ -518,16 +516,16 @@ def test_no_row_is_lost_if_the_thread_detaches_the_process_late(
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 100))
-    wait_until(lambda: marked(os.environ[MARK]), "its process is there")
+    wait_until(lambda: marked(os.environ[MARK]), "the tracker process has started")
     tracker.finish(1.0, hand_over=True)
     (tmp_path / "go").touch()
-    until_all_ended()
+    wait_until_all_ended()
     assert fake_rows(tmp_path, "offline") == list(range(100))
     assert tracker.num_dropped == 0
 
 
 @pytest.mark.parametrize("request_of", ["sink", "rows", "finish"])
-def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
+def test_rows_of_a_late_thread_count_as_dropped(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, request_of: str
 ) -> None:
     """On a busy machine, the thread may not run between the time limit and the end of `finish`."""
@@ -564,17 +562,17 @@ def test_a_detached_process_that_hangs_is_ended(
     tracker = make(tmp_path)
     tracker.start()
     log_all(tracker, rows(0, 100))
-    wait_until(lambda: marked(os.environ[MARK]), "its process is there")
+    wait_until(lambda: marked(os.environ[MARK]), "the tracker process has started")
     tracker.finish(1.0, hand_over=True)
     assert "wandb sync" in tracker.note or tracker.num_dropped == 100
-    until_all_ended()
+    wait_until_all_ended()
 
 
-def test_rows_beyond_the_queue_are_dropped_and_counted(
+def test_rows_that_exceed_the_queue_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_ROWS", 100)
-    fake(offline="waits in init")  # until then, no row leaves the queue
+    fake(offline="waits in init")  # no row leaves the queue until the file `go` exists
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 10_000))
@@ -585,11 +583,11 @@ def test_rows_beyond_the_queue_are_dropped_and_counted(
     assert re.findall(r"\d+(?= rows)", tracker.note) == ["9900"]
 
 
-def test_signals_to_the_run_do_not_reach_the_tracker_process(tmp_path: Path, fake: Any) -> None:
+def test_the_tracker_process_has_its_own_session_and_ignores_signals(tmp_path: Path, fake: Any) -> None:
     fake()
     tracker = make(tmp_path)
     tracker.start()
-    wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
+    wait_until(lambda: "http://fake/run" in tracker.note, "the tracker is online")
     (child,) = (each for each in psutil.Process().children() if "tracker_process" in " ".join(each.cmdline()))
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SLURM signals every process
@@ -599,7 +597,7 @@ def test_signals_to_the_run_do_not_reach_the_tracker_process(tmp_path: Path, fak
     assert fake_rows(tmp_path, "online") == list(range(10))
 
 
-def test_steps_of_a_phase_continue_after_the_previous_one(tmp_path: Path, fake: Any) -> None:
+def test_steps_of_a_phase_continue_those_of_the_previous_phase(tmp_path: Path, fake: Any) -> None:
     fake()
     tracker = make(tmp_path)
     tracker.start()
@@ -633,7 +631,7 @@ def test_a_tracker_process_that_cannot_start_does_not_end_the_run(
     assert "metrics.jsonl" in tracker.note
 
 
-def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) -> None:
+def test_rows_of_an_unstarted_tracker_count_as_dropped(tmp_path: Path) -> None:
     tracker = make(tmp_path)
     log_all(tracker, rows(0, 10))
     tracker.finish(1.0)
@@ -665,7 +663,7 @@ def test_tensorboard_shows_each_update_once_after_a_resume(tmp_path: Path) -> No
         log_all(tracker, rows(first, last))
         tracker.finish(LIMIT_S)
         assert tracker.note == f"tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}"
-        next_second()
+        wait_for_next_second()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("train/loss")] == list(range(80))

@@ -18,7 +18,7 @@ def build(*, bad: bool = False, returned: str = "", item: str = "sample") -> Tas
     """Build the task.
 
     bad       some samples cannot be read
-    returned  what predict_batch returns instead
+    returned  name of the result that predict_batch returns instead of the default columns
     item      unit of the loss
     """
     return Tables(bad, returned, item)

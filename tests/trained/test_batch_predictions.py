@@ -1,4 +1,4 @@
-"""`predict_batch`: a table with a row per sample of a split, the same with any reader and on any number of ranks."""
+"""`predict_batch` fills a table with a row per sample of a split, identical for any loader and number of ranks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_invalid_result_of_predict_batch_is_an_error_of_the_task(returned: st
     assert not (trained / RUN / "predictions" / "val.csv").exists()
 
 
-def test_a_split_that_the_task_lacks_is_refused(trained: Path) -> None:
+def test_a_missing_split_is_refused(trained: Path) -> None:
     result = run_here("inference one inference.split=rare", trained)
     assert result.code == Exit.CONFIG
     assert "inference.split=rare" in result.err
@@ -159,7 +159,7 @@ def test_an_out_of_memory_error_on_one_rank_loses_no_sample(trained: Path) -> No
 def test_any_text_in_a_prediction_can_be_read_back_from_the_table(trained: Path) -> None:
     result = run_here("inference one task.returned=texts task.item=token", trained)
     assert result.code == 0, result.err
-    assert max(map(len, result.out.splitlines())) < 1000, "long rows are only in the file"
+    assert max(map(len, result.out.splitlines())) < 1000, "long rows are not printed"
     with (trained / RUN / "predictions" / "val.csv").open(encoding="utf-8", newline="") as lines:
         rows = [*csv.DictReader(lines)]
     texts = [row["text"] for row in rows]
@@ -170,7 +170,7 @@ def test_any_text_in_a_prediction_can_be_read_back_from_the_table(trained: Path)
 
 
 def test_secrets_are_redacted_in_each_cell(trained: Path) -> None:
-    """Joined in one row, the three other cells look like a URL with a password."""
+    """If the cells of a row were joined first, the three others would look like a URL with a password."""
     env = {"MY_TOKEN": 'k7"Qx,29\nvZ4'}
     result = run_here("inference one task.returned=secrets", trained, env)
     assert result.code == 0, result.err
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_a_phase_that_the_task_lacks_is_refused(trained: Path) -
     assert "PHASES" in result.err
 
 
-def test_a_predict_that_expects_a_batch_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_predict_method_with_a_batch_argument_is_refused(tmp_path: Path) -> None:
     text = TASK.read_text(encoding="utf-8").replace("def predict_batch(", "def predict(")
     (tmp_path / "old_task.py").write_text(text, encoding="utf-8")
     result = run_here("train --task old_task.py", tmp_path)

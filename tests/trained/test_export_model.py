@@ -79,13 +79,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the run, in the current folder, without an export."""
+    """Change to the folder of the fixture `trained`, delete earlier exports, and return the folder of the run."""
     monkeypatch.chdir(trained)
     shutil.rmtree(trained / "outputs" / "first" / "export", ignore_errors=True)
     return trained / "outputs" / "first"
 
 
-def exported(*formats: str, options: tuple[str, ...] = ()) -> Exit:
+def run_export(*formats: str, options: tuple[str, ...] = ()) -> Exit:
     with files.use_system(Quick()):
         return export(Request(("run=first", *options)), formats)
 
@@ -98,7 +98,7 @@ def make_changing_format(change: Callable[[list[Tensor]], Any]) -> ExportFormat:
 
         def run(args: Outputs) -> Outputs:
             named, flags, nans = model(*args)
-            assert args[1].dim() == 0, "it has no batch"
+            assert args[1].dim() == 0, "the scale has no batch dimension"
             outputs = [named["y"], named["masked"], flags, nans]
             return tuple(change(outputs) or outputs)
 
@@ -107,7 +107,7 @@ def make_changing_format(change: Callable[[list[Tensor]], Any]) -> ExportFormat:
     return ExportFormat("own", write)
 
 
-def replaced(index: int, new: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], None]:
+def replace_output(index: int, new: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], None]:
     def change(outputs: list[Tensor]) -> None:
         outputs[index] = new(outputs[index])
 
@@ -116,18 +116,18 @@ def replaced(index: int, new: Callable[[Tensor], Tensor]) -> Callable[[list[Tens
 
 CHANGES: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {
     "none": (lambda _: None, 0.0),
-    "rounding": (replaced(Y, lambda y: y + 2e-5 * y.abs().max()), 2e-5),
-    "a small difference": (replaced(Y, lambda y: y + 4 * TOLERANCE * y.abs().max()), 4 * TOLERANCE),
-    "finite values beside infinities": (replaced(MASKED, lambda y: y - 0.5 * y[y.isfinite()].abs().max()), 0.5),
-    "another shape": (replaced(Y, lambda y: y[:, :1]), math.inf),
-    "another type": (replaced(FLAGS, lambda flags: flags.float()), math.inf),
-    "another flag": (replaced(FLAGS, lambda flags: ~flags), math.inf),
-    "no infinity": (replaced(MASKED, lambda y: y.nan_to_num(neginf=0.0)), math.inf),
-    "another infinity": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.inf)), math.inf),
-    "infinity becomes NaN": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.nan)), math.inf),
-    "NaN becomes 0": (replaced(NANS, torch.nan_to_num), math.inf),
-    "the batch size of the example": (replaced(Y, lambda y: y if len(y) > 1 else y + 1e3), math.nan),
-    "the batch size of one sample": (replaced(Y, lambda y: y if len(y) == 1 else y + 1e3), math.nan),
+    "rounding": (replace_output(Y, lambda y: y + 2e-5 * y.abs().max()), 2e-5),
+    "a small difference": (replace_output(Y, lambda y: y + 4 * TOLERANCE * y.abs().max()), 4 * TOLERANCE),
+    "finite values beside infinities": (replace_output(MASKED, lambda y: y - 0.5 * y[y.isfinite()].abs().max()), 0.5),
+    "another shape": (replace_output(Y, lambda y: y[:, :1]), math.inf),
+    "another type": (replace_output(FLAGS, lambda flags: flags.float()), math.inf),
+    "another flag": (replace_output(FLAGS, lambda flags: ~flags), math.inf),
+    "no infinity": (replace_output(MASKED, lambda y: y.nan_to_num(neginf=0.0)), math.inf),
+    "another infinity": (replace_output(MASKED, lambda y: torch.where(y.isfinite(), y, math.inf)), math.inf),
+    "infinity becomes NaN": (replace_output(MASKED, lambda y: torch.where(y.isfinite(), y, math.nan)), math.inf),
+    "NaN becomes 0": (replace_output(NANS, torch.nan_to_num), math.inf),
+    "the batch size of the example": (replace_output(Y, lambda y: y if len(y) > 1 else y + 1e3), math.nan),
+    "the batch size of one sample": (replace_output(Y, lambda y: y if len(y) == 1 else y + 1e3), math.nan),
 }
 
 
@@ -138,10 +138,10 @@ def test_an_exported_model_is_compared_in_every_output(
     change, expected = CHANGES[name]
     monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(change)})
     if expected <= TOLERANCE:
-        assert exported() == Exit.DONE
+        assert run_export() == Exit.DONE
     else:
         with pytest.raises(AccelRunError) as caught:
-            exported("own")
+            run_export("own")
         assert type(caught.value) is AccelRunError
         assert "own" in caught.value.problems[0].what
     assert ("DIFFERENT" in capsys.readouterr().out) == (not expected <= TOLERANCE)
@@ -159,7 +159,7 @@ def test_a_different_number_of_outputs_fails_the_export_of_the_format(
 ) -> None:
     monkeypatch.setattr(export_model, "FORMATS", {"own": make_changing_format(lambda outputs: outputs[:-1])})
     with pytest.raises(ConfigError) as caught:
-        exported("own")
+        run_export("own")
     assert caught.value.problems[0].where == "format=own"
     assert not any((run / "export").iterdir())
 
@@ -181,7 +181,7 @@ def test_other_formats_are_written_if_one_fails(
     monkeypatch.setattr(
         export_model, "FORMATS", {"bad": make_failing_format(error), "own": make_changing_format(lambda _: None)}
     )
-    assert exported("bad", "own") == Exit.DONE
+    assert run_export("bad", "own") == Exit.DONE
     assert sorted(path.name for path in (run / "export").iterdir()) == ["model.own", "parity.json"]
     assert json.loads((run / "export" / "parity.json").read_text()).keys() == {"checkpoint_update", "tolerance", "own"}
     output = capsys.readouterr()
@@ -189,7 +189,7 @@ def test_other_formats_are_written_if_one_fails(
     assert reason in output.out + output.err
     assert "of this model" not in output.out + output.err
     with pytest.raises(ConfigError) as caught:
-        exported("bad")
+        run_export("bad")
     assert reason in str(caught.value)
     assert not any(path.name.startswith(".tmp") for path in run.iterdir())
 
@@ -200,12 +200,12 @@ def test_an_internal_error_ends_the_export(run: Path, monkeypatch: pytest.Monkey
         export_model, "FORMATS", {"bad": make_failing_format(error), "own": make_changing_format(lambda _: None)}
     )
     with pytest.raises(DataError) as caught:
-        exported("bad", "own")
+        run_export("bad", "own")
     assert caught.value is error
 
 
 def test_exporting_weights_needs_no_example_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exported("safetensors", options=("task.has_example=false",)) == Exit.DONE
+    assert run_export("safetensors", options=("task.has_example=false",)) == Exit.DONE
     weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     stored = load_file(run / "export" / "model.safetensors")
     assert stored.keys() == weights.keys()
@@ -213,25 +213,25 @@ def test_exporting_weights_needs_no_example_input(run: Path, capsys: pytest.Capt
     parity = json.loads((run / "export" / "parity.json").read_text())["safetensors"]
     assert (parity["batch_sizes"], parity["largest_difference"]) == ([], 0.0)
     capsys.readouterr()
-    assert exported(options=("task.has_example=false",)) == Exit.DONE
+    assert run_export(options=("task.has_example=false",)) == Exit.DONE
     output = capsys.readouterr()
     assert "format=program" in output.out + output.err
     assert sorted(path.name for path in (run / "export").iterdir()) == ["model.safetensors", "parity.json"]
 
 
-def test_unknown_formats_and_formats_that_lack_an_example_input_are_refused(run: Path) -> None:
+def test_unknown_formats_and_missing_example_inputs_are_refused(run: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        exported("safetensors", "onx", "zzz")
+        run_export("safetensors", "onx", "zzz")
     assert len(caught.value.problems) == 2
     assert "onnx?" in caught.value.problems[0].fix
     with pytest.raises(ConfigError) as caught:
-        exported("program", options=("task.has_example=false",))
+        run_export("program", options=("task.has_example=false",))
     assert "example()" in caught.value.problems[0].what
     assert not list((run / "export").glob("*"))
 
 
 def test_exported_weights_and_program_give_the_outputs_of_the_model(run: Path) -> None:
-    assert exported("safetensors", "program") == Exit.DONE
+    assert run_export("safetensors", "program") == Exit.DONE
     weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     stored = load_file(run / "export" / "model.safetensors")
     assert stored.keys() == weights.keys()
@@ -248,8 +248,8 @@ def test_exported_weights_and_program_give_the_outputs_of_the_model(run: Path) -
 
 
 @pytest.mark.parametrize("kind", ["list", "nested", "one row"])
-def test_arguments_that_are_no_batch_are_constants_of_an_exported_program(kind: str, run: Path) -> None:
-    assert exported("program", options=(f"task.kind={kind}",)) == Exit.DONE
+def test_non_batch_arguments_are_constants_of_an_exported_program(kind: str, run: Path) -> None:
+    assert run_export("program", options=(f"task.kind={kind}",)) == Exit.DONE
     program = torch.export.load(str(run / "export" / "model.pt2")).module()
     x, scale = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.tensor(3.0)
     args = {
@@ -273,16 +273,14 @@ def test_arguments_that_are_no_batch_are_constants_of_an_exported_program(kind: 
 def test_the_dynamic_and_fixed_dimensions_of_a_program_are_printed(
     kind: str, shapes: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exported("safetensors", options=(f"task.kind={kind}",))
+    run_export("safetensors", options=(f"task.kind={kind}",))
     assert shapes[0] not in capsys.readouterr().out
-    exported("program", options=(f"task.kind={kind}",))
+    run_export("program", options=(f"task.kind={kind}",))
     assert ", ".join(shapes) in capsys.readouterr().out
 
 
-def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins replace the packages, which are optional."""
+def test_an_onnx_graph_is_one_file_and_verified_with_its_runtime(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins replace the optional packages."""
     required: list[tuple[str, str]] = []
     programs: list[Any] = []
 
@@ -311,7 +309,7 @@ def test_an_onnx_graph_is_one_file_and_is_verified_as_its_runtime_executes_it(
     monkeypatch.setattr(export_model, "require", require)
     monkeypatch.setattr(torch.onnx, "export", export_graph)
     with pytest.raises(AccelRunError) as caught:
-        exported("onnx")
+        run_export("onnx")
     assert "onnx" in caught.value.problems[0].what
     assert {extra for _, extra in required} == {"onnx"}
     assert (run / "export" / "model.onnx").read_bytes() == b"a graph"

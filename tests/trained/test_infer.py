@@ -1,4 +1,4 @@
-"""Inference: latency covers model calls only, throughput is by wall clock, and predictions are written in batches."""
+"""Inference: latency covers only model calls, throughput uses wall-clock time, and predictions are batched on disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 class Slow(nn.Module):
-    """Takes a second for each sample; it may call itself, or raise."""
+    """A model that takes a second per sample, and can call itself or raise an error."""
 
     def __init__(self, time: Time) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_latency_covers_only_calls_of_the_model(time: Time) -> None:
     assert (calls.seconds, calls.samples) == ([4.0, 1.0, 2.0], [4, 1, 2])
 
 
-def test_nested_calls_count_once_and_a_raising_call_ends(time: Time) -> None:
+def test_nested_calls_count_once_and_failed_calls_are_timed(time: Time) -> None:
     model = Slow(time)
     with time_calls(model, CPU) as calls:
         model(torch.zeros(2, 3), again=True)
@@ -122,7 +122,7 @@ def test_the_summary_separates_wall_clock_and_model_time(time: Time) -> None:
     assert json.loads(json.dumps(result)) == result
 
 
-def test_latency_leaves_out_the_first_call_of_each_rank() -> None:
+def test_latency_excludes_the_first_call_of_each_rank() -> None:
     calls = module.PredictCalls(seconds=[9.0, 5.0, 1.0, 3.0], samples=[1, 1, 1, 1], num_first=2)
     result = module.summarize_predictions(PredictionSummary(4, 4, 1.0, calls), "row", 0)
     assert (result["latency_ms"]["mean"], result["model"]["first_call_ms"]) == (2000.0, 9000.0)
@@ -144,7 +144,7 @@ def test_only_the_first_predictions_and_tables_are_printed() -> None:
     texts = [module.printed_text(prediction, number) for number, prediction in enumerate(predictions, 1)]
 
     assert [f"text {number}" in text for number, text in enumerate(texts, 1)] == [True] * 8 + [False] * 3
-    assert [bool(text) for text in texts] == [True] * 9 + [False] * 2, "one line for all others"
+    assert [bool(text) for text in texts] == [True] * 9 + [False] * 2, "one line replaces all others"
     assert module.printed_text(table, 11) == "\n--- table.txt\ntable"
     assert module.printed_text(Prediction({"a.txt": "x"}), 1) == ""
 
@@ -205,7 +205,7 @@ def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirect
     assert (run.predictions / "a.txt").exists()
 
 
-def test_the_text_of_a_prediction_is_shown_when_its_files_are_on_disk(
+def test_prediction_text_is_shown_once_its_files_are_on_disk(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WRITE_DELAY_S", 0.0)
@@ -217,15 +217,13 @@ def test_the_text_of_a_prediction_is_shown_when_its_files_are_on_disk(
 
 
 def test_validating_a_prediction_reads_the_source_only_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only an error names the line of `predict`: finding it takes longer than a small prediction."""
+    """Finding the line of `predict`, which only errors name, takes longer than a small prediction."""
     monkeypatch.setattr(inspect, "getsourcelines", lambda *_: pytest.fail("source was read"))
     prediction = Prediction({"a.txt": "text"})
     assert validate_prediction(prediction, Task.predict, Path("task.py")) is prediction
 
 
-def test_the_text_of_a_prediction_that_cannot_be_written_is_not_shown(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_of_an_unwritten_prediction_is_not_shown(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     def write(name: str, data: bytes) -> None:
@@ -248,7 +246,7 @@ class Full(Quick):
 
 
 def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
-    """Files of a batch before the first one that does not fit are written, as with single files."""
+    """The files of a batch that precede the first one that does not fit are written."""
     with pytest.raises(StorageError), files.use_system(Full()), PredictionWriter(run, print) as writer:
         for number in range(8):
             writer.put({f"predictions/{number}.txt": b"x" * number})
@@ -269,7 +267,7 @@ def test_few_files_are_synced_individually(run: RunDirectory) -> None:
 def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the run may not change the size, or it cannot be halved, the error ends the command."""
+    """With on_oom=stop, or if the size cannot be halved further, the error ends the command."""
     predict = """
     def predict(self, model, generator, *, batch_size: int = 8, limit: int = 2):
         if batch_size > limit:
@@ -283,7 +281,7 @@ def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
     written = tmp_path / "outputs/first/predictions/size.txt"
     assert main(["inference", "first"]) == 0
     assert written.read_text() == "2"
-    assert re.search(r"[\d.,]+ \w+/s", capsys.readouterr().out), "the throughput"
+    assert re.search(r"[\d.,]+ \w+/s", capsys.readouterr().out), "the throughput must be printed"
     written.unlink()
     for setting in ("on_oom=stop", "inference.limit=0"):
         assert main(["inference", "first", setting]) == Exit.GPU_MEMORY
@@ -342,7 +340,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(tmp_path: Path) -
     assert len(actual[0]) == 9
     assert actual[0] == actual[1]
     drawn = {np.load(io.BytesIO(content))[-1].tobytes() for content in actual[0].values()}
-    assert len(drawn) == 9, "each prediction draws other random numbers"
+    assert len(drawn) == 9, "each prediction draws different random numbers"
     assert [summary["world_size"] for summary in summaries] == [1, 2]
     for summary in summaries:
         assert (summary["predictions"], summary["items"], summary["model"]["calls"]) == (9, 18, 9)
@@ -358,7 +356,7 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(tmp_path: Path) -
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
     assert {path.name: path.read_bytes() for path in folder.glob("[0-9].npy")}.items() <= actual[0].items()
-    assert not (folder / "numbers.json").exists(), "it would be computed from a part of the predictions"
+    assert not (folder / "numbers.json").exists(), "a part of the predictions must not be combined"
     assert "old.npy" not in part.out, "other shards write other files"
     assert "old.npy" in run_here(["inference", "first"], tmp_path).out
 
@@ -369,7 +367,7 @@ def test_waiting_for_other_ranks_does_not_trigger_the_watchdog(tmp_path: Path, m
     watch = module.run_watchdog
 
     @contextmanager
-    def recorded(*args: Any) -> Iterator[Any]:
+    def record_watch(*args: Any) -> Iterator[Any]:
         with watch(*args) as progress_mark:
             is_watched[0] = True
             try:
@@ -382,7 +380,7 @@ def test_waiting_for_other_ranks_does_not_trigger_the_watchdog(tmp_path: Path, m
             seen.append(is_watched[0])
             return super().gather(value)
 
-    monkeypatch.setattr(module, "run_watchdog", recorded)
+    monkeypatch.setattr(module, "run_watchdog", record_watch)
     monkeypatch.setattr(trained_ranks, "World", Waiting)
     (tmp_path / "shards.py").write_text(SHARDED)
     monkeypatch.chdir(tmp_path)

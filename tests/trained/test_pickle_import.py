@@ -1,4 +1,4 @@
-"""Each kind of file that an import refuses has its own error, and leaves no output file."""
+"""Importing a file that cannot be converted raises a specific error and leaves no output file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATE = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
-    """The limits of resources, kind -> (soft, hard), which are not applied to this process."""
+    """Record resource limits, kind -> (soft, hard), instead of applying them to this process."""
     given = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_CPU), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "getrlimit", given.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", given.__setitem__)
@@ -51,23 +51,25 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int
         yield given
 
 
-def saved(folder: Path, content: Any, **options: Any) -> Path:
+def save_content(folder: Path, content: Any, **options: Any) -> Path:
     torch.save(content, folder / "foreign.pt", **options)
     return folder / "foreign.pt"
 
 
-def converted(folder: Path, content: Any, key: str | None = None, **options: Any) -> tuple[Imported, dict[str, Tensor]]:
-    """Import a content; return the result, and the tensors in the new file."""
+def convert_content(
+    folder: Path, content: Any, key: str | None = None, **options: Any
+) -> tuple[Imported, dict[str, Tensor]]:
+    """Import a file with this content; return the result and the tensors of the new file."""
     target = folder / "new.safetensors"
-    imported = convert(saved(folder, content, **options), target, key)
+    imported = convert(save_content(folder, content, **options), target, key)
     assert target.stat().st_size == imported.num_bytes
     return imported, load_file(target)
 
 
-def refusal(folder: Path, content: Any, key: str | None = None, **options: Any) -> AccelRunError:
-    """Import a content; return its error, which must leave no file."""
+def convert_refused(folder: Path, content: Any, key: str | None = None, **options: Any) -> AccelRunError:
+    """Import a file with this content; return the error, which must leave no new file."""
     with pytest.raises(AccelRunError) as caught:
-        convert(saved(folder, content, **options), folder / "new.safetensors", key)
+        convert(save_content(folder, content, **options), folder / "new.safetensors", key)
     assert [path.name for path in folder.iterdir()] == ["foreign.pt"]
     return caught.value
 
@@ -88,19 +90,19 @@ def refusal(folder: Path, content: Any, key: str | None = None, **options: Any) 
 def test_the_entry_with_the_weights_is_found_or_given(
     content: Any, key: str | None, entry: str, is_new_format: bool, tmp_path: Path
 ) -> None:
-    imported, tensors = converted(tmp_path, content, key, _use_new_zipfile_serialization=is_new_format)
+    imported, tensors = convert_content(tmp_path, content, key, _use_new_zipfile_serialization=is_new_format)
     assert (imported.entry, imported.num_tensors, imported.num_skipped) == (entry, 2, 0)
     assert tensors.keys() == STATE.keys()
     assert all(torch.equal(tensors[name], STATE[name]) for name in STATE)
 
 
 def test_a_file_is_read_with_limited_memory(tmp_path: Path, limits: dict[int, tuple[int, int]]) -> None:
-    converted(tmp_path, STATE)
+    convert_content(tmp_path, STATE)
     assert all(soft < hard or hard < 0 <= soft for soft, hard in limits.values())
 
 
 def test_entries_that_are_not_tensors_are_counted(tmp_path: Path) -> None:
-    imported, tensors = converted(tmp_path, {**STATE, "epoch": 3, "name": "a", 7: torch.zeros(1)})
+    imported, tensors = convert_content(tmp_path, {**STATE, "epoch": 3, "name": "a", 7: torch.zeros(1)})
     assert (imported.num_tensors, imported.num_skipped) == (3, 2)
     assert tensors.keys() == {*STATE, "7"}
 
@@ -128,31 +130,31 @@ def test_entries_that_are_not_tensors_are_counted(tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__ if not isinstance(value, (str, type)) else None,
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_unsupported_contents_are_refused_with_their_own_reason(
+def test_unsupported_contents_are_refused_with_specific_errors(
     content: Any, key: str | None, kind: type[AccelRunError], tmp_path: Path
 ) -> None:
-    assert type(refusal(tmp_path, content, key)) is kind
+    assert type(convert_refused(tmp_path, content, key)) is kind
 
 
 @pytest.mark.parametrize("is_new_format", [True, False])
 def test_code_is_refused_and_not_executed_in_either_format(is_new_format: bool, tmp_path: Path) -> None:
     content = {"model": STATE, "x": Runs(tmp_path / "was run")}
-    error = refusal(tmp_path, content, _use_new_zipfile_serialization=is_new_format)
+    error = convert_refused(tmp_path, content, _use_new_zipfile_serialization=is_new_format)
     assert type(error) is SecurityRefusal
     assert "mkdir" in error.problems[0].what
 
 
-def test_an_entry_that_does_not_exist_is_reported_with_a_similar_one_or_all_entries(tmp_path: Path) -> None:
+def test_an_unknown_entry_is_reported_with_existing_entries(tmp_path: Path) -> None:
     content = {"average": STATE, "other": 1, **{f"entry{number}": number for number in range(9)}}
-    (typo,) = refusal(tmp_path, content, "averag").problems
+    (typo,) = convert_refused(tmp_path, content, "averag").problems
     assert ("average" in typo.fix, "other" in typo.fix) == (True, False)
-    (unknown,) = refusal(tmp_path, content, "zzzzzz").problems
+    (unknown,) = convert_refused(tmp_path, content, "zzzzzz").problems
     assert all(name in unknown.fix for name in ("average", "other", "entry0"))
     assert "entry8" not in unknown.fix, "too many to list"
-    (nothing,) = refusal(tmp_path, {"other": 1}).problems
+    (nothing,) = convert_refused(tmp_path, {"other": 1}).problems
     assert "other" in nothing.fix
     assert nothing.where == str(tmp_path / "foreign.pt")
-    assert refusal(tmp_path, {}).problems[0].fix == ""
+    assert convert_refused(tmp_path, {}).problems[0].fix == ""
 
 
 def test_memory_is_limited_to_a_multiple_of_the_size_of_the_file(limits: dict[int, tuple[int, int]]) -> None:
@@ -184,9 +186,9 @@ def test_a_file_of_another_program_is_refused(content: bytes, tmp_path: Path) ->
     assert not (tmp_path / "new.safetensors").exists()
 
 
-def test_all_names_that_are_refused_are_reported_together(tmp_path: Path) -> None:
+def test_all_refused_names_are_reported_together(tmp_path: Path) -> None:
     content = {name: torch.ones(2, device="meta") for name in ("one", "two")}
-    (problem,) = refusal(tmp_path, content).problems
+    (problem,) = convert_refused(tmp_path, content).problems
     assert all(word in problem.what for word in (*content, "meta"))
 
 
@@ -201,7 +203,7 @@ def test_memory_and_permission_errors_while_reading_are_distinguished(
     def load(*_: Any, **__: Any) -> Any:
         raise raised
 
-    source = saved(tmp_path, STATE)
+    source = save_content(tmp_path, STATE)
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(kind) as caught:
         convert(source, tmp_path / "new.safetensors", None)
@@ -212,13 +214,13 @@ def test_memory_and_permission_errors_while_reading_are_distinguished(
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "new.safetensors"
     target.write_bytes(b"mine")
-    acts = (lambda: convert(saved(tmp_path, STATE), target, None), lambda: refuse_existing(target))
+    acts = (lambda: convert(save_content(tmp_path, STATE), target, None), lambda: refuse_existing(target))
     reasons = []
     for act in (*acts, lambda: publish(tmp_path / "foreign.pt", target)):
         with pytest.raises(CannotCreate) as caught:
             act()
         reasons += caught.value.problems
-    assert len(set(reasons)) == 1, "the same error at any time"
+    assert len(set(reasons)) == 1, "all three must report the same error"
     assert reasons[0].where == str(target)
     assert reasons[0].fix
     assert target.read_bytes() == b"mine"
@@ -226,7 +228,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_raises_cannot_create(tmp_path: Path) -> None:
-    source = saved(tmp_path, STATE)
+    source = save_content(tmp_path, STATE)
     with Faults({0: "ENOSPC"}).active(), pytest.raises(CannotCreate) as caught:
         convert(source, tmp_path / "new.safetensors", None)
     assert caught.value.problems[0].where == str(tmp_path / "new.safetensors")
@@ -254,12 +256,13 @@ def test_publishing_without_hard_links_overwrites_nothing(
         assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
-def test_publishing_uses_hard_links_where_possible_because_renaming_could_overwrite(tmp_path: Path) -> None:
+def test_publishing_uses_hard_links_where_possible(tmp_path: Path) -> None:
+    """A rename could overwrite a file."""
     (tmp_path / "draft").write_bytes(b"new")
     with Faults().active() as faults:
         publish(tmp_path / "draft", tmp_path / "name")
     assert "rename" not in {operation for operation, _ in faults.trace}
-    assert ("fsync", str(tmp_path)) in faults.trace, "its name is on disk"
+    assert ("fsync", str(tmp_path)) in faults.trace, "the new name must be durable"
 
 
 def test_publishing_does_not_follow_a_link(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def stop(server: ForkServer, folder: Path, args: str, sample: int = 32, *, raise
 
 
 def complete(server: ForkServer, folder: Path, args: str, file: str = "test.csv") -> tuple[bytes, Mapping[str, Any]]:
-    """Run the command to its end; return the table and the summary."""
+    """Run the command to completion; return the table and the summary."""
     result = infer(server, folder, args)
     assert result.code == 0, result.err
     summary = json.loads((folder / PREDICTIONS / "summary.json").read_text(encoding="utf-8"))
@@ -188,7 +188,7 @@ def test_a_large_part_of_the_table_can_be_read(tmp_path: Path) -> None:
     assert found.batches[0].rows == rows
 
 
-def test_a_command_continues_after_another_one_has_completed_the_same_table(
+def test_a_command_continues_if_another_one_completes_the_same_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other command removes the folder between two parts, or while a part is written."""
@@ -251,7 +251,7 @@ def test_every_crash_state_keeps_the_written_batches(tmp_path: Path) -> None:
         check(history, state, tmp_path / "state")
 
 
-def test_progress_is_reported_by_tenths_of_a_shard(tmp_path: Path) -> None:
+def test_progress_is_reported_after_each_tenth_of_a_shard(tmp_path: Path) -> None:
     reported: list[str] = []
     table = make_table(tmp_path, reported.append)
     for number in range(0, 80, 2):

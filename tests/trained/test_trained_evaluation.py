@@ -46,7 +46,7 @@ def train(folder: Path, *args: str) -> dict[str, float]:
     return metrics
 
 
-def evaluated(folder: Path, *args: str) -> dict[str, Any]:
+def evaluate(folder: Path, *args: str) -> dict[str, Any]:
     result = run_here(["evaluate", *args, "--json"], folder)
     assert result.code == 0, result.err
     record = json.loads(result.out)
@@ -54,7 +54,7 @@ def evaluated(folder: Path, *args: str) -> dict[str, Any]:
     return record
 
 
-def by_hand(folder: Path, update: int, split: str) -> float:
+def loss_by_hand(folder: Path, update: int, split: str) -> float:
     """Return the loss of a checkpoint on a split, computed without the runner's loops."""
     task = build()
     task.model.load_state_dict(
@@ -70,12 +70,12 @@ def by_hand(folder: Path, update: int, split: str) -> float:
 @pytest.mark.parametrize("args", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
 def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(args: tuple[str, ...], tmp_path: Path) -> None:
     metrics = train(tmp_path, *args)
-    record = evaluated(tmp_path, "checkpoint=last")
+    record = evaluate(tmp_path, "checkpoint=last")
     assert record["metrics"] == metrics
     assert record["update"] == 6
 
 
-def test_a_run_is_evaluated_from_another_folder_with_its_data(tmp_path: Path) -> None:
+def test_evaluate_from_another_folder_finds_the_data_of_the_run(tmp_path: Path) -> None:
     task = """import torch, runner
 class Mine(runner.Task):
     def __init__(self, context):
@@ -96,7 +96,7 @@ def build(context):
     result = run_here(args, here)
     assert result.code == 0, result.err
     arguments = [f"output_root={here / 'outputs'}", "run=mine", "checkpoint=last"]
-    assert evaluated(there, *arguments)["metrics"] == evaluated(here, *arguments)["metrics"]
+    assert evaluate(there, *arguments)["metrics"] == evaluate(here, *arguments)["metrics"]
 
 
 def test_evaluating_a_resumed_run_gives_the_metrics_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -105,17 +105,19 @@ def test_evaluating_a_resumed_run_gives_the_metrics_of_an_uninterrupted_one(tmp_
     train(tmp_path / "resumed", "scheduler=constant", "updates=3")
     train(tmp_path / "resumed", "scheduler=constant", "resume_allow=[updates]")
     for folder in (tmp_path, tmp_path / "resumed"):
-        assert evaluated(folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
+        assert evaluate(folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
 def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], tmp_path: Path) -> None:
     train(tmp_path, *args)
-    record = evaluated(tmp_path, "split=test", "checkpoint=last")
+    record = evaluate(tmp_path, "split=test", "checkpoint=last")
     assert record["samples"] == 37
-    assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
-    assert record["metrics"]["test/largest"] == float(build().dataset("test").tensors[1].max()), "metrics(split)"
+    assert record["metrics"]["test/loss"] == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    assert record["metrics"]["test/largest"] == float(build().dataset("test").tensors[1].max()), (
+        "metrics() must receive the split that is evaluated"
+    )
     written = tmp_path / "outputs/mine/evaluations/test-update-0000000006.json"
     assert json.loads(written.read_text()) == record
 
@@ -133,16 +135,16 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], tmp_path: Pa
     ],
     ids=" ".join,
 )
-def test_an_evaluation_does_not_require_a_valid_division_of_an_update(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_evaluate_accepts_settings_that_cannot_divide_the_global_batch(args: tuple[str, ...], tmp_path: Path) -> None:
     train(tmp_path, "global_batch_size=2")
-    loss = evaluated(tmp_path, "checkpoint=last", "split=test", *args)["metrics"]["test/loss"]
-    assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    loss = evaluate(tmp_path, "checkpoint=last", "split=test", *args)["metrics"]["test/loss"]
+    assert loss == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
 
 
-def test_a_run_of_ranks_with_a_smaller_last_micro_batch_is_evaluated_by_one_process(tmp_path: Path) -> None:
+def test_one_process_can_evaluate_a_multi_rank_run_with_a_smaller_last_micro_batch(tmp_path: Path) -> None:
     train(tmp_path, *TWO_RANKS, "global_batch_size=10", "micro_batch_size=4")
-    loss = evaluated(tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
-    assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    loss = evaluate(tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
+    assert loss == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
     opened = open_run("--task", TASK, tmp_path / "outputs" / "mine").model("last")
     saved = checkpoint.load(checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)).tensors("model")
     assert all(torch.equal(value, saved[name]) for name, value in opened.state_dict().items())
@@ -155,16 +157,14 @@ def test_evaluate_uses_the_best_checkpoint_by_default(tmp_path: Path) -> None:
     losses = {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = max(losses, key=lambda update: losses[update])
     assert best != 6, "the test needs a run whose last checkpoint is not its best"
-    result = evaluated(tmp_path)
+    result = evaluate(tmp_path)
     assert (result["update"], result["marks"][0]) == (best, "best")
     assert result["metrics"]["val/loss"] == losses[best]
-    assert evaluated(tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
-    assert evaluated(tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
+    assert evaluate(tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
+    assert evaluate(tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
 
 
-def test_the_duration_of_an_evaluation_is_the_time_from_its_begin_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recorded_duration_covers_the_whole_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path)
     clock = SimpleNamespace(perf_counter=itertools.count(100, 5).__next__)
     monkeypatch.setattr(trained_evaluation, "time", clock)
@@ -179,13 +179,15 @@ def test_evaluate_needs_no_run_if_weights_are_given(tmp_path: Path) -> None:
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)
     save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
     args = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
-    record = evaluated(tmp_path, *args)
-    assert record["metrics"] == evaluated(tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
+    record = evaluate(tmp_path, *args)
+    assert record["metrics"] == evaluate(tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
     assert (tmp_path / "outputs/given/evaluations/test-weights.json").is_file()
-    assert refused(tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
+    assert evaluate_with_error(tmp_path, "mine", "weights=w.safetensors").code == 78, (
+        "weights= must be rejected with the name of a trained run"
+    )
 
 
-def test_given_weights_are_evaluated_as_at_the_end_of_the_phase(tmp_path: Path) -> None:
+def test_given_weights_are_evaluated_with_the_final_progress(tmp_path: Path) -> None:
     save_file(build().model.state_dict(), tmp_path / "w.safetensors")
     begun = (
         "    def begin_update(self, progress):\n        self.begun = progress.phase, progress.update - progress.total\n"
@@ -194,7 +196,7 @@ def test_given_weights_are_evaluated_as_at_the_end_of_the_phase(tmp_path: Path) 
     shown = '"begun": (float(self.begun == ("train", 0)) * len(batch[0]), len(batch[0]))'
     (tmp_path / TASK.name).write_text(text.replace('        return {"loss"', f'        return {{{shown}, "loss"'))
     given = ("--task", TASK.name, "weights=w.safetensors", *ON_CPU)
-    assert evaluated(tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1
+    assert evaluate(tmp_path, *given, "run=given")["metrics"]["val/begun"] == 1
 
 
 @pytest.mark.slow_beyond(1)
@@ -207,7 +209,7 @@ def test_an_error_in_the_task_is_reported_with_its_line(method: str, tmp_path: P
     if place not in text:
         text = text.replace("    def loss(", f"{place}        pass\n\n    def loss(")
     (tmp_path / TASK.name).write_text(text.replace(place, f"{place}        self.undefined.clear()\n"))
-    result = refused(tmp_path, "mine", "--task", TASK.name)
+    result = evaluate_with_error(tmp_path, "mine", "--task", TASK.name)
     assert result.code == 70
     assert f"{TASK.name}:" in result.err
     assert "self.undefined.clear()" in result.err
@@ -224,7 +226,7 @@ def test_printed_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], tmp_
     assert "loading" in result.err
 
 
-def refused(folder: Path, *args: str) -> CompletedCommand:
+def evaluate_with_error(folder: Path, *args: str) -> CompletedCommand:
     result = run_here(["evaluate", *args], folder)
     assert "Traceback" not in result.err
     return result
@@ -238,10 +240,10 @@ def test_a_misspelled_split_is_a_configuration_error(tmp_path: Path) -> None:
     own.write_text(text.replace("import torch\n", "import torch\nfrom runner.base.errors import InputMissing\n", 1))
     result = run_here(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
     assert result.code == 0, result.err
-    misspelled = refused(tmp_path, "split=vall")
+    misspelled = evaluate_with_error(tmp_path, "split=vall")
     assert misspelled.code == 78
     assert "val?" in misspelled.err
-    assert refused(tmp_path, "split=test").code == 66
+    assert evaluate_with_error(tmp_path, "split=test").code == 66
 
 
 MISSING: list[tuple[str, str, type[AccelRunError]]] = [
@@ -257,7 +259,7 @@ MISSING: list[tuple[str, str, type[AccelRunError]]] = [
 ]
 
 
-def test_a_split_that_the_task_lacks_is_distinguished_from_an_error_of_the_task(
+def test_a_missing_split_is_distinguished_from_an_error_in_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacks = "if split not in ('train', 'val'): raise eval(os.environ['FAULT'])"
@@ -276,10 +278,10 @@ def test_a_split_that_the_task_lacks_is_distinguished_from_an_error_of_the_task(
         assert ("val?" in caught.value.problems[0].fix) == (split == "vall")
 
 
-def test_a_split_with_a_custom_name_is_evaluated_only_if_the_task_declares_it(
+def test_a_custom_split_is_evaluated_only_if_the_task_declares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dataset` would return the samples of its last branch for any name."""
+    """This task's `dataset` returns the validation samples for every name except train."""
     monkeypatch.chdir(tmp_path)
     text = TASK.read_text().replace('{"train": 0, "val": 1, "test": 2}[split]', '0 if split == "train" else 1')
     (tmp_path / "own.py").write_text(text)
@@ -291,17 +293,17 @@ def test_a_split_with_a_custom_name_is_evaluated_only_if_the_task_declares_it(
     assert main(["evaluate", "split=rare"]) == 0
 
 
-def test_missing_runs_and_checkpoints_are_reported_with_existing_ones(tmp_path: Path) -> None:
+def test_invalid_splits_and_checkpoints_are_rejected(tmp_path: Path) -> None:
     train(tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
-    assert refused(tmp_path, "split=dev").code == 78
-    assert refused(tmp_path, "split=../x").code == 78
-    assert refused(tmp_path, "checkpoint=bset").code == 78
-    missing = refused(tmp_path, "checkpoint=5")
+    assert evaluate_with_error(tmp_path, "split=dev").code == 78
+    assert evaluate_with_error(tmp_path, "split=../x").code == 78
+    assert evaluate_with_error(tmp_path, "checkpoint=bset").code == 78
+    missing = evaluate_with_error(tmp_path, "checkpoint=5")
     assert missing.code == 66
     assert all(number in missing.err for number in ("2", "4", "6 (")), missing.err
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 4)
     (path / "model.safetensors").write_bytes(b"damaged")
-    damaged = refused(tmp_path, "checkpoint=4")
+    damaged = evaluate_with_error(tmp_path, "checkpoint=4")
     assert damaged.code == 65
     assert "damaged: 4" in damaged.err
 
@@ -311,20 +313,20 @@ def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(tm
     text = TASK.read_text().replace('        return {"loss"', f'{raises}        return {{"loss"')
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise torch.OutOfMemoryError("CUDA out of memory")'))
     train(tmp_path, "--task", TASK.name, "micro_batch_size=8")
-    record = evaluated(tmp_path, "split=test", "checkpoint=last")
-    assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
-    assert refused(tmp_path, "split=test", "on_oom=stop").code == 80
+    record = evaluate(tmp_path, "split=test", "checkpoint=last")
+    assert record["metrics"]["test/loss"] == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    assert evaluate_with_error(tmp_path, "split=test", "on_oom=stop").code == 80
     (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise ValueError("of the task")'))
     assert run_here(["evaluate", "split=test"], tmp_path).code == 70, "other errors are not retried"
 
 
-def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(tmp_path: Path) -> None:
+def test_evaluate_starts_with_the_reduced_size_of_an_earlier_evaluation(tmp_path: Path) -> None:
     sizes = tmp_path / "sizes"
     written = f'        with open({str(sizes)!r}, "a") as file:\n            file.write(f"{{len(batch[0])}} ")\n'
     counted = f'{written}        return {{"loss"'
     (tmp_path / TASK.name).write_text(TASK.read_text().replace('        return {"loss"', counted))
     train(tmp_path, "--task", TASK.name, "micro_batch_size=8")
-    before = evaluated(tmp_path)["metrics"]["val/loss"]
+    before = evaluate(tmp_path)["metrics"]["val/loss"]
     row = ReducedMicroBatch("train", 2, None, 4, 8, 1, "evaluation")
     others = (
         replace(row, use="training", size=1), replace(row, asked=4, size=1), replace(row, world_size=2, size=1),
@@ -335,6 +337,6 @@ def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
         sizes.write_text("")
         with RunDirectory.create_or_open(tmp_path / "outputs", "mine") as run:
             write_reductions(run, list(rows))
-        result = evaluated(tmp_path)["metrics"]["val/loss"]
+        result = evaluate(tmp_path)["metrics"]["val/loss"]
         assert max(map(int, sizes.read_text().split())) == largest
         assert result == pytest.approx(before, rel=2 * 64 * EPS)

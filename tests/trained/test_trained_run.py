@@ -1,4 +1,4 @@
-"""A trained run is opened in the phase and with the progress of its checkpoint, and leaves the process as it was."""
+"""Opening a trained run restores the phase and progress of its checkpoint and leaves the process unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Noted(Regression):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a trained run `mine`, beside its task `noted.py` and its weights `w.safetensors`."""
+    """Return a folder with the trained run `mine`, its task `noted.py` and its weights `w.safetensors`."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "noted.py").write_text(TASK)
     args = ["train", "--task", "noted.py", "run=mine", f"output_root={folder}", "device=cpu", "monitor=off"]
@@ -75,7 +75,7 @@ def calls_of(request: Request) -> list[Any]:
         return list(task.calls)
 
 
-def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(folder: Path) -> None:
+def test_a_run_is_opened_with_the_phase_and_progress_of_its_checkpoint(folder: Path) -> None:
     assert calls_of(request_of(folder, "run=mine")) == ["one", "two", Progress("two", 3, 3, 3 * 8 / 64)]
 
 
@@ -89,13 +89,13 @@ def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(fo
 def test_given_weights_are_opened_at_the_end_of_the_last_phase(
     length: tuple[str, ...], progress: Progress, folder: Path
 ) -> None:
-    """A task that depends on its progress, for example for a temperature, evaluates them as at the end of training."""
+    """A task that depends on its progress, for example for a temperature, must behave as at the end of training."""
     weights = f"weights={folder / 'w.safetensors'}"
     request = request_of(folder, weights, "run=given", "device=cpu", "monitor=off", *length)
     assert calls_of(request) == ["one", "two", progress]
 
 
-def test_a_buffer_that_the_task_updates_has_the_value_of_the_given_weights(folder: Path) -> None:
+def test_given_weights_override_buffers_that_the_task_updates(folder: Path) -> None:
     """The runner does not know after which update given weights were written."""
     weights = f"weights={folder / 'w.safetensors'}"
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
 
 
 def test_garbage_collection_is_enabled_after_opening_a_run(folder: Path) -> None:
-    with paused_collection():  # as the command line does while it imports
+    with paused_collection():  # as the command line does during imports
         assert not gc.isenabled()
         calls_of(request_of(folder, "run=mine"))
         assert gc.isenabled()

@@ -43,7 +43,7 @@ def test_best_checkpoints_of_a_resumed_phase_are_restored(best_is: Any, sign: in
     assert not result.is_best(sign * 2.5)
 
 
-def test_as_many_best_checkpoints_are_kept_as_requested() -> None:
+def test_the_requested_number_of_best_checkpoints_is_kept() -> None:
     result = saver(default(keep_best=3))
     for number, value in enumerate([5.0, 9.0, 7.0, 9.5, 1.0], start=1):
         is_best = result.is_best(value)
@@ -54,19 +54,19 @@ def test_as_many_best_checkpoints_are_kept_as_requested() -> None:
 
 
 @pytest.mark.parametrize("best_is", ["min", "max"])
-def test_the_first_of_equally_good_checkpoints_is_the_best(best_is: Any) -> None:
+def test_the_earlier_of_equal_checkpoints_ranks_first(best_is: Any) -> None:
     result = saver(default(best_is=best_is, keep_best=2))
     for number in (5, 10):
         result.add_best(0.5, number)
     assert result.bests == [(0.5, 5), (0.5, 10)]
 
 
-def test_the_newest_checkpoint_of_a_resumed_phase_is_the_one_it_starts_from() -> None:
+def test_a_resumed_phase_knows_its_newest_checkpoint() -> None:
     assert saver(default(), on_disk=12).newest_number() == 12
     assert saver(default()).newest_number() is None
 
 
-def test_a_resumed_run_derives_the_checkpoint_interval_from_earlier_save_costs() -> None:
+def test_checkpoint_interval_after_resume_uses_earlier_save_costs() -> None:
     save_cost = SaveCost()
     for _ in range(10):
         save_cost.record_update(0.5, writing=False)
@@ -81,7 +81,7 @@ def test_a_resumed_run_derives_the_checkpoint_interval_from_earlier_save_costs()
     assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saves may use 1 % of the time
 
 
-def test_a_write_that_takes_longer_than_the_interval_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_longer_than_the_interval_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, printed = 1000.0, list[str]()
     monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
     writer = BusyWriter()
@@ -91,7 +91,7 @@ def test_a_write_that_takes_longer_than_the_interval_is_reported_once(monkeypatc
     result = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
     now += 61.0
     assert not result.is_due_by_time(), "the writer is busy"
-    assert not printed, "the write has just started, for example that of a best checkpoint: the disk is not slow"
+    assert not printed, "a write that has just started, for example of a best checkpoint, is not slow"
     writer.busy_s = 61.0
     assert not result.is_due_by_time()
     assert len(printed) == 1

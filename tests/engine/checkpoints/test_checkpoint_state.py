@@ -18,7 +18,7 @@ from tests.opened import opened
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> LoadedCheckpoint:
-    """The checkpoint of a run of three updates."""
+    """Run three updates and load the last checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     with opened(folder, "updates=3", "checkpoint.every=1") as phase:
         phase.run_updates()
@@ -27,7 +27,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> LoadedCheckpoint:
     return load(path)
 
 
-def changed(start: LoadedCheckpoint, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> LoadedCheckpoint:
+def apply_change(start: LoadedCheckpoint, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> LoadedCheckpoint:
     state, manifest = copy.deepcopy(start.state), copy.deepcopy(start.manifest)
     change(state, manifest)
     return replace(start, state=state, manifest=manifest)
@@ -37,22 +37,22 @@ def test_a_state_written_by_this_program_is_accepted(start: LoadedCheckpoint) ->
     assert check_state(start) is start
 
 
-def test_a_field_that_is_missing_or_has_the_wrong_type_is_rejected(start: LoadedCheckpoint) -> None:
+def test_missing_fields_and_wrong_types_are_rejected(start: LoadedCheckpoint) -> None:
     needed = ["phase", "phase_update", "records", "updates_before", "early_stopping", "precision", "meter", "random"]
     for name in needed:
         with pytest.raises(DataError, match=name):
-            check_state(changed(start, lambda state, _, name=name: state.pop(name)))
+            check_state(apply_change(start, lambda state, _, name=name: state.pop(name)))
         with pytest.raises(DataError, match=name):
-            check_state(changed(start, lambda state, _, name=name: state.update({name: None})))
+            check_state(apply_change(start, lambda state, _, name=name: state.update({name: None})))
 
 
 @pytest.mark.parametrize("name", ["level", "metric"])
 def test_only_the_metric_of_a_schedule_can_be_a_string(name: str, start: LoadedCheckpoint) -> None:
     valid = {"level": 0.5, "best": None, "metric": "val/loss", "mode": "min"}
-    check_state(changed(start, lambda state, _: state.update(schedule=valid)))
+    check_state(apply_change(start, lambda state, _: state.update(schedule=valid)))
     other = {**valid, name: 1.0 if name == "metric" else "val/loss"}
     with pytest.raises(DataError, match="schedule"):
-        check_state(changed(start, lambda state, _: state.update(schedule=other)))
+        check_state(apply_change(start, lambda state, _: state.update(schedule=other)))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_inconsistent_or_invalid_fields_are_rejected(
     start: LoadedCheckpoint, change: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        check_state(changed(start, change))
+        check_state(apply_change(start, change))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_inconsistent_or_invalid_fields_are_rejected(
         lambda random: random.pop("python"),
     ],
 )
-def test_invalid_states_of_random_generators_are_rejected(start: LoadedCheckpoint, change: Callable[..., Any]) -> None:
+def test_invalid_generator_states_are_rejected(start: LoadedCheckpoint, change: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match="random"):
-        check_state(changed(start, lambda state, _: change(state["random"])))
+        check_state(apply_change(start, lambda state, _: change(state["random"])))
 
 
 @pytest.mark.parametrize("error", [DataError("another"), torch.OutOfMemoryError("CUDA out of memory.")])

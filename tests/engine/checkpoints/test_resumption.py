@@ -36,17 +36,17 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def saved(tensors: dict[str, Tensor], folder: Path) -> LoadedCheckpoint:
+def save_and_load(tensors: dict[str, Tensor], folder: Path) -> LoadedCheckpoint:
     path = checkpoint.save(folder, Snapshot(3, {"model": tensors}, {}, {}))
     return checkpoint.load(path)
 
 
-def changed(**new: Any) -> dict[str, Tensor]:
+def changed_state(**new: Any) -> dict[str, Tensor]:
     return {**{name: tensor + 1 for name, tensor in model().state_dict().items()}, **new}
 
 
-def without(name: str) -> dict[str, Tensor]:
-    return {other: tensor for other, tensor in changed().items() if other != name}
+def state_without(name: str) -> dict[str, Tensor]:
+    return {other: tensor for other, tensor in changed_state().items() if other != name}
 
 
 def test_only_updates_of_the_resumed_phase_count_as_repeated(tmp_path: Path) -> None:
@@ -65,20 +65,20 @@ def test_a_different_task_is_reported_as_the_only_problem() -> None:
 
 
 def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
-    given, result = changed(), model()
-    load_model(result, saved(given, tmp_path), PARALLEL)
+    given, result = changed_state(), model()
+    load_model(result, save_and_load(given, tmp_path), PARALLEL)
     assert all(torch.equal(tensor, given[name]) for name, tensor in result.state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        (lambda: without("0.weight"), "0.weight"),
-        (lambda: without("1.running_mean"), "1.running_mean"),
-        (lambda: changed(**{"2.weight": torch.zeros(4)}), "2.weight"),
-        (lambda: changed(**{"0.bias": torch.zeros(5)}), "0.bias"),
-        (lambda: changed(**{"0.bias": torch.zeros(1)}), "0.bias"),  # would broadcast
-        (lambda: changed(**{"0.bias": torch.zeros(4, dtype=torch.float64)}), "0.bias"),  # would be rounded
+        (lambda: state_without("0.weight"), "0.weight"),
+        (lambda: state_without("1.running_mean"), "1.running_mean"),
+        (lambda: changed_state(**{"2.weight": torch.zeros(4)}), "2.weight"),
+        (lambda: changed_state(**{"0.bias": torch.zeros(5)}), "0.bias"),
+        (lambda: changed_state(**{"0.bias": torch.zeros(1)}), "0.bias"),  # would broadcast
+        (lambda: changed_state(**{"0.bias": torch.zeros(4, dtype=torch.float64)}), "0.bias"),  # would be rounded
     ],
 )
 def test_mismatched_weights_are_rejected_without_changing_the_model(
@@ -87,7 +87,7 @@ def test_mismatched_weights_are_rejected_without_changing_the_model(
     result = model()
     before = {key: tensor.clone() for key, tensor in result.state_dict().items()}
     with pytest.raises(IncompatibleResume, match=name):
-        load_model(result, saved(given(), tmp_path), PARALLEL)
+        load_model(result, save_and_load(given(), tmp_path), PARALLEL)
     assert all(torch.equal(tensor, before[key]) for key, tensor in result.state_dict().items())
 
 
@@ -99,9 +99,9 @@ def test_settings_that_do_not_change_results_can_differ_on_resume(key: str) -> N
 
 
 @pytest.mark.parametrize("key", ["optimizer.lr", "phase.body.updates", "precision"])
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_changes_of_settings_that_change_results_must_be_allowed_by_name(key: str, is_gone: bool) -> None:
-    now = {other: value for other, value in BEFORE.items() if other != key} | ({} if is_gone else {key: 9})
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_changes_that_affect_results_must_be_allowed_by_name(key: str, is_removed: bool) -> None:
+    now = {other: value for other, value in BEFORE.items() if other != key} | ({} if is_removed else {key: 9})
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["epochs", f"{key}s"])
     assert [problem.where for problem in caught.value.problems] == [key]
@@ -160,14 +160,14 @@ def test_one_fix_names_all_keys_that_must_be_allowed() -> None:
     assert compare(BEFORE, now, ["epochs", "optimizer.lr", "precision"])
 
 
-def test_a_key_that_cannot_change_is_rejected_even_if_its_option_can_change() -> None:
+def test_a_fixed_key_is_rejected_even_if_its_option_changes() -> None:
     old = BEFORE | {"dataloader": "default", "dataloader.drop_last": True}
     with pytest.raises(IncompatibleResume) as caught:
         compare(old, old | {"dataloader": "thread", "dataloader.drop_last": False}, ())
     assert [problem.where for problem in caught.value.problems] == ["dataloader.drop_last"]
 
 
-def test_each_rank_restores_the_cached_normal_number_of_its_generators(tmp_path: Path) -> None:
+def test_ranks_restore_the_cached_second_normal_number(tmp_path: Path) -> None:
     """NumPy and Python draw normal numbers in pairs, and cache the second one next to the state of their generator."""
 
     def draw() -> list[float]:

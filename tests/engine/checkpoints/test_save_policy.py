@@ -1,4 +1,4 @@
-"""The save policy: when a checkpoint is due, how the interval is written, and which checkpoint is better."""
+"""The save policy: when a checkpoint is due, how intervals are parsed, and which checkpoint is better."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         policy.record_result(has_succeeded=False)
         now += 90.0
         assert not policy.is_due_by_time(), (
-            "three failures in a row end the run, but a disk that is unavailable for minutes must not"
+            "three failures in a row end the run, so retries must outlast a disk that is unavailable for minutes"
         )
         policy.restart_interval()
         policy.record_result(has_succeeded=True)
@@ -132,14 +132,14 @@ def test_policies_have_the_requested_keep_and_best_settings() -> None:
     assert {"default": default, "off": off} == CHECKPOINTS
 
 
-# ---------------------------------------------------------------- cost of saves, and the interval that follows from it
+# ---------------------------------------------------------------- cost of saves, and the interval derived from it
 
 
 def saved(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
     return SavedCheckpoint(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
 
 
-def after(save_cost: SaveCost, held_s: float, during: list[float], written: SavedCheckpoint) -> None:
+def record_save(save_cost: SaveCost, held_s: float, during: list[float], written: SavedCheckpoint) -> None:
     """Record a save that paused training, and the durations of the updates during its write."""
     save_cost.record_pause(held_s)
     for seconds in during:
@@ -152,13 +152,13 @@ def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them is an outlier
         save_cost.record_update(seconds, writing=False)
     assert save_cost.expected_s() is None
-    after(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
+    record_save(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
     assert save_cost.last is not None
     assert save_cost.last.held_s == 0.3
     assert save_cost.last.slowed_s == pytest.approx(0.3)
     assert save_cost.cost_s == pytest.approx(0.6)
     assert save_cost.expected_s() == pytest.approx(2.3)
-    after(save_cost, 0.1, [0.4], saved(1.0))
+    record_save(save_cost, 0.1, [0.4], saved(1.0))
     assert save_cost.last.slowed_s == 0.0, "never negative"
     assert (save_cost.num_saves, save_cost.held_s, save_cost.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
     assert save_cost.expected_s() == pytest.approx(2.3), "the slowest of the last three"
@@ -179,7 +179,7 @@ def test_save_costs_are_restored_on_resume() -> None:
     save_cost, resumed = SaveCost(), SaveCost()
     save_cost.record_update(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
-        after(save_cost, 0.25, [0.5], saved(seconds))
+        record_save(save_cost, 0.25, [0.5], saved(seconds))
     resumed.load(save_cost.state())
     assert resumed.expected_s() == save_cost.expected_s() == 2.25
     assert resumed.cost_s == save_cost.cost_s
@@ -243,9 +243,9 @@ def test_the_description_states_the_checkpoint_interval() -> None:
     assert "every" not in str(off())
 
 
-def test_the_summary_of_save_costs_has_the_number_and_the_times_of_saves() -> None:
+def test_the_summary_shows_the_number_and_times_of_saves() -> None:
     save_cost = SaveCost()
     save_cost.record_pause(0.5)
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
-    after(save_cost, 0.25, [], saved(write_s=3.0))
+    record_save(save_cost, 0.25, [], saved(write_s=3.0))
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["2", "0.75", "3.75", "1.12", "3.00"]

@@ -1,4 +1,4 @@
-"""Wrong return values of a task are errors of the task that name the method, the value and the fix."""
+"""An invalid return value of a task raises TaskFault, which names the method, the value and a fix."""
 
 from __future__ import annotations
 
@@ -86,24 +86,24 @@ def example_of(task: Task) -> tuple[Any, ...]:
 
 LOSSES: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: None,
-    "a sum alone": lambda x: x.sum(),
+    "only a sum": lambda x: x.sum(),
     "a number": lambda x: 3.5,
     "text": lambda x: "loss",
     "a mapping": lambda x: {"loss": x.sum()},
     "a list": lambda x: [x.sum(), 4],
-    "three": lambda x: (x.sum(), 4, 4),
-    "one": lambda x: (x.sum(),),
+    "three values": lambda x: (x.sum(), 4, 4),
+    "one value": lambda x: (x.sum(),),
     "no reduction": lambda x: (x, 4),
     "a sum that is a number": lambda x: (float(x.sum().detach()), 4),
     "a sum without gradient": lambda x: (x.sum().detach(), 4),
     "a complex sum": lambda x: (x.sum() * 1j, 4),
     "no count": lambda x: (x.sum(), None),
     "a count that is text": lambda x: (x.sum(), "4"),
-    "a count of each sample": lambda x: (x.sum(), three),
+    "a count per sample": lambda x: (x.sum(), three),
     "a count that is a flag": lambda x: (x.sum(), True),
     "a negative count": lambda x: (x.sum(), -4),
     "a negative count in a tensor": lambda x: (x.sum(), torch.tensor(-4)),
-    "a count that is no number": lambda x: (x.sum(), math.nan),
+    "a NaN count": lambda x: (x.sum(), math.nan),
     "an infinite count": lambda x: (x.sum(), torch.tensor(math.inf)),
 }
 METRICS: dict[str, Callable[[Tensor], Any]] = {
@@ -115,10 +115,10 @@ METRICS: dict[str, Callable[[Tensor], Any]] = {
     "a metric that is a tensor": lambda x: {"accuracy": one},
     "a metric that is a number": lambda x: {"accuracy": 0.5},
     "a metric that is two letters": lambda x: {"accuracy": "ab"},
-    "a metric of three": lambda x: {"accuracy": (one, 4, 4)},
-    "a sum of each sample": lambda x: {"accuracy": (three, 3)},
-    "a count of each sample": lambda x: {"accuracy": (one, three)},
-    "a sum that is missing": lambda x: {"accuracy": (None, 4)},
+    "a metric of three values": lambda x: {"accuracy": (one, 4, 4)},
+    "a sum per sample": lambda x: {"accuracy": (three, 3)},
+    "a count per sample": lambda x: {"accuracy": (one, three)},
+    "a missing sum": lambda x: {"accuracy": (None, 4)},
     "a sum of flags": lambda x: {"accuracy": (torch.tensor(True), 4)},
     "a name that is a number": lambda x: {1: (one, 4)},
     "no name": lambda x: {"": (one, 4)},
@@ -128,7 +128,7 @@ METRICS: dict[str, Callable[[Tensor], Any]] = {
 SUMMARIES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda metrics: None,
     "a metric that is text": lambda metrics: {"accuracy": "high"},
-    "a metric of each sample": lambda metrics: {"accuracy": three},
+    "a metric per sample": lambda metrics: {"accuracy": three},
 }
 PREDICTIONS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda _: None,
@@ -140,10 +140,10 @@ PREDICTIONS: dict[str, Callable[[Any], Any]] = {
     "a number in a file": lambda _: [Prediction({"a": 3})],  # type: ignore[dict-item]
     "objects in a file": lambda _: [Prediction({"a": np.array([{}])})],
     "no files": lambda _: [Prediction("a.txt")],  # type: ignore[arg-type]
-    "a file elsewhere": lambda _: [Prediction({"../a.txt": "a"})],
+    "a file outside the folder": lambda _: [Prediction({"../a.txt": "a"})],
     "a name with a space": lambda _: [Prediction({"my answer.txt": "a"})],
     "a text that is a number": lambda _: [Prediction({"a": "a"}, text=3)],  # type: ignore[arg-type]
-    "items that are negative": lambda _: [Prediction({"a": "a"}, items=-1)],
+    "negative items": lambda _: [Prediction({"a": "a"}, items=-1)],
     "items in a tensor": lambda _: [Prediction({"a": "a"}, items=one)],  # type: ignore[arg-type]
     "a plot that is a path": lambda _: [Prediction({"a": "a"}, plots={"a.png": "a.png"})],  # type: ignore[dict-item]
 }
@@ -154,7 +154,7 @@ EXAMPLES: dict[str, Callable[[Tensor], Any]] = {
     "one sample": lambda x: (x[:1],),
     "one sample in a dictionary": lambda x: (True, {"x": x[:1]}),
     "no argument": lambda x: (),
-    "no batch": lambda x: (one, 3),
+    "no batch dimension": lambda x: (one, 3),
 }
 TABLES: dict[str, tuple[dict[str, Callable[[Any], Any]], Callable[[Task], Any]]] = {
     "loss": (LOSSES, loss_of),
@@ -167,7 +167,7 @@ CASES = [(method, name) for method, (table, _) in TABLES.items() for name in tab
 
 
 @pytest.mark.parametrize(("method", "name"), CASES, ids=[" returns ".join(case) for case in CASES])
-def test_an_invalid_return_value_is_a_task_error_that_names_the_method_and_a_fix(method: str, name: str) -> None:
+def test_the_error_for_an_invalid_value_names_the_method_and_a_fix(method: str, name: str) -> None:
     table, use = TABLES[method]
     right = {"evaluate": lambda x: {"accuracy": (x.sum(), len(x))}}
     with pytest.raises(TaskFault) as result:
@@ -181,7 +181,7 @@ def test_an_invalid_return_value_is_a_task_error_that_names_the_method_and_a_fix
 
 
 @pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j)], ids=["bool", "complex64"])
-def test_the_message_about_a_metric_names_the_dtype_that_is_not_allowed(value: Tensor) -> None:
+def test_the_error_names_an_unsupported_metric_dtype(value: Tensor) -> None:
     with pytest.raises(TaskFault) as result:
         metrics_of(Wrong(evaluate=lambda x: {"accuracy": (value, len(x))}))
     assert str(value.dtype).removeprefix("torch.") in str(result.value)
@@ -312,7 +312,7 @@ def test_errors_of_a_task_are_not_reported_as_internal_errors(
 
 
 @pytest.mark.slow
-def test_a_metric_without_items_is_shown_in_the_same_way_everywhere(server: ForkServer, tmp_path: Path) -> None:
+def test_metrics_without_items_are_shown_consistently(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace('"rare"', '"rare_loss"').replace(', "loss": self.loss(', "} or {("))
     shown = {args: server.run(args, tmp_path) for args in (f"train {ON_CPU}", "runs", "status mine", "report mine")}
     assert server.run(f"train {ON_CPU} run=other".replace("run=mine ", ""), tmp_path).code == 0
@@ -330,9 +330,9 @@ def test_a_metric_without_items_is_shown_in_the_same_way_everywhere(server: Fork
     assert [row["metrics"] for row in records] == [{"val/rare_loss": None}] * 2
 
 
-def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_without_items_is_null_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    for args in ("", "updates=8 resume_allow=[updates]"):  # the second run reads it from the checkpoint
+    for args in ("", "updates=8 resume_allow=[updates]"):  # the second run reads the metric from the checkpoint
         result = server.run(f"train {ON_CPU} {args}", tmp_path)
         assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
@@ -346,7 +346,7 @@ def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: Fork
     assert {row["val/rare"] for row in rows if "val/rare" in row} == {None}
     record = json.loads((run / "run.json").read_text())
     assert record["metrics"]["val/rare"] is None
-    assert record["update"] == 8  # early stopping does not count it either
+    assert record["update"] == 8  # early stopping ignores the metric
     states = [json.loads(path.read_text()) for path in run.glob("checkpoints/*/state.json")]
     assert states
     assert all(state["bests"] == [] for state in states)

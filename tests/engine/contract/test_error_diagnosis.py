@@ -27,7 +27,7 @@ from runner.base.task import Task
 from runner.engine.contract.error_diagnosis import explain, locate_definition
 
 
-def test_a_worker_that_dies_while_sending_a_batch_is_reported_as_a_lost_worker() -> None:
+def test_eof_from_a_worker_is_reported_as_a_lost_worker() -> None:
     ours, theirs = multiprocessing.connection.Pipe()
     theirs.close()
     with pytest.raises(EOFError) as caught:
@@ -60,8 +60,8 @@ def functions_of(text: str, file: Path) -> dict[str, Any]:
     return functions
 
 
-def raised_in(folder: str, error: Exception) -> Exception:
-    """Return the error as raised by a function in a file of this folder."""
+def raise_in(folder: str, error: Exception) -> Exception:
+    """Raise the error in a function of a file in this folder, and return it with its traceback."""
     act = functions_of("def act(error):\n    raise error\n", Path(f"/x/{folder}/y.py"))["act"]
     with pytest.raises(type(error)) as caught:
         act(error)
@@ -93,7 +93,7 @@ def raised_in(folder: str, error: Exception) -> Exception:
 def test_system_failures_are_classified_by_their_cause(
     error: Exception, folder: str, wanted: type[AccelRunError] | None
 ) -> None:
-    result = explain(raised_in(folder, error), Path("mine.py"), "update 3", 4)
+    result = explain(raise_in(folder, error), Path("mine.py"), "update 3", 4)
     assert type(result) is (type(None) if wanted is None else wanted)
     if result is not None:
         (problem,) = result.problems
@@ -112,8 +112,8 @@ def test_system_failures_are_classified_by_their_cause(
     ],
 )
 def test_the_fix_for_a_failed_kernel_assertion_suggests_synchronous_launches(text: str, is_assert: bool) -> None:
-    """It is usually an index out of range, and the error may surface at a later line."""
-    result = explain(raised_in("torch", torch.AcceleratorError(text)), Path("mine.py"), "update 3", 4)
+    """Such an assertion usually checks an index, and the error may be raised at a later line."""
+    result = explain(raise_in("torch", torch.AcceleratorError(text)), Path("mine.py"), "update 3", 4)
     assert isinstance(result, DeviceMissing)
     fix = result.problems[0].fix
     assert ("CUDA_LAUNCH_BLOCKING=1" in fix, "nvidia-smi" in fix) == (is_assert, not is_assert)
@@ -121,16 +121,14 @@ def test_the_fix_for_a_failed_kernel_assertion_suggests_synchronous_launches(tex
 
 
 @pytest.mark.parametrize(("size", "suggested"), [(4, "micro_batch_size=2"), (2, "micro_batch_size=1"), (1, "model")])
-def test_the_fix_for_out_of_memory_suggests_half_of_the_micro_batch_or_a_smaller_model(
-    size: int, suggested: str
-) -> None:
+def test_out_of_memory_fix_suggests_a_smaller_micro_batch_or_model(size: int, suggested: str) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         result = explain(error, Path("mine.py"), "update 3", size)
         assert result is not None
         assert suggested in result.problems[0].fix
 
 
-def test_the_fix_for_out_of_memory_names_the_line_of_the_task_that_allocated(tmp_path: Path) -> None:
+def test_out_of_memory_fix_names_the_allocating_line(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("def loss(act):\n    act()\n")
     functions = functions_of(own.read_text(), own)
@@ -147,7 +145,7 @@ def test_the_fix_for_out_of_memory_names_the_line_of_the_task_that_allocated(tmp
     assert {"mine.py:2", "act()"} <= {*line.split()}
 
 
-def test_causes_and_grouped_exceptions_of_a_task_error_are_shown_with_their_lines(tmp_path: Path) -> None:
+def test_causes_and_grouped_exceptions_are_shown_with_lines(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text(
         "def first():\n    raise KeyError('inner')\n\n\ndef loss():\n    errors = []\n    try:\n        first()\n"
@@ -173,26 +171,26 @@ def test_the_error_names_the_sample_that_exceeds_host_memory() -> None:
     assert "sample 7" in str(result)
 
 
-def _graph_used_twice() -> None:
+def _use_graph_twice() -> None:
     loss = torch.ones(2, requires_grad=True).exp().sum()
     loss.backward()
     loss.backward()
 
 
-def _tensor_changed_in_place() -> None:
+def _change_tensor_in_place() -> None:
     weight = torch.ones(2, requires_grad=True)
     result = weight.exp()
     result += 1
     result.sum().backward()
 
 
-def _gradient_that_is_not_defined() -> None:
+def _use_undefined_gradient() -> None:
     x = torch.arange(4.0, requires_grad=True)
     hermitian = torch.complex(x[:, None] + x, x[:, None] - x)
     torch.linalg.eigh(hermitian).eigenvectors.real.sum().backward()
 
 
-@pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place, _gradient_that_is_not_defined])
+@pytest.mark.parametrize("mistake", [_use_graph_twice, _change_tensor_in_place, _use_undefined_gradient])
 def test_an_autograd_error_is_attributed_to_the_task(mistake: Callable[[], None]) -> None:
     with pytest.raises(RuntimeError) as caught:
         mistake()
@@ -204,7 +202,7 @@ class Own(Task):
         return None
 
 
-def test_definitions_are_located_in_the_task_file_and_never_in_a_library() -> None:
+def test_definitions_are_located_only_in_the_task_file() -> None:
     here = Path(__file__)
     task = Own()
     file, _, line = locate_definition(task.loss, here).rpartition(":")

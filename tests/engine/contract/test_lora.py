@@ -51,16 +51,16 @@ def request_of(folder: Path, *args: str) -> Request:
     return Request((*settings, *LORA, *args), TASK)
 
 
-def saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str, Tensor]:
+def load_saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *args: str, world: World | None = None) -> None:
+def run_training(folder: Path, *args: str, world: World | None = None) -> None:
     with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
 
 
-def by_hand(*, train: str = "") -> nn.Module:
+def train_plain_loop(*, train: str = "") -> nn.Module:
     """Return the model of a plain loop with peft."""
     seed_everything(7)
     task = task_of_averages.build()
@@ -87,35 +87,35 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("train", ["", "2"])
-def test_an_adapter_trains_like_a_plain_loop_and_only_trained_weights_are_saved(train: str, tmp_path: Path) -> None:
-    expected = by_hand(train=train)
-    trained(tmp_path, f"adapter.train=[{train}]")
+def test_only_trained_weights_are_saved_and_match_a_plain_loop(train: str, tmp_path: Path) -> None:
+    expected = train_plain_loop(train=train)
+    run_training(tmp_path, f"adapter.train=[{train}]")
     wanted = {name: weight.detach() for name, weight in expected.named_parameters() if weight.requires_grad}
-    assert_close(saved(tmp_path), wanted, TOLERANCE)
+    assert_close(load_saved(tmp_path), wanted, TOLERANCE)
 
 
 def test_a_checkpoint_can_contain_the_complete_model(tmp_path: Path) -> None:
-    trained(tmp_path, "adapter.checkpoint=all")
-    assert_close(saved(tmp_path), dict(by_hand().state_dict()), TOLERANCE)
+    run_training(tmp_path, "adapter.checkpoint=all")
+    assert_close(load_saved(tmp_path), dict(train_plain_loop().state_dict()), TOLERANCE)
 
 
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
 def test_neither_accumulation_nor_ranks_change_the_adapter(args: str, world_size: int, tmp_path: Path) -> None:
     if world_size == 1:
-        trained(tmp_path, args)
+        run_training(tmp_path, args)
     else:
         ranks = (f"parallelism={args}", f"parallelism.world_size={world_size}")
         shares = ("parallelism.shares=[7,1]",) if args == "ddp" else ()
-        run_ranks(lambda world: trained(tmp_path, *ranks, *shares, world=world), world_size)
-    wanted = {name: weight.detach() for name, weight in by_hand().named_parameters() if weight.requires_grad}
-    assert_close(saved(tmp_path), wanted, TOLERANCE)
+        run_ranks(lambda world: run_training(tmp_path, *ranks, *shares, world=world), world_size)
+    wanted = {name: weight.detach() for name, weight in train_plain_loop().named_parameters() if weight.requires_grad}
+    assert_close(load_saved(tmp_path), wanted, TOLERANCE)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_a_resumed_adapter_is_bitwise_equal_to_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
-    def stopped(world: World | None) -> None:
+    def stop_after_three(world: World | None) -> None:
         with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
@@ -124,18 +124,16 @@ def test_a_resumed_adapter_is_bitwise_equal_to_an_uninterrupted_one(strategy: st
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *args, world=world),
-        stopped,
-        lambda world: trained(tmp_path / "stopped", *args, world=world),
+        lambda world: run_training(tmp_path / "straight", *args, world=world),
+        stop_after_three,
+        lambda world: run_training(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("model", "optimizer"):
-        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+        assert_close(load_saved(tmp_path / "stopped", stem), load_saved(tmp_path / "straight", stem), 0.0)
 
 
-def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_training_resume_inference_and_export_use_pretrained_weights(server: ForkServer, tmp_path: Path) -> None:
     settings = [word for word in request_of(tmp_path).overrides if not word.startswith(("output_root", "seed"))]
     train = ["train", "--task", str(TASK), *settings]
     base = ["train", "--task", str(TASK), "device=cpu", "updates=4", "run=base", "monitor=off", "seed=3"]
@@ -166,7 +164,7 @@ def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
 
 
 def test_loading_an_adapter_with_different_frozen_weights_is_rejected(tmp_path: Path) -> None:
-    trained(tmp_path, "updates=3", "scheduler=constant")
+    run_training(tmp_path, "updates=3", "scheduler=constant")
     more = request_of(tmp_path, "scheduler=constant", "resume_allow=[updates]")
     path = checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 3)
     with open_phase(more) as phase:
@@ -219,7 +217,7 @@ class Adversarial(Task):
         self.model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for name in ("disc", "gen")})
 
 
-def test_the_error_for_an_objective_frozen_by_the_adapter_suggests_training_it_in_full() -> None:
+def test_the_error_for_a_frozen_objective_suggests_adapter_train() -> None:
     phase: Any = plan_this_process(compose(Request(("device=cpu",), TASK)))[0].selected[0]
     task, frozen = Adversarial(), Adversarial()
     lora(target=["gen.0"]).add_to(frozen)
@@ -234,7 +232,7 @@ def test_the_error_for_an_objective_frozen_by_the_adapter_suggests_training_it_i
 
 
 class Convolution(Task):
-    """A regression of pixels by two convolutions."""
+    """Pixel regression with two convolutions."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -285,9 +283,11 @@ def test_a_target_layer_with_a_shared_weight_is_rejected(layer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "suggestion"), [("q_prj", "q_proj"), ("blocks.1.q_prj", "blocks.1.q_proj")], ids=["end", "full name"]
+    ("target", "suggestion"),
+    [("q_prj", "q_proj"), ("blocks.1.q_prj", "blocks.1.q_proj")],
+    ids=["last component", "full name"],
 )
-def test_the_suggested_layer_name_is_complete_only_if_the_given_name_is(target: str, suggestion: str) -> None:
+def test_full_layer_names_are_suggested_only_for_full_names(target: str, suggestion: str) -> None:
     blocks = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(2))
     task = Tied()
     task.model.blocks = blocks
@@ -303,7 +303,7 @@ def test_a_layer_with_a_shared_weight_is_not_adapted_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["head", "embedding"])
-def test_a_shared_weight_that_is_trained_in_full_is_saved_under_each_of_its_names(name: str) -> None:
+def test_a_trained_shared_weight_is_saved_under_all_its_names(name: str) -> None:
     task, adapter = Tied(), lora(train=[name])
     adapter.add_to(task)
     parameters = dict(task.model.named_parameters(remove_duplicate=False))

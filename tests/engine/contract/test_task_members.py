@@ -108,7 +108,7 @@ def test_an_invalid_value_in_a_mapping_is_reported_by_key(name: str) -> None:
 
 def test_the_fix_for_a_wrong_mapping_depends_on_how_it_is_defined(snapshot: SnapshotAssertion) -> None:
     assigned: Any = Task()
-    assigned.losses = []  # meant as its own record of losses
+    assigned.losses = []  # meant as the task's own record of losses
     messages = []
     for task in (assigned, type("Wrong", (Task,), {"losses": property(lambda self: [])})()):
         with pytest.raises(TaskFault) as raised:
@@ -158,7 +158,7 @@ def member(text: str) -> tuple[str, str]:
 RETURNS: dict[str, tuple[str, str, str]] = {
     "dataset returns a generator": ("return Points()", "return (point for point in Points())", ""),
     "dataset returns an iterator": ("return Points()", "return iter([1, 2])", ""),
-    "a length is no integer": ("return 16", "return 16.0", ""),
+    "a length is not an integer": ("return 16", "return 16.0", ""),
     "a length is negative": ("return 16", "return -1", ""),
     "stream returns nothing": (*member("stream(self, split, shard, num_shards): return"), ""),
     "blocks returns nothing": (*member("blocks(self): return"), ""),
@@ -179,7 +179,7 @@ def train(task: str, args: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", RETURNS)
-def test_an_invalid_return_value_of_a_member_is_an_error_of_the_task(
+def test_invalid_return_values_of_members_are_task_errors(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, after, args = RETURNS[name]

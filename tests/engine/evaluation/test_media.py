@@ -9,7 +9,7 @@ import torch
 from runner.engine.evaluation.media import parse_number
 
 
-def test_a_tensor_that_requires_gradients_is_converted_to_a_number_without_a_warning() -> None:
+def test_converting_a_tensor_that_requires_grad_does_not_warn() -> None:
     value = torch.tensor([0.5], requires_grad=True)
     is_always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)  # torch warns only once per process otherwise

@@ -1,4 +1,4 @@
-"""The meter: a row is the sum over its window divided by its items, wherever a run is stopped and resumed."""
+"""Rows of the meter are sums over a window divided by its items, even if the run is stopped and resumed within it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def without_performance(row: Row) -> Row:
 # ---------------------------------------------------------------- rows
 
 
-def test_the_loss_of_a_row_is_the_sum_over_its_window_divided_by_the_items() -> None:
+def test_the_loss_is_averaged_over_the_items_of_a_window() -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=3)
     losses, items = [3.0, 5.0, 1.5, 8.0, 2.0, 4.0], [2, torch.tensor(3), 7, 1, torch.tensor(2.5), 4]
@@ -92,7 +92,7 @@ def test_the_end_of_a_phase_writes_a_partial_window_once() -> None:
     assert [(row["update"], row["train/loss"]) for row in rows] == [(4, 5.0), (5, 10.0)]
 
 
-def test_a_row_has_readings_and_no_value_for_an_unmeasured_or_infinite_norm() -> None:
+def test_rows_have_readings_and_none_for_unknown_norms() -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=1, readings=lambda: [{"gpu0/util": 3.0}])
     meter(step(1, 1.0, norm=None))
@@ -152,7 +152,7 @@ def test_an_update_that_overflowed_is_excluded_from_the_row() -> None:
 # ---------------------------------------------------------------- time
 
 
-def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], items: int = 3) -> None:
+def run_update(meter: Any, time: Time, number: int, parts_s: dict[str, float], items: int = 3) -> None:
     """Run an update whose parts take these times, and record it."""
     for part, seconds in parts_s.items():
         time.now += seconds
@@ -165,7 +165,7 @@ def test_the_time_of_a_row_excludes_hooks(time: Time) -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=2)
     for number in range(1, 5):
-        update_of(meter, time, number, {"hooks": 10.0, "data": 0.125, "forward": 0.25, "optimizer": 0.125})
+        run_update(meter, time, number, {"hooks": 10.0, "data": 0.125, "forward": 0.25, "optimizer": 0.125})
     for row in rows:
         assert (row["perf/step_time_ms"], row["perf/data_wait"]) == (500.0, 0.25)
 
@@ -174,7 +174,7 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
     rows: list[Row] = []
     meter = make_meter(rows, every=2)
     for number in range(1, 7):
-        update_of(meter, time, number, {"hooks": 1.0, "data": number / 8, "forward": 0.5, "backward": 1 / number})
+        run_update(meter, time, number, {"hooks": 1.0, "data": number / 8, "forward": 0.5, "backward": 1 / number})
         with meter.stopwatch.during("evaluation"):
             time.now += 2.0
     for row in rows:
@@ -190,27 +190,27 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
 def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
     meter = make_meter([], every=100)
     assert meter.data_wait() is None
-    update_of(meter, time, 1, {"data": 5.0, "forward": 1.0})
+    run_update(meter, time, 1, {"data": 5.0, "forward": 1.0})
     meter.restart_clock()
     assert meter.data_wait() is None, "the first update is start-up"
     for number, (data, forward) in enumerate([(1.0, 1.0), (2.0, 0.0)], 2):
-        update_of(meter, time, number, {"data": data, "forward": forward})
+        run_update(meter, time, number, {"data": data, "forward": forward})
     assert meter.data_wait() == 0.75
 
 
 def test_untimed_updates_are_excluded_from_the_step_time(time: Time) -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=4)
-    update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update includes start-up
+    run_update(meter, time, 1, {"data": 60.0}, items=100)  # the first update includes start-up
     meter.restart_clock()
     state = None
     for number in range(2, 7):
-        update_of(meter, time, number, {"forward": 0.5})
+        run_update(meter, time, number, {"forward": 0.5})
         state = meter.state()
     again = make_meter(rows, every=4)
     again.load(state)
     for number in (7, 8):
-        update_of(again, time, number, {"forward": 0.25})
+        run_update(again, time, number, {"forward": 0.25})
     assert [row["perf/step_time_ms"] for row in rows] == [500.0, 250.0]
 
 
@@ -218,11 +218,11 @@ def test_untimed_updates_are_excluded_from_the_step_time(time: Time) -> None:
 def test_throughput_is_items_over_time_since_the_first_update(time: Time, every: int) -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=every, is_starting=True)
-    update_of(meter, time, 1, {"data": 60.0}, items=100)
+    run_update(meter, time, 1, {"data": 60.0}, items=100)
     meter.restart_clock()
     began, items = time.now, 0
     for number in range(2, 12):
-        update_of(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
+        run_update(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
         result, items = time.now, items + number
         with meter.stopwatch.during("evaluation"):
             time.now += 2.0  # work after the last update slows none of them down
@@ -235,7 +235,7 @@ def test_throughput_is_items_over_time_since_the_first_update(time: Time, every:
 def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=1, is_starting=True)
-    update_of(meter, time, 1, {"data": 60.0}, items=100)
+    run_update(meter, time, 1, {"data": 60.0}, items=100)
     meter.restart_clock()
     meter.close_window()
     assert meter.timed.throughput is None
@@ -267,7 +267,7 @@ def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
     assert (rows[0]["perf/step_time_ms"], rows[0]["perf/items_per_s"], rows[0]["train/loss"]) == (None, None, 1.0)
 
 
-# ---------------------------------------------------------------- rows in transfer from a device
+# ---------------------------------------------------------------- rows whose values are still being copied
 
 
 class Late:

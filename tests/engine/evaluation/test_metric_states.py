@@ -1,4 +1,4 @@
-"""States of metrics in one process: what they accept, merge, name and compute. tests/laws/test_metrics.py has ranks."""
+"""Metric states: declarations, inputs, names, ranks and coupled losses. See also tests/laws/test_metrics.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Mean(nn.Module):
 
 
 class Returned(Mean):
-    """Computes what it was created with."""
+    """Returns a fixed result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_a_class_with_the_interface_that_is_not_a_module_is_rejected() -> None:
         states_of({"own": type("Plain", (), dict.fromkeys(("update", "compute", "reset"), len))()})
 
 
-def test_a_result_without_all_declared_metrics_is_rejected_with_the_missing_ones() -> None:
+def test_missing_declared_metrics_are_rejected_by_name() -> None:
     states = states_of({"a": Mean(), "b": Mean(), "c": Mean()}, lambda batch: {"b": 1, "sum": (1, 2)})
     with pytest.raises(TaskFault) as caught:
         evaluate(states, batch_of(None))
@@ -111,12 +111,12 @@ def test_a_result_without_all_declared_metrics_is_rejected_with_the_missing_ones
     assert '"a"' in problem.fix
 
 
-def test_a_result_of_evaluate_without_declared_metrics_is_returned_unchanged() -> None:
+def test_results_without_declared_metrics_are_returned_unchanged() -> None:
     assert evaluate(states_of({}, lambda batch: "anything"), batch_of(None)) == ["anything"]
     assert evaluate(states_of({"own": Mean()}, lambda batch: 3), batch_of(None)) == [3]
 
 
-def test_sums_are_returned_and_metrics_accumulate_in_the_order_of_the_samples() -> None:
+def test_metrics_accumulate_in_sample_order_and_sums_are_returned() -> None:
     states = states_of(
         {"own": Gather(lambda rows: {"sum": rows.sum(), "first": rows[0]})},
         lambda batch: {"own": batch, "mean": (batch.sum(), len(batch))},
@@ -140,7 +140,7 @@ def test_metrics_start_empty_and_are_nan_without_samples() -> None:
 
 
 @pytest.mark.parametrize("value", [0.5, (0.5, 1), torch.tensor(0.5), None])
-def test_a_value_without_rows_is_rejected_with_the_name_of_the_metric(value: Any) -> None:
+def test_the_error_for_a_value_without_rows_names_the_metric(value: Any) -> None:
     """An example is an F1 score of the batch instead of its predictions and labels."""
     states = states_of({"f1_macro": Gather(len)}, lambda batch: {"f1_macro": value})
     with pytest.raises(TaskFault) as caught:
@@ -181,7 +181,7 @@ def test_rows_are_passed_as_arguments_of_compute(rows: Any, result: Any) -> None
     ],
     ids=str,
 )  # fmt: skip
-def test_a_metric_is_updated_with_the_arguments_that_evaluate_returns(contribution: Any, call: Any) -> None:
+def test_evaluate_returns_the_arguments_of_update(contribution: Any, call: Any) -> None:
     class Recorded(Mean):
         def compute(self) -> Any:
             assert self.calls == [call]
@@ -192,7 +192,7 @@ def test_a_metric_is_updated_with_the_arguments_that_evaluate_returns(contributi
     assert states.results() == {"own": 1.0}
 
 
-def test_an_error_of_update_names_the_metric_unless_it_is_out_of_memory() -> None:
+def test_the_error_of_a_failing_update_names_the_metric() -> None:
     class Fails(Mean):
         def update(self, error: Exception) -> None:
             raise error
@@ -239,7 +239,7 @@ def test_a_result_that_is_not_a_number_is_rejected() -> None:
         states.results()
 
 
-def test_a_metric_with_parts_that_cannot_be_copied_is_copied_as_far_as_possible() -> None:
+def test_a_metric_with_uncopyable_parts_is_partly_copied() -> None:
     class Locked(Mean):
         def __init__(self) -> None:
             super().__init__()
@@ -269,7 +269,7 @@ def test_a_metric_with_parts_that_cannot_be_copied_is_copied_as_far_as_possible(
     assert (kept.seen, kept.part.calls) == ([], [])
 
 
-def test_the_check_before_training_reports_each_metric_that_rejects_its_input() -> None:
+def test_every_metric_that_rejects_its_input_is_reported() -> None:
     class Fails(Mean):
         def update(self, *args: Any) -> None:
             raise ValueError
@@ -284,7 +284,7 @@ def test_the_check_before_training_reports_each_metric_that_rejects_its_input() 
 # ---------------------------------------------------------------- ranks
 
 
-def test_a_list_state_of_tensors_and_other_objects_is_rejected_with_several_ranks() -> None:
+def test_mixed_list_states_are_rejected_with_several_ranks() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Mixed(torchmetrics.Metric):  # type: ignore[name-defined, misc]
@@ -307,10 +307,10 @@ def test_a_list_state_of_tensors_and_other_objects_is_rejected_with_several_rank
     assert alone.results() == {"own": 2.0}
 
 
-def test_metrics_of_ranks_with_and_without_samples_equal_those_of_all_samples() -> None:
+def test_metrics_combine_ranks_with_and_without_samples() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
-    def measured(world: World) -> dict[str, float]:
+    def measure(world: World) -> dict[str, float]:
         metrics = {
             "mean": torchmetrics.MeanMetric(), "cat": torchmetrics.CatMetric(),
             "rows": Gather(lambda rows: {"first": rows[0], "number": len(rows)}),
@@ -322,24 +322,24 @@ def test_metrics_of_ranks_with_and_without_samples_equal_those_of_all_samples() 
 
     expected = {"mean": 5.5, "rows.first": 0.0, "rows.number": 12.0}
     expected |= {f"cat.{number}": float(number) for number in range(12)}
-    assert run_ranks(measured, 3) == [expected] * 3
+    assert run_ranks(measure, 3) == [expected] * 3
 
 
 def test_a_metric_is_nan_if_no_rank_has_samples() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
-    def measured(world: World) -> bool:
+    def measure(world: World) -> bool:
         states = states_of({"mean": torchmetrics.MeanMetric(), "rows": Gather(len)}, world=world)
         result = states.results()
         return list(result) == ["mean", "rows"] and all(map(math.isnan, result.values()))
 
-    assert run_ranks(measured, 2) == [True, True]
+    assert run_ranks(measure, 2) == [True, True]
 
 
 # ---------------------------------------------------------------- coupled losses
 
 
-def coupled(size: int, factor: float = 1.0) -> MetricStates:
+def coupled_states(size: int, factor: float = 1.0) -> MetricStates:
     members: dict[str, Any] = {
         "embed": lambda self, model, batch: batch,
         "couple": lambda self, codes: (factor * codes.sum() * len(codes), len(codes)),
@@ -347,7 +347,7 @@ def coupled(size: int, factor: float = 1.0) -> MetricStates:
     return states_of({}, samples_per_loss=size, **members)
 
 
-def measured_loss(states: MetricStates) -> dict[str, float]:
+def measure_loss(states: MetricStates) -> dict[str, float]:
     batches = [batch_of(torch.full((2,), 1.0 + first), 2 * first) for first in range(4)]
     assert evaluate(states, *batches) == [{}] * 4
     return states.results()
@@ -358,8 +358,8 @@ def measured_loss(states: MetricStates) -> dict[str, float]:
     [(0, 8 * 20 / 8), (8, 8 * 20 / 8), (4, (4 * 6 + 4 * 14) / 8), (6, (6 * 12 + 2 * 8) / 8)],
 )
 def test_a_coupled_loss_is_computed_over_groups_of_samples(size: int, loss: float) -> None:
-    states = coupled(size)
-    assert measured_loss(states) == {"loss": loss}
+    states = coupled_states(size)
+    assert measure_loss(states) == {"loss": loss}
     assert states.nonfinite == set()
     states.begin()
     assert math.isnan(states.results()["loss"])
@@ -368,14 +368,14 @@ def test_a_coupled_loss_is_computed_over_groups_of_samples(size: int, loss: floa
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_coupled_loss_that_is_not_finite_is_reported(factor: float) -> None:
-    states = coupled(0, factor)
-    measured_loss(states)
+    states = coupled_states(0, factor)
+    measure_loss(states)
     assert states.nonfinite == {"loss"}
 
 
 def test_an_embedding_with_more_rows_than_samples_is_rejected() -> None:
     with pytest.raises(TaskFault):
-        evaluate(coupled(0), batch_of(torch.ones(3), size=2))
+        evaluate(coupled_states(0), batch_of(torch.ones(3), size=2))
 
 
 # ---------------------------------------------------------------- batches
@@ -390,4 +390,4 @@ def test_batches_are_consecutive_and_do_not_cross_groups(num_samples: int, batch
         assert 1 <= len(part) <= batch
         assert part[0] // size == part[-1] // size
         is_cut = (part[-1] + 1) % size == 0 or part[-1] + 1 == num_samples
-        assert len(part) == batch or is_cut, "as large as possible"
+        assert len(part) == batch or is_cut, "every batch is as large as possible"

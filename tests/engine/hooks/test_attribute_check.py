@@ -1,4 +1,4 @@
-"""Attributes that a pass changes are state if the loss depends on them; parameters outside the model always are."""
+"""Attributes that a forward pass changes are state if they affect the loss, as are parameters outside the model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TASK = Path(__file__).parents[1] / "task_that_keeps_attributes.py"
 
 
 class Checked:
-    """A phase whose evaluations are checked; `kept` is an attribute of the task, on which the loss depends."""
+    """A phase whose evaluations are checked. The loss depends on the attribute `kept` of the task."""
 
     def __init__(self, phase: Any) -> None:
         self.phase, self.task = phase, phase.parts.task
         self.num_losses = 0
         self.hook = AttributeCheck(phase)
 
-    def found(self, change: Callable[[Any], Any], read: Callable[[Any], float]) -> str | None:
+    def find_change(self, change: Callable[[Any], Any], read: Callable[[Any], float]) -> str | None:
         """Return the message about a change in an evaluation, or None."""
 
         def count(task: Any) -> float:
@@ -96,7 +96,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], float]]] = {
     "another array": (np.zeros(2), replace(np.ones(2)), first),
     "an element of a list": ([0.0, 5.0], lambda task: task.kept.__setitem__(0, 1.5), first),
     "the length of a list": ([0.0], lambda task: task.kept.append(1.5), lambda task: len(task.kept)),
-    "a deque that is full": (collections.deque([0.0, 1.5], 2), lambda task: task.kept.append(3.0), first),
+    "a full deque": (collections.deque([0.0, 1.5], 2), lambda task: task.kept.append(3.0), first),
     "another tuple": ((0.0,), replace((1.5,)), first),
     "a value of a dict": ({"a": 0.5, "b": 0.5}, lambda task: task.kept.update(a=1.5), lambda task: task.kept["a"]),
     "a key of a dict": ({"a": 0.5}, lambda task: task.kept.update(b=0.5), lambda task: len(task.kept)),
@@ -105,12 +105,10 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], float]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_attribute_that_affects_the_loss_is_rejected_and_keeps_its_new_value(
-    name: str, checked: Checked
-) -> None:
+def test_a_change_that_affects_the_loss_is_rejected_but_not_undone(name: str, checked: Checked) -> None:
     kept, change, read = CHANGES[name]
     checked.task.kept = kept
-    found = checked.found(change, read)
+    found = checked.find_change(change, read)
     assert found is not None
     assert "task.kept" in found
     assert 'self.model.register_buffer("kept"' in found
@@ -136,21 +134,21 @@ SAME: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_an_attribute_with_equal_content_needs_no_forward_pass(name: str, checked: Checked) -> None:
     checked.task.kept, change = SAME[name]
-    assert checked.found(change, lambda task: 1.0) is None
+    assert checked.find_change(change, lambda task: 1.0) is None
     assert checked.num_losses == 0
 
 
 def test_a_memory_map_is_not_read(checked: Checked, tmp_path: Path) -> None:
-    """It may be larger than memory."""
+    """A memory-mapped array may be larger than memory."""
     checked.task.kept = np.memmap(tmp_path / "rows.bin", mode="w+", shape=(2,))
-    assert checked.found(lambda task: task.kept.__iadd__(1), first) is None
+    assert checked.find_change(lambda task: task.kept.__iadd__(1), first) is None
     assert checked.num_losses == 0
 
 
 def test_a_tensor_without_versions_is_compared_by_identity(checked: Checked) -> None:
     with torch.inference_mode():
         checked.task.kept = torch.zeros(1)
-    assert checked.found(lambda task: None, first) is None
+    assert checked.find_change(lambda task: None, first) is None
 
 
 def rename(task: Any) -> None:
@@ -160,16 +158,16 @@ def rename(task: Any) -> None:
 
 def test_added_and_removed_attributes_are_state(checked: Checked) -> None:
     checked.task.old = 1.0
-    found = checked.found(rename, lambda task: len(vars(task)))
-    assert found is None  # one attribute before and one after: the loss is the same
+    found = checked.find_change(rename, lambda task: len(vars(task)))
+    assert found is None  # the loss depends on the number of attributes, which stays the same
     checked = Checked(checked.phase)
     checked.task.old = 1.0
-    found = checked.found(lambda task: delattr(task, "old"), lambda task: float(hasattr(task, "old")))
+    found = checked.find_change(lambda task: delattr(task, "old"), lambda task: float(hasattr(task, "old")))
     assert found is not None
     assert "task.old" in found
     assert not hasattr(checked.task, "old")
     checked = Checked(checked.phase)
-    found = checked.found(lambda task: setattr(task, "late", 1.0), lambda task: float(hasattr(task, "late")))
+    found = checked.find_change(lambda task: setattr(task, "late", 1.0), lambda task: float(hasattr(task, "late")))
     assert found is not None
     assert "task.late" in found
     assert checked.task.late == 1.0
@@ -177,24 +175,22 @@ def test_added_and_removed_attributes_are_state(checked: Checked) -> None:
 
 @pytest.mark.parametrize(("difference", "is_state"), [(4.0, False), (-4.0, False), (4.5, True), (-4.5, True)])
 @pytest.mark.parametrize("noise", [1.0, -1.0])
-def test_a_difference_up_to_four_times_that_of_two_equal_passes_is_noise(
+def test_a_difference_up_to_four_times_the_noise_is_ignored(
     noise: float, difference: float, is_state: bool, checked: Checked
 ) -> None:
     losses = chain([100.0, 100.0 + noise], repeat(100.0 + difference))
     checked.task.kept = 0
-    assert (checked.found(replace(1), lambda task: next(losses)) is not None) == is_state
+    assert (checked.find_change(replace(1), lambda task: next(losses)) is not None) == is_state
 
 
 @pytest.mark.parametrize("old", [math.nan, math.inf, None])
-def test_a_loss_that_fails_or_is_not_finite_with_the_old_value_is_inconclusive(
-    old: float | None, checked: Checked
-) -> None:
+def test_a_failing_or_nonfinite_loss_with_the_old_value_is_inconclusive(old: float | None, checked: Checked) -> None:
     checked.task.kept = old
-    assert checked.found(replace(2.5), lambda task: task.kept + 0.0) is None
+    assert checked.find_change(replace(2.5), lambda task: task.kept + 0.0) is None
     assert checked.task.kept == 2.5
 
 
-def moved(task: Any) -> None:
+def change_parts(task: Any) -> None:
     for name in [name for name in vars(task) if name.startswith("part")]:
         setattr(task, name, 2)
 
@@ -202,11 +198,15 @@ def moved(task: Any) -> None:
 @pytest.mark.parametrize(
     ("num_parts", "read", "named"),
     [
-        (3, lambda task: task.part1, [1]),  # the one that is used
+        (3, lambda task: task.part1, [1]),  # the loss uses one of them
         (3, lambda task: task.part0 + 10 * task.part2, [0, 2]),
-        (2, lambda task: float(task.part0 == 1 and task.part1 == 1), [0, 1]),  # only both together
+        (
+            2,
+            lambda task: float(task.part0 == 1 and task.part1 == 1),
+            [0, 1],
+        ),  # only both together
         (8, lambda task: task.part7, [7]),
-        (9, lambda task: task.part8, list(range(9))),  # too many to be tried one by one
+        (9, lambda task: task.part8, list(range(9))),  # too many to try one by one
     ],
 )
 def test_the_message_names_the_attributes_that_affect_the_loss(
@@ -214,7 +214,7 @@ def test_the_message_names_the_attributes_that_affect_the_loss(
 ) -> None:
     for number in range(num_parts):
         setattr(checked.task, f"part{number}", 1)
-    found = checked.found(moved, read)
+    found = checked.find_change(change_parts, read)
     assert found is not None
     listed = found.partition(": ")[2].partition("\n")[0]
     if len(named) < 4:
@@ -227,7 +227,7 @@ def test_an_attribute_of_a_module_is_named_with_the_module(module: str, name: st
     holder: Any = checked.task.model.get_submodule(module)
     holder.kept = 1
     try:
-        found = checked.found(lambda task: setattr(holder, "kept", 2), lambda task: holder.kept)
+        found = checked.find_change(lambda task: setattr(holder, "kept", 2), lambda task: holder.kept)
     finally:
         del holder.kept
     assert found is not None
@@ -244,17 +244,17 @@ class Frozen(dict[str, int]):
 @pytest.mark.parametrize(
     "value",
     [np.array([np.zeros(3), np.zeros(4)], dtype=object), torch.eye(3).to_sparse(), Frozen(a=1), np.array([math.nan])],
-    ids=["arrays of an array", "sparse", "no copy", "NaN"],
+    ids=["array of arrays", "sparse", "no copy", "NaN"],
 )
 def test_an_attribute_that_cannot_be_compared_is_not_reported(value: Any, checked: Checked) -> None:
     checked.task.kept = value
-    assert checked.found(lambda task: None, lambda task: len(task.kept) * 1.0) is None
+    assert checked.find_change(lambda task: None, lambda task: len(task.kept) * 1.0) is None
 
 
 def test_only_the_first_evaluation_is_checked(checked: Checked) -> None:
     checked.task.kept = 0
-    assert checked.found(lambda task: None, lambda task: task.kept) is None
-    assert checked.found(replace(1), lambda task: task.kept) is None
+    assert checked.find_change(lambda task: None, lambda task: task.kept) is None
+    assert checked.find_change(replace(1), lambda task: task.kept) is None
 
 
 @pytest.mark.parametrize("off", ["update", "is_lockstep", "places_model"])
@@ -264,14 +264,14 @@ def test_a_resumed_run_and_a_model_with_collectives_are_not_checked(
     phase = checked.phase
     monkeypatch.setattr(phase.position if off == "update" else phase.parts.parallel, off, 1)
     checked.task.kept = 0
-    assert checked.found(replace(1), lambda task: task.kept) is None
+    assert checked.find_change(replace(1), lambda task: task.kept) is None
 
 
 @pytest.mark.parametrize(
     ("is_here", "is_there", "has_samples", "is_found"),
     [(True, False, True, True), (False, True, True, True), (True, False, False, False), (False, True, False, True)],
 )
-def test_a_finding_of_one_rank_ends_all_ranks(
+def test_a_change_found_on_one_rank_ends_all_ranks(
     is_here: bool,
     is_there: bool,
     has_samples: bool,
@@ -280,14 +280,13 @@ def test_a_finding_of_one_rank_ends_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank without a change, or without samples, joins the collectives and finds nothing itself."""
-    there = iter(
-        [[], is_there, [["task", "there"]] if is_there else []]
-    )  # moved parameters, any change, used attributes
+    # from the other rank: changed parameters, whether attributes changed, and those that affect the loss
+    there = iter([[], is_there, [["task", "there"]] if is_there else []])
     monkeypatch.setattr(World, "gather", lambda _, value: [value, next(there)])
     micro_batch = checked.phase.feed.peek()
     monkeypatch.setattr(checked.phase.feed, "peek", lambda: micro_batch._replace(is_counted=has_samples))
     checked.task.kept = 0
-    found = checked.found(replace(1) if is_here else lambda task: None, lambda task: task.kept)
+    found = checked.find_change(replace(1) if is_here else lambda task: None, lambda task: task.kept)
     assert (found is not None) == is_found
     assert next(there, None) is None
     if found is not None:
@@ -300,10 +299,10 @@ def test_a_finding_of_one_rank_ends_all_ranks(
 
 def permute(task: Any) -> None:
     with torch.no_grad():
-        task.outside.weight.copy_(task.outside.weight.flip(1))  # of the same norm
+        task.outside.weight.copy_(task.outside.weight.flip(1))  # keeps the norm
 
 
-def at_another_address(factor: float) -> Callable[[Any], None]:
+def copy_scaled(factor: float) -> Callable[[Any], None]:
     return lambda task: setattr(task.outside.weight, "data", task.outside.weight.data * factor)
 
 
@@ -314,12 +313,12 @@ WRITES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "in place, without a version": (lambda task: task.outside.weight.data.mul_(1 + 4 * EPS), True),
     "a conversion": (lambda task: task.outside.double(), False),
     "in place, in half precision": (lambda task: task.half.weight.data.mul_(2), True),
-    "a copy": (at_another_address(1.0), False),
-    "a copy of another value": (at_another_address(1.5), True),
-    "a copy summed in another order": (at_another_address(1 + 2 * EPS), False),
-    "a copy that is slightly different": (at_another_address(1 + 32 * EPS), True),
+    "a copy": (copy_scaled(1.0), False),
+    "a copy of another value": (copy_scaled(1.5), True),
+    "a copy summed in another order": (copy_scaled(1 + 2 * EPS), False),
+    "a copy that is slightly different": (copy_scaled(1 + 32 * EPS), True),
     "another module": (lambda task: setattr(task, "another", nn.Linear(4, 1)), False),
-    "one that disappears": (lambda task: delattr(task, "outside"), False),
+    "a removed module": (lambda task: delattr(task, "outside"), False),
 }
 
 
@@ -329,7 +328,7 @@ def test_a_parameter_outside_the_model_must_keep_its_values(name: str, checked: 
     checked.task.outside = nn.Linear(4, 1).requires_grad_(False)
     nn.init.constant_(checked.task.outside.weight, 0.75)
     checked.task.half = nn.Linear(4, 1, bias=False).bfloat16()
-    found = checked.found(write, lambda task: 0.0)
+    found = checked.find_change(write, lambda task: 0.0)
     assert (found is not None) == is_refused
     if found is not None:
         owner = "half" if "half" in name else "outside"
@@ -339,7 +338,7 @@ def test_a_parameter_outside_the_model_must_keep_its_values(name: str, checked: 
 
 def test_parameters_that_are_nan_count_as_unchanged(checked: Checked) -> None:
     nn.init.constant_(checked.task.outside.weight, math.nan)
-    assert checked.found(at_another_address(1.0), lambda task: 0.0) is None
+    assert checked.find_change(copy_scaled(1.0), lambda task: 0.0) is None
 
 
 class OfLayer(nn.Parameter):
@@ -359,13 +358,13 @@ class OfLayer(nn.Parameter):
 def test_parameters_of_packed_formats_are_not_compared(make: Callable[[], nn.Parameter], checked: Checked) -> None:
     checked.task.outside.packed = make()
     with torch.no_grad():
-        assert checked.found(lambda task: task.outside.packed.zero_(), lambda task: 0.0) is None
+        assert checked.find_change(lambda task: task.outside.packed.zero_(), lambda task: 0.0) is None
 
 
-def test_a_module_of_the_model_that_the_task_also_references_is_not_outside_the_model(checked: Checked) -> None:
+def test_a_submodule_stored_on_the_task_counts_as_part_of_the_model(checked: Checked) -> None:
     checked.task.same = checked.task.model[0]
     with torch.no_grad():
-        assert checked.found(lambda task: task.same.weight.add_(1), lambda task: 0.0) is None
+        assert checked.find_change(lambda task: task.same.weight.add_(1), lambda task: 0.0) is None
 
 
 # ---------------------------------------------------------------- updates

@@ -1,4 +1,4 @@
-"""Weight averaging: the formula, and independence from resumption, gradient accumulation and ranks."""
+"""Weight averaging follows its formula and does not depend on resuming, gradient accumulation or ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def weights_of(phase: Any) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in phase.run.parts.bare.named_parameters()}
 
 
-def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[str, Tensor]:
+def load_saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *args: str, world: World | None = None) -> dict[str, float]:
+def run_training(folder: Path, *args: str, world: World | None = None) -> dict[str, float]:
     with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
         return dict(phase.run.progress.metrics)
@@ -62,7 +62,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         assert float((tensor - other[name]).abs().max()) <= tolerance, name
 
 
-def by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
+def average_by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
     average = seen[0]
     for number, weights in enumerate(seen[1:], 1):
         kept = DECAY if option == "ema" else number / (number + 1)
@@ -76,18 +76,18 @@ def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, .
     with open_phase(request_of(tmp_path, *args)) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
-    assert_close(saved(tmp_path), by_hand(seen, option))
-    assert_close(saved(tmp_path, "model"), seen[-1], 0.0)
+    assert_close(load_saved(tmp_path), average_by_hand(seen, option))
+    assert_close(load_saved(tmp_path, "model"), seen[-1], 0.0)
 
 
 def test_an_average_that_starts_later_covers_only_the_last_updates(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "averaging=swa", "averaging.start=0.5")) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
-    assert_close(saved(tmp_path), by_hand(seen[UPDATES // 2 :], "swa"))
+    assert_close(load_saved(tmp_path), average_by_hand(seen[UPDATES // 2 :], "swa"))
 
 
-def test_a_run_stopped_before_its_average_starts_resumes_like_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_run_stopped_before_averaging_starts_resumes_exactly(tmp_path: Path) -> None:
     args = ("averaging=swa", "averaging.start=0.5")
     with open_phase(request_of(tmp_path / "stopped", *args)) as phase:
         for update in phase.updates():
@@ -96,27 +96,27 @@ def test_a_run_stopped_before_its_average_starts_resumes_like_an_uninterrupted_o
         phase.hook(RankSync).exchange.close()
         phase.hook(Checkpointing).save()
     path = checkpoint.checkpoint_path(tmp_path / "stopped" / "mine" / "checkpoints", 2)
-    assert "averaging" not in checkpoint.load(path).stems, "predictions use the weights"
-    trained(tmp_path / "stopped", *args)
-    trained(tmp_path / "straight", *args)
+    assert "averaging" not in checkpoint.load(path).stems, "before averaging starts, predictions use the weights"
+    run_training(tmp_path / "stopped", *args)
+    run_training(tmp_path / "straight", *args)
     for stem in ("averaging", "model"):
-        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+        assert_close(load_saved(tmp_path / "stopped", stem), load_saved(tmp_path / "straight", stem), 0.0)
 
 
-def test_a_different_average_starts_with_the_first_update_of_the_resumed_run(tmp_path: Path) -> None:
-    trained(tmp_path, *EMA)
+def test_a_changed_average_starts_with_the_first_resumed_update(tmp_path: Path) -> None:
+    run_training(tmp_path, *EMA)
     more = ("averaging=swa", f"updates={UPDATES + 3}", "resume_allow=[averaging,updates]")
     with open_phase(request_of(tmp_path, *more)) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
-    assert_close(saved(tmp_path, update=UPDATES + 3), by_hand(seen, "swa"))
+    assert_close(load_saved(tmp_path, update=UPDATES + 3), average_by_hand(seen, "swa"))
 
 
 def test_averaging_does_not_change_training(tmp_path: Path) -> None:
-    trained(tmp_path / "with", *EMA, "evaluate.every=2")
-    trained(tmp_path / "without", "evaluate.every=2")
-    assert_close(saved(tmp_path / "with", "model"), saved(tmp_path / "without", "model"), 0.0)
-    assert_close(saved(tmp_path / "with", "optimizer"), saved(tmp_path / "without", "optimizer"), 0.0)
+    run_training(tmp_path / "with", *EMA, "evaluate.every=2")
+    run_training(tmp_path / "without", "evaluate.every=2")
+    assert_close(load_saved(tmp_path / "with", "model"), load_saved(tmp_path / "without", "model"), 0.0)
+    assert_close(load_saved(tmp_path / "with", "optimizer"), load_saved(tmp_path / "without", "optimizer"), 0.0)
 
 
 SAMPLING = """
@@ -151,7 +151,7 @@ class Own(Regression):
 
 
 def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) -> None:
-    """For example, a hook samples pictures from a diffusion model. It draws from the same generator as dropout."""
+    """For example, a hook samples images from a diffusion model. This hook draws from the same generator as dropout."""
     task = tmp_path / "own.py"
     task.write_text(SAMPLING)
     runs: dict[bool, tuple[Any, list[dict[str, Tensor]]]] = {}
@@ -165,9 +165,9 @@ def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) ->
     (hook,), weights = runs[True]
     assert len(hook.seen) == UPDATES
     for number, seen in enumerate(hook.seen, 1):
-        assert_close(seen, by_hand(weights[:number], "ema"))
+        assert_close(seen, average_by_hand(weights[:number], "ema"))
     first, second = hook.drawn[:2]
-    assert not torch.equal(first, second), "the weights differ"
+    assert not torch.equal(first, second), "the weights differ between updates"
     for here, there in zip(weights, runs[False][1], strict=True):
         assert_close(here, there, 0.0)
 
@@ -177,7 +177,7 @@ def test_a_hook_can_use_the_average_without_changing_training(tmp_path: Path) ->
 def test_the_average_of_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     args = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
-    def stopped(world: World | None) -> None:
+    def stop_after_three(world: World | None) -> None:
         with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
@@ -186,28 +186,28 @@ def test_the_average_of_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: 
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *args, world=world),
-        stopped,
-        lambda world: trained(tmp_path / "stopped", *args, world=world),
+        lambda world: run_training(tmp_path / "straight", *args, world=world),
+        stop_after_three,
+        lambda world: run_training(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("averaging", "model", "optimizer"):
-        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+        assert_close(load_saved(tmp_path / "stopped", stem), load_saved(tmp_path / "straight", stem), 0.0)
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size: int, tmp_path: Path) -> None:
-    expected = trained(tmp_path / "straight", *EMA, "micro_batch_size=8")
+    expected = run_training(tmp_path / "straight", *EMA, "micro_batch_size=8")
     folder = tmp_path / "other"
 
     def rank(world: World) -> dict[str, float]:
-        return trained(folder, *EMA, f"parallelism={args}", f"parallelism.world_size={world_size}", world=world)
+        return run_training(folder, *EMA, f"parallelism={args}", f"parallelism.world_size={world_size}", world=world)
 
-    result = run_ranks(rank, world_size) if world_size > 1 else [trained(folder, *EMA, args)]
+    result = run_ranks(rank, world_size) if world_size > 1 else [run_training(folder, *EMA, args)]
     assert all(of_rank["val/loss"] == pytest.approx(expected["val/loss"], rel=TOLERANCE) for of_rank in result)
-    assert_close(saved(folder), saved(tmp_path / "straight"))
+    assert_close(load_saved(folder), load_saved(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
@@ -217,7 +217,7 @@ def test_evaluation_and_inference_use_the_average_if_requested(
     request = request_of(tmp_path, *EMA, f"averaging.evaluate={str(is_evaluated).lower()}")
     assert server.run(["train", "--task", str(TASK), *request.overrides], tmp_path).code == 0
     result = json.loads((tmp_path / "mine" / "run.json").read_text())["metrics"]
-    used = saved(tmp_path, "averaging" if is_evaluated else "model")
+    used = load_saved(tmp_path, "averaging" if is_evaluated else "model")
     with ExitStack() as stack:
         parts = open_trained(Request(("run=mine", f"output_root={tmp_path}"), TASK), Console(), stack).parts
         assert_close(weights_of(SimpleNamespace(run=SimpleNamespace(parts=parts))), used, 0.0)
@@ -227,7 +227,7 @@ def test_evaluation_and_inference_use_the_average_if_requested(
 
 
 def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> None:
-    trained(tmp_path, "updates=3", "optimizer.lr=0.01")
+    run_training(tmp_path, "updates=3", "optimizer.lr=0.01")
     longer = (*EMA, "resume_allow=[updates]")
     with pytest.raises(IncompatibleResume), open_phase(request_of(tmp_path, *longer)):
         pass
@@ -235,7 +235,7 @@ def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> No
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
     assert len(seen) == 3
-    assert_close(saved(tmp_path), by_hand(seen, "ema"))
+    assert_close(load_saved(tmp_path), average_by_hand(seen, "ema"))
 
 
 @pytest.mark.parametrize("option", ["none", "swa"])
@@ -267,7 +267,7 @@ class Frozen(Regression):
 
 @pytest.mark.slow
 def test_a_pipeline_stage_without_trained_parameters_averages_nothing(tmp_path: Path) -> None:
-    """Its run continues from the checkpoint of a single process, and saves the same tensors."""
+    """The pipeline resumes from a checkpoint of a single process, and saves the same tensors."""
     task = tmp_path / "frozen.py"
     task.write_text(FROZEN)
 
@@ -280,15 +280,15 @@ def test_a_pipeline_stage_without_trained_parameters_averages_nothing(tmp_path: 
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     train("one")
     run_ranks(lambda world: train("two", "parallelism=pipeline", "parallelism.world_size=2", world=world), 2)
-    assert {*saved(tmp_path / "two")} == {"2.weight", "2.bias"}
-    assert_close(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    assert {*load_saved(tmp_path / "two")} == {"2.weight", "2.bias"}
+    assert_close(load_saved(tmp_path / "two"), load_saved(tmp_path / "one"))
 
 
 def test_the_average_of_a_tied_weight_is_loaded_under_all_of_its_names(server: ForkServer, tmp_path: Path) -> None:
-    """A checkpoint has the weight under both names, but its average under the first only; loading uses the last."""
+    """A checkpoint has the weight under both names but its average only under the first; loading keeps the last."""
     task = Path(__file__).parents[1] / "task_of_tied.py"
     assert server.run(["train", "--task", str(task), *request_of(tmp_path, *EMA).overrides], tmp_path).code == 0
-    average, weights = saved(tmp_path), saved(tmp_path, "model")
+    average, weights = load_saved(tmp_path), load_saved(tmp_path, "model")
     assert weights.keys() - average.keys() == {"2.weight"}
     assert not torch.equal(average["0.weight"], weights["0.weight"])
     everything = {**average, "2.weight": average["0.weight"]}

@@ -79,7 +79,7 @@ def test_changed_samples_and_code_are_reported_once_and_recorded(
     assert len(compared.warned) == num_changes
     for name in [*files, *samples]:
         assert name in compared.warned[0]
-    compared.begin(state)  # like the next phase
+    compared.begin(state)  # as in the next phase
     assert len(compared.warned) == num_changes
 
 
@@ -105,7 +105,7 @@ def test_only_the_first_rank_reads_samples(compared: Compared, monkeypatch: pyte
     ("is_compared", "is_resumed", "is_over", "is_read"),
     [(False, False, False, False), (True, True, True, False), (True, True, False, True), (True, False, True, True)],
 )
-def test_data_are_not_read_if_they_are_not_compared_or_no_update_is_left(
+def test_data_are_not_read_if_not_compared_or_no_update_is_left(
     is_compared: bool,
     is_resumed: bool,
     is_over: bool,
@@ -120,7 +120,7 @@ def test_data_are_not_read_if_they_are_not_compared_or_no_update_is_left(
     assert (compared.begin(state) != state) == is_read
 
 
-def test_samples_that_differ_between_two_reads_are_reported_but_not_as_a_change(
+def test_nondeterministic_samples_are_reported_but_not_as_a_change(
     compared: Compared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = iter(range(1000))

@@ -1,4 +1,4 @@
-"""Early stopping counts evaluations without improvement, also across a resumption."""
+"""Early stopping counts evaluations without improvement, including those before a resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def stops_at(values: list[float], **settings: Any) -> int | None:
         ([5, 5, 5], {"patience": 1, "metric": "val/other"}, None),
     ],
 )
-def test_a_phase_stops_after_the_given_number_of_evaluations_without_improvement(
+def test_a_phase_stops_when_the_metric_stops_improving(
     values: list[float], settings: dict[str, Any], expected: int | None
 ) -> None:
     assert stops_at(values, **settings) == expected
@@ -68,7 +68,7 @@ def test_a_new_metric_starts_without_the_best_value_of_the_old_one(now: dict[str
         assert not after.ends_phase
 
 
-def test_a_state_of_an_earlier_version_belongs_to_the_metric_of_the_settings() -> None:
+def test_a_state_of_an_earlier_version_applies_to_the_current_metric() -> None:
     stopping = make_hook(patience=2)
     stopping.load_state_dict({"best": 1.0, "num_bad": 1})
     stopping.after_evaluation(EvaluationResult({"val/loss": 2.0}, ()))

@@ -1,4 +1,4 @@
-"""When a phase evaluates, and who receives the metrics."""
+"""When a phase evaluates, and which hooks receive the metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Evaluated:
         on_last_batch()
         return self.result
 
-    def every(self, number: Any, *, has_interim: bool = True) -> None:
+    def set_every(self, number: Any, *, has_interim: bool = True) -> None:
         """Set `evaluate.every`."""
         self.hook.__dict__.pop("every", None)
         self.monkeypatch.setattr(type(self.phase.work), "has_interim_evaluation", has_interim)
@@ -82,7 +82,7 @@ def phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evaluated
     ("every", "has_interim", "expected"),
     [
         (4, True, [4, 8, 10]),
-        (5, True, [5, 10]),  # the last one once
+        (5, True, [5, 10]),  # only once at the end
         (0, True, [10]),
         ("4updates", True, [4, 8, 10]),
         ("1epochs", True, [3, 6, 9, 10]),
@@ -95,7 +95,7 @@ def test_evaluations_are_due_at_each_interval_and_at_the_end(
     every: Any, has_interim: bool, expected: list[int], phase: Evaluated
 ) -> None:
     phase.phase.order = replace(phase.phase.order, num_samples=3, global_batch_size=1, sampler=None)
-    phase.every(every, has_interim=has_interim)
+    phase.set_every(every, has_interim=has_interim)
     assert phase.run() == expected
     assert phase.hook.is_done
 
@@ -104,13 +104,13 @@ def test_evaluations_are_due_at_each_interval_and_at_the_end(
 def test_auto_evaluates_about_ten_times(
     total: int, every: int, phase: Evaluated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phase.every("auto")
+    phase.set_every("auto")
     monkeypatch.setattr(phase.phase.work, "total", total, raising=False)
     assert phase.hook.every == every
 
 
 def test_a_resumed_phase_runs_only_missing_evaluations(phase: Evaluated) -> None:
-    phase.every(4)
+    phase.set_every(4)
     assert phase.run(stop=5) == [4], "a stopped phase does not evaluate at its end"
     state = phase.hook.state_dict()
     assert state == 4
@@ -122,14 +122,14 @@ def test_a_resumed_phase_runs_only_missing_evaluations(phase: Evaluated) -> None
 
 
 def test_a_task_without_validation_data_is_never_evaluated(phase: Evaluated) -> None:
-    phase.every(1)
+    phase.set_every(1)
     phase.hook.held_out = None
     assert phase.hook.is_done
     assert phase.run() == []
 
 
 def test_metrics_are_written_and_passed_to_the_other_hooks(phase: Evaluated) -> None:
-    phase.every(0)
+    phase.set_every(0)
     phase.result = EvaluationResult({"loss": 0.5, "none": math.nan, "bad": math.nan, "inf": math.inf}, ("none",))
     tally = phase.phase.run.tally
     before = tally.num_evaluations
@@ -150,7 +150,7 @@ def test_metrics_are_written_and_passed_to_the_other_hooks(phase: Evaluated) -> 
 
 
 def test_a_stopped_evaluation_stops_the_phase_and_is_repeated(phase: Evaluated) -> None:
-    phase.every(4)
+    phase.set_every(4)
     phase.result = None
     assert phase.run(stop=4) == [4]
     assert phase.phase.must_stop
@@ -160,7 +160,7 @@ def test_a_stopped_evaluation_stops_the_phase_and_is_repeated(phase: Evaluated) 
     assert phase.run(start=4, stop=4) == [4]
 
 
-def test_a_metric_that_does_not_exist_is_reported_with_a_similar_one(phase: Evaluated) -> None:
+def test_an_unknown_metric_is_reported_with_a_similar_one(phase: Evaluated) -> None:
     warn_unknown_metric(phase.phase, "key", "val/los", {"val/loss": 0.0})
     warn_unknown_metric(phase.phase, "key", "zzz", {"val/loss": 0.0})
     similar, other = phase.warned

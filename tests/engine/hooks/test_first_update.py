@@ -115,7 +115,7 @@ def build():
 @pytest.mark.parametrize(
     ("requires_grad", "unfrozen_after", "is_named"), [(False, 2, True), (False, 9, False), (True, 2, False)]
 )
-def test_gradients_of_parameters_that_the_optimizer_lacks_are_reported_once(
+def test_gradients_of_parameters_missing_from_the_optimizer_are_reported_once(
     requires_grad: bool, unfrozen_after: int, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -149,7 +149,7 @@ def fill(model: Any) -> None:
 
 @pytest.mark.parametrize(("change", "name"), [(add, "late"), (grow, "bank"), (remove, None), (fill, None)])
 @pytest.mark.parametrize("is_here", [True, False])
-def test_a_buffer_added_or_resized_in_the_first_update_is_rejected_on_every_rank(
+def test_adding_or_resizing_a_buffer_is_rejected_on_every_rank(
     is_here: bool, change: Any, name: str | None, first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = first.phase.parts.bare
@@ -216,7 +216,7 @@ def test_a_model_that_is_not_compiled_as_requested_is_reported(
 def test_a_loss_without_a_count_is_reported_once(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If it is invalid only in eval mode, the run trains and reports that the check of the sum was skipped."""
+    """If the loss is invalid only in eval mode, the run trains and reports that the check of the sum was skipped."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(TASK.replace("WHEN", when))
     args = ("updates=2", "global_batch_size=4", "device=cpu", "monitor=off", "backend.threads=1", "sharpness=sam")

@@ -1,4 +1,4 @@
-"""State that forward passes change is saved in checkpoints: resumed runs and evaluations use it."""
+"""State that forward passes change (the forward state) is saved, and restored in resumed runs and evaluations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def args(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return f"--task {path} device=cpu monitor=off dataloader.num_workers=0 checkpoint.every=3 run=mine {settings}"
 
 
-def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] | None = None) -> Any:
+def run_training(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] | None = None) -> Any:
     folder.mkdir(exist_ok=True)
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
     completed = server.run(f"train {args}", folder, env)
@@ -72,7 +72,7 @@ def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] |
 def straight(args: str, server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return the folder and the metrics of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder, trained(server, folder, args)
+    return folder, run_training(server, folder, args)
 
 
 def forward_state(folder: Path) -> dict[str, Tensor]:
@@ -85,12 +85,12 @@ def forward_state(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ENDS)
-def test_a_resumed_run_has_the_state_that_forward_passes_changed(
+def test_a_resumed_run_restores_the_forward_state(
     end: str, args: str, straight: tuple[Path, Any], server: ForkServer, tmp_path: Path
 ) -> None:
     folder, metrics = straight
-    trained(server, tmp_path, args, ENDS[end])
-    assert trained(server, tmp_path, args) == metrics
+    run_training(server, tmp_path, args, ENDS[end])
+    assert run_training(server, tmp_path, args) == metrics
     (weights, losses), (actual, found_losses) = result(folder), result(tmp_path)
     assert found_losses == losses
     assert [name for name, tensor in weights.items() if not torch.equal(tensor, actual[name])] == []
@@ -101,7 +101,7 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
-def test_a_phase_in_a_later_command_starts_with_the_state_that_the_previous_phase_changed(
+def test_a_phase_run_in_a_later_command_restores_the_forward_state(
     args: str, server: ForkServer, tmp_path: Path
 ) -> None:
     task = next(word for word in args.split() if word.endswith(".py"))
@@ -109,17 +109,15 @@ def test_a_phase_in_a_later_command_starts_with_the_state_that_the_previous_phas
     (tmp_path / "phases.py").write_text(text)
     args = args.replace(task, str(tmp_path / "phases.py"))
     together, apart = tmp_path / "together", tmp_path / "apart"
-    expected = trained(server, together, args)
-    trained(server, apart, f"{args} phases=[one]")
-    assert trained(server, apart, f"{args} phases=[two]") == expected
+    expected = run_training(server, together, args)
+    run_training(server, apart, f"{args} phases=[one]")
+    assert run_training(server, apart, f"{args} phases=[two]") == expected
     saved, states = forward_state(apart), forward_state(together)
     assert saved.keys() == states.keys()
     assert all(torch.equal(saved[name], state) for name, state in states.items())
 
 
-def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_changed(
-    straight: tuple[Path, Any], server: ForkServer
-) -> None:
+def test_an_evaluation_of_a_checkpoint_uses_the_forward_state(straight: tuple[Path, Any], server: ForkServer) -> None:
     folder, metrics = straight
     completed = server.run("evaluate mine checkpoint=last --json", folder, {"IMPORT_FIRST": "tests.faults.ending"})
     assert completed.code == 0, completed.err
@@ -140,7 +138,7 @@ def test_a_buffer_that_first_changes_in_a_later_update_is_saved(server: ForkServ
         text = text.replace(old, new)
     (tmp_path / "late.py").write_text(text)
     args = f"--task {tmp_path / 'late.py'} device=cpu monitor=off dataloader.num_workers=0 run=mine"
-    trained(server, tmp_path, f"{args} updates=4 checkpoint.every=3 evaluate.every=0")
+    run_training(server, tmp_path, f"{args} updates=4 checkpoint.every=3 evaluate.every=0")
     saved = load(checkpoint_path(tmp_path / "outputs/mine/checkpoints", 3)).tensors("forward_state")
     (used,) = (tensor for name, tensor in saved.items() if name.endswith("used"))
     assert used.sum() == 4 + 8, "the third update has counted its 8 samples"

@@ -1,4 +1,4 @@
-"""Parameters that a hook freezes or unfreezes during a phase: a resumed run trains the same ones."""
+"""If a hook freezes or unfreezes parameters, a resumed run trains the same ones as an uninterrupted run, or warns."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def status(*forward: float | None, **others: float) -> StepStatus:
 
 
 class Observed:
-    """The hook of a phase in which the test sets what the ranks report."""
+    """The load-balancing hook of a phase; the test sets what the ranks report."""
 
     def __init__(self, phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase, self.hook = phase, phase.hook(LoadBalance)
@@ -70,7 +70,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observed]:
 
 
 @pytest.mark.parametrize("is_startup", [True, False])
-def test_a_row_has_the_mean_time_of_each_rank_and_part_without_start_up(is_startup: bool, seen: Observed) -> None:
+def test_rows_have_mean_times_by_rank_and_part_without_start_up(is_startup: bool, seen: Observed) -> None:
     seen.phase.hook(Timekeeping).until_first_update = 5.0 if is_startup else None
     seen.after_update(1, None)
     seen.after_update(2, status(None, 7.0))
@@ -119,7 +119,7 @@ def test_idle_time_is_read_when_a_row_is_due(seen: Observed, monkeypatch: pytest
     assert seen.hook.readings()["rank0/idle"] == 2.0
 
 
-def test_new_shares_are_written_and_recorded_and_batches_are_read_again(seen: Observed) -> None:
+def test_new_shares_are_recorded_and_batches_are_read_again(seen: Observed) -> None:
     seen.after_update(1, status(1.0, 2.0))
     assert (seen.rows, seen.events, seen.printed, seen.num_reread) == ([], [], [], 0)
     seen.change = ShareChange(Decision((5, 3), 0.25, 0.125, "rank 0 is faster"), reread=True)

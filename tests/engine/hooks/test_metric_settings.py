@@ -1,4 +1,4 @@
-"""Settings that name a metric: a name that the evaluation does not have is reported before the first update."""
+"""Settings that name a metric: unknown names are reported early, and each phase ranks by its own metric."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def opened(
         (["checkpoint.best=val/recall.2"], BEST, "val/recall.1"),
         (["early_stopping.metric=val/f1", "early_stopping.patience=3"], STOPPING, "val/accuracy"),
         (["early_stopping.metric=val/f1"], "", ""),  # it has no effect without a patience
-        (["scheduler=plateau"], PLATEAU, "val/accuracy"),  # val/loss, which this task does not have
+        (["scheduler=plateau"], PLATEAU, "val/accuracy"),  # the default is val/loss, which this task does not return
         (["scheduler=plateau", "scheduler.metric=val/accuracy"], "", ""),
         (["task.gathered=true", "checkpoint.best=val/spread.std"], "", ""),
         (["task.gathered=true", "checkpoint.best=val/sprad.std"], BEST, "val/spread"),
@@ -68,7 +68,7 @@ def test_an_unknown_metric_is_reported_before_the_first_update(
 def test_an_unknown_early_stopping_metric_of_another_phase_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, it is also the metric of checkpoint.best, which the user has not set."""
+    """By default, checkpoint.best is the metric of early stopping; the user has not set it."""
     phases = {"first": {}, "second": {"early_stopping.metric": "val/f1", "early_stopping.patience": 3}}
     task = tmp_path / "phases.py"
     task.write_text(f"{TASK.read_text(encoding='utf-8')}\nPHASES = {phases}\n", encoding="utf-8")
@@ -115,7 +115,7 @@ def test_all_ranks_check_metric_names_with_the_same_batch(tmp_path: Path, capfd:
 
 
 @pytest.mark.parametrize(("late", "expected"), [(1, [4]), (3, [4]), (4, [4]), (5, [])])
-def test_a_metric_that_only_later_evaluations_have_selects_the_best_checkpoint(
+def test_a_metric_of_later_evaluations_selects_the_best_checkpoint(
     late: int, expected: list[int], tmp_path: Path
 ) -> None:
     best = ["updates=4", f"task.late={late}", "checkpoint.best=val/late", "checkpoint.every=1"]
@@ -126,14 +126,14 @@ def test_a_metric_that_only_later_evaluations_have_selects_the_best_checkpoint(
     assert [number for _, number in find_best_checkpoints(newest)] == expected
 
 
-def test_a_resumed_run_that_ranks_by_another_metric_keeps_the_best_of_its_earlier_checkpoints(tmp_path: Path) -> None:
+def test_ranking_by_a_new_metric_on_resume_includes_earlier_checkpoints(tmp_path: Path) -> None:
     args = ["train", "--task", str(TASK), *COMMON, "task.late=1", "checkpoint.every=1", f"output_root={tmp_path}"]
     assert main([*args, "updates=4", "checkpoint.keep=9"]) == 0
     other = ["checkpoint.best=val/late", "checkpoint.best_is=max", "checkpoint.keep=2"]
     assert main([*args, "updates=8", "resume_allow=[updates]", *other]) == 0
     newest = load_newest(tmp_path / "small" / "checkpoints")
     assert newest is not None
-    assert find_best_checkpoints(newest) == [(1.0, 1)], "the metric falls"
+    assert find_best_checkpoints(newest) == [(1.0, 1)], "the metric decreases"
 
 
 STOPS = {"early_stopping.patience": 9, "early_stopping.best_is": "max"}
@@ -163,9 +163,9 @@ LATE, ACCURACY, LOSS = ("val/late", "max"), ("val/accuracy", "max"), ("val/loss"
             {"one": LOSS, "two": LATE},
         ),
     ],
-    ids=["one stops", "different metrics", "same metric", "no patience"],
+    ids=["only two", "different metrics", "same metric", "one without patience"],
 )
-def test_each_phase_keeps_the_best_checkpoint_by_the_metric_that_stops_it(
+def test_a_phase_ranks_checkpoints_by_its_early_stopping_metric(
     phases: dict[str, Any], expected: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
     task = tmp_path / f"{tmp_path.name}_phases.py"
@@ -177,7 +177,7 @@ def test_each_phase_keeps_the_best_checkpoint_by_the_metric_that_stops_it(
     rankings = {state["phase"]: read_ranking(state) for state in states}
     assert {name: (ranking.metric, ranking.better) for name, ranking in rankings.items()} == expected
     best = choose_checkpoint(run, "best").checkpoint
-    assert (best.state["phase"], best.state["phase_update"]) == ("two", 1), "the metric falls"
+    assert (best.state["phase"], best.state["phase_update"]) == ("two", 1), "the metric decreases"
 
 
 FITS = """
@@ -250,7 +250,7 @@ class Centered(Task):
     ],
     ids=["metric", "only best_is", "none"],
 )
-def test_the_metric_of_the_user_takes_precedence_over_the_early_stopping_metric(
+def test_explicit_settings_override_the_early_stopping_metric(
     overrides: list[str], expected: tuple[str | None, str], tmp_path: Path
 ) -> None:
     stops = ["early_stopping.patience=9", "early_stopping.metric=val/late", "early_stopping.best_is=max"]
@@ -262,10 +262,10 @@ def test_the_metric_of_the_user_takes_precedence_over_the_early_stopping_metric(
     assert (ranking.metric, ranking.better) == expected
 
 
-def test_a_fit_phase_is_not_ranked_by_the_early_stopping_metric_of_another_phase(
+def test_a_fit_phase_ignores_the_early_stopping_metric_of_another_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its evaluation lacks that metric, and the user has not set one."""
+    """The evaluation of the fit phase does not return that metric, and the user has not set one."""
     task = tmp_path / f"{tmp_path.name}_fit.py"
     task.write_text(FITS, encoding="utf-8")
     assert main(["train", "--task", str(task), *COMMON, "updates=2", f"output_root={tmp_path}"]) == 0

@@ -58,7 +58,7 @@ class Seen:
     def report(self, name: str = "memory.txt") -> Path:
         return Path(self.phase.run.directory.path / name)
 
-    def reduced(self, cause: OomCause = FORWARD, obstacle: str = "") -> None:
+    def reduce(self, cause: OomCause = FORWARD, obstacle: str = "") -> None:
         self.hook.record_usage(cause, TORCH_ERROR)
         self.hook.reduce(cause, obstacle)
 
@@ -81,7 +81,7 @@ def opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 def test_the_micro_batch_of_a_failed_update_is_halved_down_to_one_sample(opening: Any) -> None:
     with opening() as seen:
         for size in (2, 1):
-            seen.reduced()
+            seen.reduce()
             assert seen.hook.smaller[-1] == (0, size)
             assert {len(micro.indices) for micro in seen.phase.order.micro_batches(0, seen.phase.shares.of(0))} == {
                 size
@@ -91,15 +91,15 @@ def test_the_micro_batch_of_a_failed_update_is_halved_down_to_one_sample(opening
         assert all("memory.txt" in text and "3 GiB" in text for text in seen.warnings)
         assert "forward" in seen.report().read_text()
         with pytest.raises(DeviceMemoryError) as caught:
-            seen.reduced()
+            seen.reduce()
         assert seen.recorded == [], "no size helped"
         assert caught.value.place["micro_batch_size"] == 1
 
 
-def test_a_run_whose_state_cannot_be_restored_ends_and_resumes_with_half_of_the_size(opening: Any) -> None:
+def test_a_run_without_restorable_state_resumes_with_half_the_size(opening: Any) -> None:
     with opening() as seen:
         with pytest.raises(DeviceMemoryError) as caught:
-            seen.reduced(obstacle="stream-position")
+            seen.reduce(obstacle="stream-position")
         assert seen.recorded == [replace(ROW, in_place=False)]
         (problem,) = caught.value.problems
         assert "3 GiB" in problem.what
@@ -114,19 +114,19 @@ def test_a_run_whose_state_cannot_be_restored_ends_and_resumes_with_half_of_the_
         assert caught.value.place == expected
 
 
-def test_the_fix_ends_with_the_line_of_the_task_that_allocated(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fix_ends_with_the_allocating_line_of_the_task(opening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     translated = DeviceMemoryError("the GPU is out of memory: 3 GiB", where="x", fix=f"less\n{LINE}")
     with opening() as seen:
         monkeypatch.setattr(seen.phase, "explain_error", lambda _: translated)
         with pytest.raises(DeviceMemoryError) as caught:
-            seen.reduced(obstacle="a generator")
+            seen.reduce(obstacle="a generator")
         assert caught.value.problems[0].fix.split("\n")[-1] == LINE
         assert "less" not in caught.value.problems[0].fix.split("\n")
 
 
 def test_out_of_host_memory_is_distinguished_from_out_of_device_memory(opening: Any) -> None:
     with opening() as seen, pytest.raises(HostMemoryError) as caught:
-        seen.reduced(ON_HOST, "a generator")
+        seen.reduce(ON_HOST, "a generator")
     assert "5 GiB" in caught.value.problems[0].what
     assert caught.value.place["place"] == "reading"
 
@@ -144,7 +144,7 @@ def test_every_rank_ends_if_one_cannot_reduce_its_micro_batch(is_here: bool, ope
         assert is_here or "rank 1" in caught.value.problems[0].what
 
 
-def test_a_rank_with_enough_memory_repeats_the_update_without_reducing_its_micro_batch(opening: Any) -> None:
+def test_a_rank_with_enough_memory_keeps_its_micro_batch_size(opening: Any) -> None:
     with opening() as seen:
         seen.hook.world = Ranks([[4, 2, "forward", "all of it", "device"], ""])
         seen.phase.order = replace(seen.phase.order, shares=(4, 4))
@@ -185,7 +185,7 @@ def plant_cause(monkeypatch: pytest.MonkeyPatch, cause: OomCause | None = FORWAR
 
 
 @pytest.mark.parametrize("why", ["", "on_oom=stop", "stopped"])
-def test_a_run_resumes_with_half_of_the_size_unless_on_oom_is_stop_or_it_was_stopped(
+def test_a_run_resumes_with_half_the_size_unless_stopped(
     why: str, opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_cause(monkeypatch)
@@ -222,12 +222,10 @@ def test_other_errors_leave_no_memory_report(opening: Any) -> None:
 
 
 @pytest.mark.parametrize("is_retried", [True, False])
-def test_an_error_due_to_too_few_samples_in_a_retry_is_reported_as_out_of_memory(
-    is_retried: bool, opening: Any
-) -> None:
+def test_too_few_samples_in_a_retry_are_reported_as_out_of_memory(is_retried: bool, opening: Any) -> None:
     fault = TaskFault("too-few-values", where="x", fix="y")
     with opening() as seen:
-        seen.reduced()
+        seen.reduce()
         if not is_retried:
             next(seen.phase.updates())
         error = seen.hook.on_error(fault)
@@ -272,7 +270,7 @@ def test_reduced_batches_of_an_evaluation_are_recorded_for_each_rank(opening: An
         assert "rank 1" in warning
 
 
-def test_a_run_that_failed_in_an_evaluation_resumes_with_half_of_the_batch_size(
+def test_after_a_failed_evaluation_a_run_resumes_with_half_the_batch_size(
     opening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_cause(monkeypatch)
@@ -294,7 +292,7 @@ def test_on_oom_stop_disables_retries_of_evaluations(opening: Any) -> None:
 # ---------------------------------------------------------------- what a resumed run reads
 
 
-def test_a_run_starts_with_the_recorded_sizes_that_apply_to_its_settings_and_rank(tmp_path: Path, opening: Any) -> None:
+def test_recorded_sizes_apply_only_to_their_settings_and_rank(tmp_path: Path, opening: Any) -> None:
     other = replace(ROW, update=3, size=1)
     evaluation = replace(ROW, use="evaluation", size=3)
     rows = [

@@ -39,7 +39,7 @@ class Ranks:
 
 
 class Carrier:
-    """A strategy that sends the vector with its gradients, or does not."""
+    """A strategy that, if `carries`, sends the vector with its gradients."""
 
     def __init__(self, *, carries: bool, others: torch.Tensor) -> None:
         self.carries, self.others = carries, others
@@ -58,7 +58,7 @@ class Carrier:
             self.sums = self.attached + self.others
 
 
-def sent(rank: int, world_size: int, wants: Wants, num_bad: int, seconds: Any, samples: int) -> torch.Tensor:
+def sent_vector(rank: int, world_size: int, wants: Wants, num_bad: int, seconds: Any, samples: int) -> torch.Tensor:
     """Return the vector that a rank sends."""
     world = Ranks(rank, world_size)
     parallel: Any = SimpleNamespace(attached_sums=lambda: None, attach_numbers=lambda _: False)
@@ -77,7 +77,7 @@ def test_the_status_of_an_update_is_received_after_the_next_update(rank: int, ca
     rows = [(Wants(), 1, HALVES, 7), (Wants(stop=rank == 1, save=True), 0, None, 0)]
     world = Ranks(rank, 3)
     world.others = sum(
-        (sent(other, 3, *row) for other, row in zip([n for n in range(3) if n != rank], rows, strict=True)),
+        (sent_vector(other, 3, *row) for other, row in zip([n for n in range(3) if n != rank], rows, strict=True)),
         start=torch.zeros(3 + 3 * (2 + len(PARTS)), dtype=torch.float64),
     )
     carrier = Carrier(carries=carries, others=world.others)
@@ -100,5 +100,5 @@ def test_the_status_of_an_update_is_received_after_the_next_update(rank: int, ca
 
 
 def test_a_part_without_a_measurement_is_sent_as_zero() -> None:
-    vector = sent(0, 1, Wants(), 0, {PARTS[0]: 0.25}, 1)
+    vector = sent_vector(0, 1, Wants(), 0, {PARTS[0]: 0.25}, 1)
     assert vector[3:].tolist() == [1, 1, 0.25, *[0.0] * (len(PARTS) - 1)]

@@ -40,11 +40,11 @@ def request_of(folder: Path, *args: str) -> Request:
     return Request((*settings, *args), TASK)
 
 
-def saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) -> dict[str, Tensor]:
+def load_saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *args: str, world: World | None = None) -> None:
+def run_training(folder: Path, *args: str, world: World | None = None) -> None:
     with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
 
@@ -54,7 +54,7 @@ def validation_losses(folder: Path) -> list[float]:
     return [row["val/loss"] for row in rows if "val/loss" in row]
 
 
-def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+def train_plain_loop(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Return the training weights, evaluation weights and evaluation losses of a plain loop."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run.parts.task, phase.run.parts.bare
@@ -89,18 +89,18 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 def test_training_and_evaluation_equal_a_plain_loop(tmp_path: Path) -> None:
-    weights, averaged, measured = by_hand(tmp_path / "hand")
-    trained(tmp_path)
-    assert_close(saved(tmp_path, "model"), weights, TOLERANCE)
-    assert_close(saved(tmp_path), averaged, TOLERANCE)
+    weights, averaged, measured = train_plain_loop(tmp_path / "hand")
+    run_training(tmp_path)
+    assert_close(load_saved(tmp_path, "model"), weights, TOLERANCE)
+    assert_close(load_saved(tmp_path), averaged, TOLERANCE)
     assert validation_losses(tmp_path) == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
-    trained(tmp_path / "often", "evaluate.every=1")
-    trained(tmp_path / "never", "evaluate.every=0")
+    run_training(tmp_path / "often", "evaluate.every=1")
+    run_training(tmp_path / "never", "evaluate.every=0")
     for stem in ("model", "optimizer", "optimizer_average"):
-        assert_close(saved(tmp_path / "often", stem), saved(tmp_path / "never", stem), 0.0)
+        assert_close(load_saved(tmp_path / "often", stem), load_saved(tmp_path / "never", stem), 0.0)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
 def test_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
-    def stopped(world: World | None) -> None:
+    def stop_after_three(world: World | None) -> None:
         with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
@@ -117,13 +117,13 @@ def test_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *args, world=world),
-        stopped,
-        lambda world: trained(tmp_path / "stopped", *args, world=world),
+        lambda world: run_training(tmp_path / "straight", *args, world=world),
+        stop_after_three,
+        lambda world: run_training(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("optimizer_average", "model", "optimizer"):
-        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+        assert_close(load_saved(tmp_path / "stopped", stem), load_saved(tmp_path / "straight", stem), 0.0)
 
 
 @pytest.mark.slow
@@ -131,14 +131,14 @@ def test_a_resumed_run_is_bitwise_equal(strategy: str, tmp_path: Path) -> None:
     ("setting", "world_size"), [("micro_batch_size=2", 1), ("parallelism=ddp", 2), ("parallelism=fsdp", 2)]
 )
 def test_neither_accumulation_nor_ranks_change_the_weights(setting: str, world_size: int, tmp_path: Path) -> None:
-    trained(tmp_path / "one", "micro_batch_size=8")
+    run_training(tmp_path / "one", "micro_batch_size=8")
     if world_size == 1:
-        trained(tmp_path / "other", setting)
+        run_training(tmp_path / "other", setting)
     else:
         ranks = (setting, f"parallelism.world_size={world_size}")
-        run_ranks(lambda world: trained(tmp_path / "other", *ranks, world=world), world_size)
+        run_ranks(lambda world: run_training(tmp_path / "other", *ranks, world=world), world_size)
     for stem in ("model", "optimizer_average"):
-        assert_close(saved(tmp_path / "other", stem), saved(tmp_path / "one", stem), TOLERANCE)
+        assert_close(load_saved(tmp_path / "other", stem), load_saved(tmp_path / "one", stem), TOLERANCE)
 
 
 def test_inference_and_initialization_from_a_run_use_the_evaluation_weights(server: ForkServer, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_inference_and_initialization_from_a_run_use_the_evaluation_weights(serv
     folder = tmp_path / "outputs"
     with ExitStack() as stack:
         parts = open_trained(Request(("run=mine", f"output_root={folder}"), TASK), Console(), stack).parts
-        assert_close(dict(parts.bare.state_dict()), saved(folder), 0.0)
+        assert_close(dict(parts.bare.state_dict()), load_saved(folder), 0.0)
     with open_phase(request_of(tmp_path / "next")) as phase:
         from runner.durable.weight_source import find_weights
         from runner.engine.parts.weights import read_tensors
@@ -155,10 +155,10 @@ def test_inference_and_initialization_from_a_run_use_the_evaluation_weights(serv
         assert phase.run.parts is not None
         weights, averages = read_tensors(find_weights("mine", folder), "weights")
         assert weights.keys() == averages.keys()
-        assert_close({name: tensor.read() for name, tensor in averages.items()}, saved(folder), 0.0)
+        assert_close({name: tensor.read() for name, tensor in averages.items()}, load_saved(folder), 0.0)
 
 
 def test_schedule_free_cannot_be_combined_with_averaging(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        trained(tmp_path, "averaging=ema")
+        run_training(tmp_path, "averaging=ema")
     assert [problem.where for problem in caught.value.problems] == ["averaging=ema"]

@@ -1,4 +1,4 @@
-"""A phase of several objectives leaves a model that the next phase can train, and frees its state."""
+"""Phases with several objectives: state at their end, skipped updates, schedulers and loss scales."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mine(Task):
 """
 
 
-def test_a_finished_phase_frees_its_state_and_every_weight_can_be_trained_again(tmp_path: Path) -> None:
+def test_a_finished_phase_frees_its_state_and_leaves_weights_trainable(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
     with open_phase(Request((*settings, "backend.threads=1", "checkpoint=off"), tmp_path / "mine.py")) as phase:
@@ -61,7 +61,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("objective", OVERFLOWS)
-def test_an_objective_whose_updates_are_all_skipped_is_an_error(objective: str, tmp_path: Path) -> None:
+def test_skipping_all_updates_of_an_objective_is_an_error(objective: str, tmp_path: Path) -> None:
     text = TASK
     for old, new in OVERFLOWS[objective].items():
         assert old in text

@@ -1,4 +1,4 @@
-"""Both kinds of phases in one process: the parameters they change, their state, and what their release frees."""
+"""Training and fit phases: the parameters that they change, their state, and what their release frees."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_of(*settings: str) -> Plan:
 
 
 class Points(Task):
-    """A model with two layers, the second without a bias, and a part that gets no gradient."""
+    """A model with two layers, the second without a bias, and a layer that gets no gradient."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def loss_of(info: StepInfo) -> float:
     return float(info.loss_sum)
 
 
-def saved(phase: PhaseKind) -> Any:
+def save_and_read(phase: PhaseKind) -> Any:
     """Return the state of the phase as read from a checkpoint."""
     tensors, numbers = phase.state(lambda tensor: tensor.clone())
     copies = {stem: dict(named) for stem, named in tensors.items()}
@@ -122,13 +122,13 @@ def test_only_the_parameters_of_the_phase_are_trained_until_it_is_released() -> 
     assert all(not optimizer.state for optimizer in phase.inputs.optimizers)
 
 
-def test_the_first_update_shows_which_parameters_have_no_gradient() -> None:
+def test_the_first_update_records_which_parameters_have_gradients() -> None:
     phase, _ = training()
     next(phase.updates(iter([micro(points())])))
     assert phase.first_gradients() == {
         "body.weight": True, "body.bias": True, "head.weight": True, "spare.weight": False,
     }  # fmt: skip
-    assert not has_hooks(phase.trained.values())  # they would run in every backward pass
+    assert not has_hooks(phase.trained.values())  # hooks would run in every backward pass
 
 
 def has_hooks(weights: Iterable[Any]) -> bool:
@@ -150,7 +150,7 @@ def test_a_released_phase_leaves_no_hooks() -> None:
         (["head", "body.bias"], ["trains head (2), body.bias (2): 4 of 12 parameters (33.3%)"]),
     ],
 )
-def test_a_phase_that_trains_some_parameters_prints_their_share(trains: list[str] | None, lines: list[str]) -> None:
+def test_the_share_of_trained_parameters_is_printed(trains: list[str] | None, lines: list[str]) -> None:
     phase, _ = training(trains)
     assert phase.start_lines() == lines
 
@@ -170,7 +170,7 @@ def test_a_phase_cannot_train_parameters_that_the_task_freezes() -> None:
     with pytest.raises(ConfigError) as caught:
         training(["spare.bias"])
     (problem,) = caught.value.problems
-    assert "adapter.train=[spare.bias]" in problem.fix, "not another name"
+    assert "adapter.train=[spare.bias]" in problem.fix, "the fix must not suggest another name"
 
 
 class Tied(Task):
@@ -210,7 +210,7 @@ def test_the_longest_name_of_a_tied_parameter_scales_its_learning_rate(scales: s
 
 
 @pytest.mark.parametrize("name", ["head", "head.weight", "embedding"])
-def test_adamw_updates_a_tied_parameter_that_adamw_for_contains_by_any_of_its_names(name: str) -> None:
+def test_adamw_for_selects_a_tied_parameter_by_any_of_its_names(name: str) -> None:
     phase, _ = training(None, "optimizer=muon", f"optimizer.adamw_for=[{name}]", task=Tied())
     rules = {each: group["rule"] for group in phase.training.optimizer.param_groups for each in group["names"]}
     assert (rules["embedding.weight"], rules["body.weight"]) == ("adamw", "muon")
@@ -239,15 +239,15 @@ def test_optimizer_options_can_name_tied_parameters_of_other_stages() -> None:
     assert (group["names"], group["lr_scale"]) == (["head.bias"], 2.0)
 
 
-def test_the_placeholder_of_a_stage_is_only_in_its_optimizer() -> None:
+def test_the_placeholder_of_an_idle_stage_is_only_in_its_optimizer() -> None:
     class Idle(Parallel):
         def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
             return {PLACEHOLDER: nn.Parameter(torch.zeros(1))}
 
     phase, _ = training(None, "optimizer.lr_scales={body:3}", parallel=Idle(ALONE))
     next(phase.updates(iter([micro(points())])))
-    assert not phase.owned, "hooks would save it"
-    assert not phase.first_gradients(), "the run would warn that it has no gradient"
+    assert not phase.owned, "hooks would save the placeholder"
+    assert not phase.first_gradients(), "the run would warn that the placeholder has no gradient"
     (group,) = phase.training.optimizer.param_groups
     assert group["names"] == [PLACEHOLDER]
 
@@ -259,7 +259,7 @@ def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
     next(updates)
     next(updates)
     weights = {name: weight.detach().clone() for name, weight in parts.bare.named_parameters()}
-    start = saved(phase)
+    start = save_and_read(phase)
     expected = [*map(loss_of, updates)]
     again, parts_again = training(update=2)
     parts_again.bare.load_state_dict(weights)
@@ -271,10 +271,10 @@ def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
         assert torch.equal(one, other)
 
 
-def test_the_state_of_a_phase_contains_only_the_parameters_that_it_trains() -> None:
+def test_the_state_of_a_phase_contains_only_trained_parameters() -> None:
     phase, _ = training(["head"])
     next(phase.updates(iter([micro(points())])))
-    start = saved(phase)
+    start = save_and_read(phase)
     assert {name.partition(".")[0] for name in start.tensors("optimizer")} == {"head"}
     expected, actual = phase.state_bytes()
     assert expected > 0
@@ -282,7 +282,7 @@ def test_the_state_of_a_phase_contains_only_the_parameters_that_it_trains() -> N
 
 
 def test_a_phase_restores_only_the_states_of_its_rank() -> None:
-    """Another rank owns the other parameters; the states of both are in the checkpoint."""
+    """Another rank owns the other parameters. The checkpoint contains the state of both ranks."""
 
     class Half(Parallel):
         def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -290,11 +290,11 @@ def test_a_phase_restores_only_the_states_of_its_rank() -> None:
 
     phase, _ = training()
     next(phase.updates(iter([micro(points())])))
-    start = saved(phase)
+    start = save_and_read(phase)
     again, _ = training(update=1, parallel=Half(ALONE))
     again.load(start)
     assert {*again.owned} == {"head.weight"}
-    mine = saved(again)
+    mine = save_and_read(again)
     assert {name.partition(".")[0] for name in mine.tensors("optimizer")} == {"head"}
     for name, tensor in mine.tensors("optimizer").items():
         assert torch.equal(tensor, start.tensors("optimizer")[name])
@@ -304,7 +304,7 @@ def test_a_phase_restores_only_the_states_of_its_rank() -> None:
     ("skipped", "skipped_before", "update", "fails"),
     [(4, 0, 4, True), (5, 1, 4, True), (1, 0, 1, True), (4, 1, 4, False), (3, 0, 4, False), (0, 0, 0, False)],
 )
-def test_a_phase_whose_updates_are_all_skipped_is_an_error(
+def test_skipping_all_updates_of_a_phase_is_an_error(
     skipped: int, skipped_before: int, update: int, fails: bool
 ) -> None:
     phase, parts = training(update=update)
@@ -335,18 +335,18 @@ def test_the_state_of_a_schedule_is_restored() -> None:
         phase.observe({"val/loss": 1.0})
     again, _ = training(None, *settings)
     assert again.training.schedule.factor(4) == 1.0
-    again.load(saved(phase))
+    again.load(save_and_read(phase))
     assert again.training.schedule.factor(4) == 0.5
     assert again.training.schedule.state() == phase.training.schedule.state()
 
 
-@pytest.mark.parametrize("are_values_of_phases", [False, True])
-def test_a_plateau_state_of_an_earlier_version_keeps_its_level(are_values_of_phases: bool) -> None:
-    """Its state does not name the metric; a run whose task declares phases has no value `scheduler`."""
+@pytest.mark.parametrize("has_phase_values", [False, True])
+def test_a_plateau_state_of_an_earlier_version_keeps_its_level(has_phase_values: bool) -> None:
+    """This state does not name the metric. If the task declares phases, the values have no key `scheduler`."""
     phase, _ = training(None, "scheduler=plateau")
-    start = saved(phase)
+    start = save_and_read(phase)
     start.state["schedule"] = {"level": 0.5, "best": 1.0, "num_bad": 0, "rest": 0}
-    start.state["values"] = {"phase.train.scheduler" if are_values_of_phases else "scheduler": "plateau"}
+    start.state["values"] = {"phase.train.scheduler" if has_phase_values else "scheduler": "plateau"}
     phase.load(start)
     assert phase.training.schedule.factor(4) == 0.5
 
@@ -381,7 +381,7 @@ def test_a_phase_without_a_length_setting_has_one_epoch() -> None:
     assert type(kind.training.update_wrapper) is UpdateWrapper
 
 
-def test_a_loss_of_the_phase_replaces_that_of_the_task() -> None:
+def test_a_loss_of_the_phase_replaces_the_loss_of_the_task() -> None:
     class Named(Points):
         @property
         def losses(self) -> Any:
@@ -450,7 +450,7 @@ def fit_phase(
 
 
 def batches_of(world: World = ALONE) -> Iterator[MicroBatch]:
-    """Yield two updates: one of two micro-batches of which a sample is bad, and one with a dummy micro-batch."""
+    """Yield two updates: two micro-batches with a bad sample each, then a dummy micro-batch and another one."""
     x = points(20, seed=world.rank)
     yield micro(x[:4], last=False, bad=((4, "is damaged"),))
     yield micro(x[4:8], bad=((9, "is damaged"),))
@@ -493,7 +493,7 @@ def test_a_resumed_fit_restores_its_state_only_on_the_first_rank() -> None:
     phase = fit_phase(Mean())
     all_batches = [*batches_of()]
     next(phase.updates(iter(all_batches)))
-    start = saved(phase)
+    start = save_and_read(phase)
     again = fit_phase(Mean(), update=1)
     again.load(start)
     assert [info.update for info in again.updates(iter(all_batches[2:]))] == [2]
@@ -506,15 +506,13 @@ def test_a_resumed_fit_restores_its_state_only_on_the_first_rank() -> None:
 
 
 @pytest.mark.parametrize(("update", "expected"), [(1, [[1.0, 4.0], [3.0, 0.0]]), (2, [[4.0, 4.0], [0.0, 0.0]])])
-def test_a_fit_resumed_on_the_same_number_of_ranks_restores_the_state_of_each_rank(
-    update: int, expected: list[list[float]]
-) -> None:
-    """Continuing from merged sums would change the order of additions, and thus the rounding.
+def test_a_fit_resumed_on_as_many_ranks_restores_the_state_of_each(update: int, expected: list[list[float]]) -> None:
+    """Continuing from merged sums would change the order of additions and thus the rounding.
 
-    A checkpoint of a finished phase, after two updates, has only the merged state.
+    The checkpoint of a finished phase, after two updates, has only the merged state.
     """
 
-    def counts(world: World) -> list[float]:
+    def read_counts(world: World) -> list[float]:
         phase = fit_phase(Mean(), world=world, parallel=Replicated(world), shares=(1, 1), update=update)
         phase.gathered["count"] += 1 + 2 * world.rank
         tensors, state = phase.state(lambda tensor: tensor.clone())
@@ -529,19 +527,19 @@ def test_a_fit_resumed_on_the_same_number_of_ranks_restores_the_state_of_each_ra
             resumed.append(float(again.gathered["count"]))
         return resumed
 
-    assert run_ranks(counts, 2) == expected
+    assert run_ranks(read_counts, 2) == expected
 
 
 @pytest.mark.parametrize("others_count", [True, False])
-def test_the_items_of_a_fit_are_summed_over_all_ranks_that_count_samples(others_count: bool) -> None:
-    def counted(world: World) -> list[Any]:
+def test_the_items_of_a_fit_are_summed_over_ranks_that_count_samples(others_count: bool) -> None:
+    def run_fit(world: World) -> list[Any]:
         parallel = Parallel(world)
         parallel.counts_samples = others_count or world.is_first
         result = [*fit_phase(Mean(), world=world, parallel=parallel).updates(batches_of(world))]
         return [[items(info) for info in result], [len(info.bad) for info in result]]
 
     factor = 1 + others_count
-    first, second = run_ranks(counted, 2)
+    first, second = run_ranks(run_fit, 2)
     assert first[0] == second[0] == [8.0 * factor, 3.0 * factor]
     assert (first[1], second[1]) == ([2, 0], [2, 0] if others_count else [0, 0])
 
@@ -630,7 +628,7 @@ def test_the_finish_method_of_a_fit_can_return_none() -> None:
 @pytest.mark.parametrize(
     ("epochs", "updates_per_epoch", "updates"), [(1, 7, 7), (1.1, 100, 110), (0.5, 3, 2), (1e-9, 10, 1), (2.01, 10, 21)]
 )
-def test_epochs_are_converted_to_updates_in_decimal_arithmetic_and_rounded_up(
+def test_epochs_are_converted_to_updates_in_decimal_and_rounded_up(
     epochs: float, updates_per_epoch: int, updates: int
 ) -> None:
     assert count_updates(epochs, updates_per_epoch) == updates

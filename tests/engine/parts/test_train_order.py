@@ -22,7 +22,7 @@ from runner.loading.stream_order import StreamSampler
     ("num_shards", "workers", "ranks", "numbers"),
     [(1, 0, 1, [16, 1]), (1, 2, 1, [16, 1, 2]), (4, 2, 2, [16, 4]), (2, 0, 4, [16, 2, 4])],
 )
-def test_the_description_of_a_stream_reports_more_processes_than_shards(
+def test_the_description_of_a_stream_reports_too_few_shards(
     num_shards: int, workers: int, ranks: int, numbers: list[int]
 ) -> None:
     stream: Any = SimpleNamespace(

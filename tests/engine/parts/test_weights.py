@@ -89,7 +89,7 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 
 @pytest.mark.parametrize("shard_size", [10_000_000, 4000], ids=["one file", "shards"])
 def test_a_folder_saved_by_transformers_is_loaded(shard_size: int, tmp_path: Path) -> None:
-    """GPT-2 with tied weights, and BERT without its head, whose tensors are renamed."""
+    """Load GPT-2 with tied weights, and BERT without its head and with renamed tensors."""
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     config = transformers.AutoConfig.for_model("gpt2", **SMALL, bos_token_id=None, eos_token_id=None)
     saved, model = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
@@ -160,7 +160,7 @@ def test_without_strict_missing_and_ignored_tensors_are_listed(tensors: dict[str
     assert all(name in shown for name in tensors)
 
 
-def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
+def load_rejected(model: nn.Module, path: Path, **options: object) -> AccelRunError:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(AccelRunError) as caught:
         load_weights(model, path, **options)
@@ -170,19 +170,19 @@ def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
 
 def test_unusable_weights_are_rejected_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
-    unknown = refusal(Net(), tmp_path / "w.safetensors", only=["bakbone"])
+    unknown = load_rejected(Net(), tmp_path / "w.safetensors", only=["bakbone"])
     assert isinstance(unknown, ConfigError)
     assert " backbone?" in str(unknown)
-    assert isinstance(refusal(Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone"}), ConfigError)
-    assert isinstance(refusal(Net(), tmp_path / "w.safetensors", rename={"head": "backbone.0"}), ConfigError)
+    assert isinstance(load_rejected(Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone"}), ConfigError)
+    assert isinstance(load_rejected(Net(), tmp_path / "w.safetensors", rename={"head": "backbone.0"}), ConfigError)
     save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
-    assert isinstance(refusal(Net(), tmp_path / "other.safetensors", strict=False), IncompatibleResume)
+    assert isinstance(load_rejected(Net(), tmp_path / "other.safetensors", strict=False), IncompatibleResume)
     (tmp_path / "empty").mkdir()
-    assert refusal(Net(), tmp_path / "empty").exit_code == Exit.CONFIG
+    assert load_rejected(Net(), tmp_path / "empty").exit_code == Exit.CONFIG
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    assert isinstance(refusal(Net(), tmp_path / "pickles"), SecurityRefusal)
-    assert refusal(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
+    assert isinstance(load_rejected(Net(), tmp_path / "pickles"), SecurityRefusal)
+    assert load_rejected(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
 
 
 @pytest.mark.parametrize("prefix", ["net", "true", "null", "0"])
@@ -191,11 +191,11 @@ def test_unusable_weights_are_rejected_and_nothing_is_loaded(tmp_path: Path) -> 
 def test_the_error_suggests_the_rename_that_loads_the_weights(
     prefix: str, is_longer: bool, has_more: bool, tmp_path: Path
 ) -> None:
-    """Names may have a prefix in the source, such as those of a checkpoint of Lightning, or in the model."""
+    """Names may have a prefix in the source, as in a Lightning checkpoint, or in the model."""
     tensors = {f"{prefix}.{name}" if is_longer else name: tensor for name, tensor in source().items()}
     save_file(tensors | ({"loss.weight": torch.ones(1)} if has_more else {}), tmp_path / "w.safetensors")
     model = Net() if is_longer else nn.ModuleDict({prefix: Net()})
-    (problem,) = refusal(model, tmp_path / "w.safetensors").problems
+    (problem,) = load_rejected(model, tmp_path / "w.safetensors").problems
     settings = shlex.split(problem.fix)[1:]
     weights = compose(Request(tuple(settings), TASK)).settings.weights
     load_weights(model, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
@@ -205,11 +205,11 @@ def test_the_error_suggests_the_rename_that_loads_the_weights(
 
 def test_no_rename_is_suggested_for_unrelated_weights(tmp_path: Path) -> None:
     save_file({"net.head.bias": torch.zeros(3), "x": torch.zeros(2)}, tmp_path / "w.safetensors")
-    (problem,) = refusal(Net(), tmp_path / "w.safetensors").problems
+    (problem,) = load_rejected(Net(), tmp_path / "w.safetensors").problems
     assert "net" not in problem.fix
 
 
-def test_a_suggested_rename_loads_most_missing_tensors_and_keeps_those_that_match(tmp_path: Path) -> None:
+def test_a_suggested_rename_keeps_matches_and_loads_most_missing_tensors(tmp_path: Path) -> None:
     tensors = {name: torch.ones(1, 1) for name in ("net.x.weight", "a.weight", "b.weight", "own.c.weight")}
     save_file(tensors, tmp_path / "w.safetensors")
 
@@ -217,14 +217,14 @@ def test_a_suggested_rename_loads_most_missing_tensors_and_keeps_those_that_matc
         return nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
 
     both = nn.ModuleDict({**linears("x"), "net": linears("a", "b"), "own": linears("c")})
-    (problem,) = refusal(both, tmp_path / "w.safetensors").problems
+    (problem,) = load_rejected(both, tmp_path / "w.safetensors").problems
     weights = compose(Request(tuple(shlex.split(problem.fix)[1:]), TASK)).settings.weights
     load_weights(both, tmp_path / "w.safetensors", rename=weights.rename, strict=weights.strict)
     assert [name for name, weight in both.named_parameters() if not weight.eq(1).all()] == ["x.weight"]
 
     moved = nn.ModuleDict({"own": linears("c"), "new": nn.ModuleDict({"own": linears("d")})})
     save_file({"own.c.weight": torch.ones(1, 1), "own.d.weight": torch.ones(1, 1)}, tmp_path / "w.safetensors")
-    (problem,) = refusal(moved, tmp_path / "w.safetensors").problems
+    (problem,) = load_rejected(moved, tmp_path / "w.safetensors").problems
     assert "new.own" not in problem.fix, "own.c.weight would no longer match"
 
 
@@ -236,28 +236,30 @@ def test_tensors_that_are_not_selected_are_not_listed_as_unused(tmp_path: Path) 
     assert unused != excluded
 
 
-def test_shards_that_are_missing_duplicated_or_outside_the_folder_are_rejected(tmp_path: Path) -> None:
+def test_missing_duplicate_and_outside_shards_are_rejected(tmp_path: Path) -> None:
     for name, index in (("index", True), ("names", False)):
         write_shards(tmp_path / name, source(), index=index)[1].unlink()
-        missing = refusal(Net(), tmp_path / name)
+        missing = load_rejected(Net(), tmp_path / name)
         assert isinstance(missing, DataError)
         assert "2" in str(missing)
     first, second = write_shards(tmp_path / "twice", source())
     second.write_bytes(first.read_bytes())
-    assert isinstance(refusal(Net(), tmp_path / "twice"), DataError)
+    assert isinstance(load_rejected(Net(), tmp_path / "twice"), DataError)
     write_shards(tmp_path / "lacking", source())
     index = tmp_path / "lacking" / "model.safetensors.index.json"
     index.write_text(
         index.read_text().replace('"weight_map": {', '"weight_map": {"more": "model-00002-of-00002.safetensors", ')
     )
-    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "even if the model does not need that tensor"
+    assert isinstance(load_rejected(Net(), tmp_path / "lacking"), DataError), (
+        "a tensor missing from its shard is an error even if the model does not need it"
+    )
     write_shards(tmp_path / "outside", source())
     index = tmp_path / "outside" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../w.safetensors"}}))
-    assert isinstance(refusal(Net(), tmp_path / "outside"), SecurityRefusal)
+    assert isinstance(load_rejected(Net(), tmp_path / "outside"), SecurityRefusal)
     for content in ("[", "{}", '{"weight_map": []}', '{"weight_map": {"x": 1}}'):
         index.write_text(content)
-        assert isinstance(refusal(Net(), tmp_path / "outside"), DataError)
+        assert isinstance(load_rejected(Net(), tmp_path / "outside"), DataError)
 
 
 def test_runs_and_checkpoints_are_sources_of_weights(server: ForkServer, tmp_path: Path) -> None:
@@ -282,9 +284,7 @@ def test_a_rename_of_unknown_tensors_leaves_no_run_folder(server: ForkServer, tm
     assert not (tmp_path / "outputs").exists()
 
 
-def test_weights_that_cannot_be_loaded_are_rejected_before_torch_is_imported(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_unusable_weights_are_rejected_before_torch_is_imported(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"\0" * 7)
     torch.save({}, tmp_path / "model.pt")
     args = ["train", "--task", str(TASK), "device=cpu", "run=mine"]
@@ -294,7 +294,7 @@ def test_weights_that_cannot_be_loaded_are_rejected_before_torch_is_imported(
         result = server.run([*args, setting], tmp_path)
         assert result.code == code, result.err
         assert setting in result.err
-        assert "loading PyTorch" not in result.out, "printed before torch is imported"
+        assert "loading PyTorch" not in result.out, "this is printed just before torch is imported"
     assert not (tmp_path / "outputs").exists()
 
 
@@ -315,7 +315,7 @@ def test_trials_of_a_sweep_can_start_from_the_weights_of_the_last_run(server: Fo
         assert "run first," in log
 
 
-def test_a_run_is_evaluated_even_if_the_source_of_its_weights_was_deleted(tmp_path: Path) -> None:
+def test_a_run_opens_even_if_its_source_of_weights_was_deleted(tmp_path: Path) -> None:
     args = ("weights=gone.safetensors", "device=cpu", "monitor=off", f"output_root={tmp_path}", "run=mine")
     with open_phase(Request(args, TASK)) as phase:
         assert phase.planned.name == "train"

@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         yield directory
 
 
-def started(run: RunDirectory, **others: Any) -> RunAttempt:
+def start_attempt(run: RunDirectory, **others: Any) -> RunAttempt:
     """Return an attempt with a saved record, like that of a started run."""
     process = ProcessRecord(state="running", pid=os.getpid(), host=socket.gethostname(), started=now())
     attempt = RunAttempt(run, RunRecord(name="mine", uid=UID, process=process, **others), 0.0)
@@ -82,11 +82,11 @@ def notes(error: BaseException) -> list[str]:
 # ---------------------------------------------------------------- failures
 
 
-def test_a_failure_is_recorded_with_its_problems_and_the_updates_that_a_resumed_run_repeats(
+def test_a_failure_is_recorded_with_its_problems_and_repeated_updates(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_checkpoints(run, 3, 5)
-    attempt, error = started(run), DataError("row 7 is damaged", where="rows.csv", fix="remove it")
+    attempt, error = start_attempt(run), DataError("row 7 is damaged", where="rows.csv", fix="remove it")
     attempt.reached, error.place = 9, {"rank": 0, "update": 9}
     attempt.began = 100.0
     monkeypatch.setattr(time, "time", lambda: 107.5)
@@ -107,9 +107,9 @@ def test_a_failure_is_recorded_with_its_problems_and_the_updates_that_a_resumed_
     assert "update 5" in notes(error)[0]
 
 
-def test_all_problems_of_an_error_are_recorded_and_the_first_is_the_cause(run: RunDirectory) -> None:
+def test_all_problems_are_recorded_and_the_first_is_the_cause(run: RunDirectory) -> None:
     error = ConfigError([Problem("is negative", "lr", "use 0.1"), Problem("is unknown", "lrr")])
-    assert started(run).fail(error)
+    assert start_attempt(run).fail(error)
     record = error_of(run)
     assert [problem.what for problem in record.problems] == ["is negative", "is unknown"]
     assert (record.cause, record.where, record.fix, record.exit_code) == ("is negative", "lr", "use 0.1", Exit.CONFIG)
@@ -121,7 +121,7 @@ def test_all_problems_of_an_error_are_recorded_and_the_first_is_the_cause(run: R
 def test_an_exception_without_problems_is_recorded_with_its_text_as_cause(
     run: RunDirectory, error: BaseException, code: Exit
 ) -> None:
-    assert started(run).fail(error)
+    assert start_attempt(run).fail(error)
     record = error_of(run)
     assert type(error).__name__ in record.cause
     assert (record.where, record.fix, record.problems, record.place) == ("", "", (), {})
@@ -130,7 +130,7 @@ def test_an_exception_without_problems_is_recorded_with_its_text_as_cause(
 
 def test_a_rejected_attempt_changes_neither_run_json_nor_the_notes_of_the_error(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
-    started(run)
+    start_attempt(run)
     before = run.run_json.read_bytes()
     process = ProcessRecord(state="running", started="2001-01-01T00:00:00+00:00")
     refused, error = RunAttempt(run, RunRecord(name="mine", process=process), 0.0), DataError("too late")
@@ -147,8 +147,8 @@ def test_a_rejected_first_attempt_is_recorded_as_failed(run: RunDirectory) -> No
     assert (record.name, record.process.state, record.process.exit_code) == ("mine", "failed", Exit.CONFIG)
 
 
-def test_a_failure_recorded_by_a_rank_keeps_its_place_when_the_launcher_records_it_again(run: RunDirectory) -> None:
-    attempt, first, second = started(run), DataError("of the rank"), DataError("of the launcher")
+def test_the_launcher_keeps_the_place_that_a_rank_recorded(run: RunDirectory) -> None:
+    attempt, first, second = start_attempt(run), DataError("of the rank"), DataError("of the launcher")
     attempt.reached, first.place, second.place = 7, {"rank": 1, "samples": [3]}, {"rank": 0}
     attempt.fail(first)
     attempt.fail(second)
@@ -159,30 +159,30 @@ def test_a_failure_recorded_by_a_rank_keeps_its_place_when_the_launcher_records_
 def test_a_failure_does_not_inherit_values_of_an_earlier_attempt(run: RunDirectory) -> None:
     earlier = ErrorRecord(attempt="2001-01-01T00:00:00+00:00", reached=50, place={"rank": 3}, cause="old")
     run.write("error.json", json.dumps(earlier.to_json()))
-    started(run).fail(DataError("new"))
+    start_attempt(run).fail(DataError("new"))
     assert (error_of(run).place, error_of(run).reached, error_of(run).updates_repeated) == ({}, 0, 0)
 
 
 def test_the_last_checkpoint_counts_as_reached_if_no_progress_is_known(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
-    started(run).fail(error := DataError("damaged"))
+    start_attempt(run).fail(error := DataError("damaged"))
     assert (error_of(run).reached, error_of(run).updates_repeated, len(notes(error))) == (3, 0, 1)
 
 
 def test_a_failure_before_any_progress_has_no_note(run: RunDirectory) -> None:
-    started(run).fail(error := DataError("damaged"))
+    start_attempt(run).fail(error := DataError("damaged"))
     assert (error_of(run).last_checkpoint, error_of(run).reached, notes(error)) == (None, 0, [])
 
 
 def test_a_failure_after_updates_without_a_checkpoint_has_a_note(run: RunDirectory) -> None:
-    attempt, error = started(run), DataError("damaged")
+    attempt, error = start_attempt(run), DataError("damaged")
     attempt.reached = 4
     attempt.fail(error)
     assert (error_of(run).last_checkpoint, error_of(run).updates_repeated, len(notes(error))) == (None, 4, 1)
 
 
 def test_an_error_that_has_a_note_gets_no_second_note(run: RunDirectory) -> None:
-    attempt, error = started(run), Hang("hangs")
+    attempt, error = start_attempt(run), Hang("hangs")
     attempt.reached = 4
     error.add_note("from the watchdog")
     attempt.fail(error)
@@ -192,7 +192,7 @@ def test_an_error_that_has_a_note_gets_no_second_note(run: RunDirectory) -> None
 def test_a_damaged_checkpoint_is_skipped_unless_the_disk_fails_or_the_run_hangs(run: RunDirectory) -> None:
     add_checkpoints(run, 3, 5)
     damage(run, 5)
-    attempt = started(run)
+    attempt = start_attempt(run)
     for error, last in ((DataError("x"), 3), (Hang("x"), 5)):
         attempt.fail(error)
         assert error_of(run).last_checkpoint == f"update-{last:010}"
@@ -222,19 +222,19 @@ def test_the_newest_checkpoint_is_recorded_if_none_can_be_checked(
         raise MemoryError
 
     monkeypatch.setattr("runner.engine.process.attempt.newest_valid", out_of_memory)
-    started(run).fail(DataError("x"))
+    start_attempt(run).fail(DataError("x"))
     assert error_of(run).last_checkpoint == "update-0000000003"
 
 
 class Full(System):
-    """A disk without space."""
+    """A full disk."""
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         raise OSError(28, "No space left on device")
 
 
 def test_fail_returns_false_if_the_failure_cannot_be_recorded(run: RunDirectory) -> None:
-    attempt = started(run)
+    attempt = start_attempt(run)
     with files.use_system(Full()):
         assert not attempt.fail(DataError("the cause"))
     assert read_error(run.path) is None
@@ -244,7 +244,7 @@ def test_fail_returns_false_if_the_failure_cannot_be_recorded(run: RunDirectory)
 def test_the_launcher_can_record_the_failure_of_its_process(run: RunDirectory, tmp_path: Path) -> None:
     job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
-    started(run)
+    start_attempt(run)
     run.release()
     record_failure(job, Hang("hangs"), began + 3600.0, "of an earlier start", 3)
     assert read_error(run.path) is None
@@ -258,7 +258,7 @@ def test_the_launcher_can_record_the_failure_of_its_process(run: RunDirectory, t
 def test_a_failure_without_stacks_writes_no_stacks_file(run: RunDirectory) -> None:
     job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
-    started(run)
+    start_attempt(run)
     run.release()
     record_failure(job, Hang("hangs"), began)
     assert read_record(run.path).process.state == "failed"
@@ -275,7 +275,7 @@ def test_a_failure_without_stacks_writes_no_stacks_file(run: RunDirectory) -> No
 def test_an_end_without_error_is_recorded_and_removes_an_earlier_error(
     run: RunDirectory, code: Exit, state: str
 ) -> None:
-    attempt = started(run)
+    attempt = start_attempt(run)
     attempt.fail(DataError("of an earlier attempt"))
     attempt.finish(code)
     record = read_record(run.path)
@@ -294,7 +294,7 @@ def checkpoint_of(run: RunDirectory) -> LoadedCheckpoint:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_resumed_run_keeps_its_uid_or_takes_that_of_its_checkpoint(run: RunDirectory, known: bool) -> None:
+def test_a_resumed_run_keeps_its_uid_or_adopts_the_checkpoint_uid(run: RunDirectory, known: bool) -> None:
     add_checkpoints(run, 3)
     attempt = RunAttempt(run, RunRecord(uid=UID if known else None), 0.0)
     attempt.save()
@@ -313,7 +313,7 @@ def test_a_run_without_uid_and_checkpoint_gets_a_new_one(run: RunDirectory) -> N
 
 def test_an_adopted_checkpoint_of_another_run_is_recorded_once(run: RunDirectory) -> None:
     add_checkpoints(run, 3, uid=OTHER)
-    attempt = started(run)
+    attempt = start_attempt(run)
     for _ in range(2):
         attempt.identify(run.owner, checkpoint_of(run), is_new=False)
         attempt.save()
@@ -323,7 +323,7 @@ def test_an_adopted_checkpoint_of_another_run_is_recorded_once(run: RunDirectory
 
 def test_a_run_restarted_from_scratch_gets_a_new_uid(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
-    attempt = started(run, adopted=(AdoptedCheckpoint(uid=OTHER),))
+    attempt = start_attempt(run, adopted=(AdoptedCheckpoint(uid=OTHER),))
     attempt.identify(run.owner, checkpoint_of(run), is_new=True)
     assert attempt.record.uid not in (None, UID)
     assert attempt.record.adopted == ()
@@ -342,7 +342,7 @@ def test_an_attempt_records_its_command_and_process_and_keeps_persistent_fields(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evidence = Evidence(items_per_s=3.0)
-    started(run, names=("old",), tracker_id="t1", changes=({"update": 3},), evidence=evidence)
+    start_attempt(run, names=("old",), tracker_id="t1", changes=({"update": 3},), evidence=evidence)
     monkeypatch.setattr(sys, "argv", ["another program", "x=1"])
     monkeypatch.setattr(time, "time", lambda: 100.0)
     command = ("train", "device=cpu", "seed=3", "run=a b")
@@ -361,13 +361,13 @@ def test_an_attempt_records_its_command_and_process_and_keeps_persistent_fields(
     assert (attempt.began, attempt.reached) == (100.0, 0)
 
 
-def test_a_resumed_run_records_the_command_that_trains_with_its_settings(run: RunDirectory) -> None:
+def test_a_request_without_a_command_is_recorded_as_train(run: RunDirectory) -> None:
     attempt = RunAttempt.for_job(job_of("device=cpu", "seed=3"), run)
     assert shlex.split(attempt.record.origin.command or "") == ["accel-run", "train", "device=cpu", "seed=3"]
 
 
 @pytest.mark.parametrize("overrides", [(), ("device=cpu", "seed=3")])
-def test_the_start_of_a_run_writes_the_files_that_reproduce_it(
+def test_starting_a_run_writes_the_files_that_reproduce_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["accel-run", "train", *overrides])
@@ -402,7 +402,7 @@ def test_the_script_uses_torchrun_if_torchrun_started_several_ranks(
     assert ("torchrun" in run.command.read_text()) == (world_size == 2)
 
 
-def test_an_attempt_that_only_measures_writes_nothing_at_its_start(run: RunDirectory) -> None:
+def test_an_unrecorded_attempt_writes_nothing_at_its_start(run: RunDirectory) -> None:
     before = sorted(path.name for path in run.path.iterdir())
     UnrecordedAttempt(run).begin(job_of())
     assert sorted(path.name for path in run.path.iterdir()) == before

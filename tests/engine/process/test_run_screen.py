@@ -1,4 +1,4 @@
-"""What a run prints and records, on each rank: messages, the first update, alerts of its machine."""
+"""What each rank prints and records: messages, the first update, and alerts of its machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_attention_kernel_that_did_not_run_is_reported(
     assert all((reason in event["text"]) and (event["text"].endswith("run") == (not reason)) for event in found)
 
 
-def test_without_calls_of_attention_only_a_slow_start_is_reported(
+def test_without_attention_calls_only_a_slow_start_is_reported(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attention: Any = SimpleNamespace(name="cudnn", kernels=("cudnn",), reason="")
@@ -69,7 +69,7 @@ def test_without_calls_of_attention_only_a_slow_start_is_reported(
 
 @pytest.mark.parametrize("has_several", [True, False])
 @pytest.mark.parametrize("level", ["warning", "info"])
-def test_the_progress_display_shows_the_phase_name_if_it_is_not_printed(
+def test_the_progress_display_names_the_phase_if_the_log_level_hides_messages(
     level: str, has_several: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -102,7 +102,9 @@ def test_the_start_of_a_phase_reports_its_updates_and_epochs(
     assert (event["phase"], event["update"], event["total"], event["samples"]) == ("train", done, total, 64)
 
 
-def test_another_machine_reports_only_its_alerts(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_rank_of_another_machine_reports_only_alerts(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     alert = Alert(level="warning", kind="hot", text="the-gpu-is-hot", facts={"gpu": 3})
     for options in ({}, {"speaks": False}, {"speaks": False, "machine": "rank8"}):
         with Screen(run, **options) as screen:  # type: ignore[arg-type]
@@ -128,7 +130,9 @@ def test_python_warnings_are_printed_without_their_location(
     assert "test_run_screen" not in output.out + output.err
 
 
-def test_bad_samples_are_printed_once_and_all_recorded(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_samples_cause_one_message_and_are_all_recorded(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Screen(run) as screen:
         for sample in (3, 7):
             screen.record_event("bad sample", sample=sample)

@@ -1,4 +1,4 @@
-"""The watchdog in a run of one process: hangs are reported and ended, and slow but live runs are not touched."""
+"""The watchdog of a single-process run: hanging runs are reported and ended, and slow runs continue."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Small(Task):
     def loss(self, model, batch):
         x, y = batch
         if self.fault == "slow" and model.training: pass_time(2.5)
-        if self.fault == "disk": time.sleep(0.02)  # training is not over before the hang is found
+        if self.fault == "disk": time.sleep(0.02)  # training must not end before the hang is detected
         if self.fault == "search" and self.update == 2: x = x * float("nan")
         if model.training:
             for place in ("loss", "lock", "pipe", "pdb", "a while", "jump"): self.fail(place)
@@ -136,11 +136,11 @@ BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
     " watchdog.update_s=3 watchdog.data_s=3 watchdog.checkpoint_s=60"
 )
-COUNTED = "checkpoint.every=6updates"  # in such a short run, the best checkpoint may exist only in memory
+COUNTED = "checkpoint.every=6updates"  # in a short run, the best checkpoint may exist only in memory
 SOON = "checkpoint.every=5updates"
 BY_THE_CLOCK = "checkpoint.every=0.002min updates=500"
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}
-# If training continues while time passes, only the limit of the other operation can be exceeded.
+# Without these limits, only that of the operation under test can be exceeded while training continues.
 NO_LIMIT = "watchdog.update_s=1e6"
 NO_LIMITS = f"{NO_LIMIT} watchdog.data_s=1e6"
 
@@ -183,7 +183,7 @@ def processes_with(word: str) -> set[int]:
     ],
     ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk during training"],
 )
-def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
+def test_a_hang_is_reported_with_its_location_and_leaves_no_processes(
     fault: str, args: str, message: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
@@ -191,7 +191,7 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
     args = args if fault == "disk" else f"{args} {COUNTED}"
     changed = {word.partition("=")[0] for word in args.split()}
     line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + args.split())
-    before = "" if fault == "disk" else ON_DISK_AT_ONCE  # for "disk", training must continue during the save
+    before = "" if fault == "disk" else ON_DISK_AT_ONCE  # with "disk", training must continue during the save
     env = VIRTUAL | {"TMPDIR": str(folder / "tmp")}
     if "num_workers" in args:  # the worker prefetches
         env["SAVED"] = str(folder / "outputs" / run / "checkpoints" / "update-0000000006" / "MANIFEST.json")
@@ -203,7 +203,7 @@ def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
     assert not processes_with(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
-    if fault == "disk":  # nothing can be written to the folder anymore
+    if fault == "disk":  # nothing more can be written to the folder
         assert re.search(r"last checkpoint: update \d+ ", result.err), result.err
         assert ".py:" in result.err, "the message has the stacks, which cannot be stored in a file"
         return
@@ -240,7 +240,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_there", [True, False], ids=["no disk space", "no temporary folder"])
 def test_a_hang_is_reported_even_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
-    """There is no checkpoint, and the message does not name one."""
+    """There is no checkpoint, so the message does not name one."""
     gone = folder / "gone"
     gone.mkdir()
     before = "import runner.host.stacks, runner.engine.process.watchdog as watchdog\n"
@@ -292,7 +292,7 @@ def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, 
     assert result.code == 0, result.err
 
 
-def test_the_search_for_non_finite_values_can_exceed_the_limit_of_an_update(server: ForkServer, folder: Path) -> None:
+def test_the_search_for_nonfinite_values_has_no_update_limit(server: ForkServer, folder: Path) -> None:
     args = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
     result = server.run(f"{args} task.fault=search", folder, VIRTUAL)
     assert result.code == 82, result.err
@@ -324,7 +324,7 @@ def test_no_process_outlives_a_killed_run_and_the_next_run_cleans_up(
     os.kill(pid, signal.SIGKILL)
     server.wait()
     wait_until(lambda: not [one for one in others if psutil.pid_exists(one)])
-    assert list(short.iterdir()), "the folder of the killed run"
+    assert list(short.iterdir()), "the killed run leaves its folder"
     again = [word for word in args.split() if "fault" not in word]
     assert server.run(again, folder, place).code == 0
     assert not list(short.iterdir())
@@ -349,7 +349,7 @@ def test_the_limit_is_ten_times_the_longest_recent_update_with_a_minimum() -> No
 
 
 @pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
-def test_uniformly_long_steps_have_ten_times_their_duration_as_limit(kind: str) -> None:
+def test_the_limit_of_uniform_steps_is_ten_times_their_duration(kind: str) -> None:
     durations = WorkDurations(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
     for update in range(1, 10):
         durations.record(kind, update, 55.0)
@@ -359,7 +359,7 @@ def test_uniformly_long_steps_have_ten_times_their_duration_as_limit(kind: str) 
 
 
 @pytest.mark.parametrize("update_s", [0.0, 0.3])
-def test_an_unusually_long_first_step_counts_only_until_others_are_known(update_s: float) -> None:
+def test_a_long_first_step_counts_only_until_enough_steps_are_known(update_s: float) -> None:
     durations = WorkDurations(LIMITS, {UPDATE}, compiles=False)
     durations.record(UPDATE, 1, 240.0)
     for number in range(NUM_SETTLED):
@@ -368,7 +368,7 @@ def test_an_unusually_long_first_step_counts_only_until_others_are_known(update_
     assert durations.limit_s(UPDATE) == MIN_TIMEOUT_S
 
 
-def test_recompilation_has_the_limit_of_compilation() -> None:
+def test_the_limit_with_compilation_allows_recompilation() -> None:
     durations = WorkDurations(LIMITS, {UPDATE}, compiles=True)
     for number in range(MAX_RECENT):
         durations.record(UPDATE, number + 1, 240.0 if number == 0 else 0.3)
@@ -393,7 +393,7 @@ def test_the_first_stuck_data_worker_of_a_hang_is_shown() -> None:
     assert shown == ["rank 0", f"{WORKER} 1"]
 
 
-def test_the_advice_for_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
+def test_the_advice_for_a_hang_names_the_setting_of_its_limit() -> None:
     known, unknown = format_hang({}, "watchdog.timeout_s=99"), format_hang({})
     assert known.startswith(unknown)
     assert known.endswith("watchdog.timeout_s=99")

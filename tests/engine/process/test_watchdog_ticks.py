@@ -1,4 +1,4 @@
-"""The watchdog tick by tick: its thread runs in the test, and each check of the clock is a step of a script."""
+"""The watchdog, tick by tick: the thread runs inside the test, and a scripted step precedes each check."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def begins(kind: str, update: int = 1) -> Step:
 
 
 class Ended(BaseException):
-    """Raised where the process would end."""
+    """Raised instead of ending the process."""
 
 
 @dataclass
 class Clock:
-    """The steps before each check of the watchdog, and what it published."""
+    """The steps before each check of the watchdog, and the heartbeats that it published."""
 
     steps: list[Callable[[], object]] = field(default_factory=list)
     beats: list[Heartbeat] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Clock:
     can_start: bool = True
 
     def pass_ticks(self, mark: ProgressMark, *steps: Step) -> list[Heartbeat]:
-        """Run a check after each step; return what they published."""
+        """Run a check after each step; return the heartbeats that these checks published."""
         number = len(self.beats)
         self.steps = [partial(step, mark) for step in steps]
         self.run()
@@ -130,7 +130,7 @@ def watched(
         yield mark
 
 
-def waited(beats: list[Heartbeat]) -> list[float]:
+def waited_ticks(beats: list[Heartbeat]) -> list[float]:
     return [beat.waited_s / TICK_S for beat in beats]
 
 
@@ -142,7 +142,7 @@ def test_the_time_of_an_operation_counts_from_its_first_check(clock: Clock, tmp_
         mark.begin("train")
         beats = clock.pass_ticks(mark, keep, keep, begins(DATA), keep, begins(DATA), begins(UPDATE, 2), keep, keep)
         assert [beat.ticks for beat in beats] == [2, 3, 4, 5, 6, 7, 8, 9]
-        assert waited(beats) == [1, 2, 0, 1, 0, 0, 1, 2]
+        assert waited_ticks(beats) == [1, 2, 0, 1, 0, 0, 1, 2]
         assert [beat.kind for beat in beats] == [START, START, DATA, DATA, DATA, UPDATE, UPDATE, UPDATE]
         assert [beat.update for beat in beats] == [0, 0, 1, 1, 1, 2, 2, 2]
         assert {beat.phase for beat in beats} == {"train"}
@@ -152,7 +152,7 @@ def test_the_time_of_an_operation_counts_from_its_first_check(clock: Clock, tmp_
     assert clock.beats[-1] == Heartbeat()
 
 
-def test_the_first_operation_of_a_kind_has_its_own_limit_until_it_ends(clock: Clock, tmp_path: Path) -> None:
+def test_the_first_operation_of_a_kind_has_a_separate_limit(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(
@@ -166,7 +166,7 @@ def test_the_first_operation_of_a_kind_has_its_own_limit_until_it_ends(clock: Cl
         assert [beat.limit_s for beat in beats] == [5.0, 7.0, 100.0]
 
 
-def test_derived_limits_grow_with_the_durations_and_are_reset_by_a_new_phase(clock: Clock, tmp_path: Path) -> None:
+def test_derived_limits_follow_durations_and_are_reset_by_a_new_phase(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path, "watchdog.update_s=auto") as mark:
         mark.begin("first")
         mark.completed_kinds.add(UPDATE)
@@ -184,7 +184,7 @@ def test_derived_limits_grow_with_the_durations_and_are_reset_by_a_new_phase(clo
         assert (beat.limit_s, beat.is_first) == (MIN_TIMEOUT_S, False)
 
 
-def test_an_operation_is_not_the_first_if_others_completed_between_two_checks(clock: Clock, tmp_path: Path) -> None:
+def test_operations_completed_between_two_checks_count(clock: Clock, tmp_path: Path) -> None:
     def begin(mark: ProgressMark) -> None:
         mark.begin("second")
         mark.completed_kinds.add(UPDATE)
@@ -202,7 +202,7 @@ def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp
         busy = [begins(UPDATE, number) for number in range(7, 40)]
         beats = clock.pass_ticks(mark, *busy)
         overdue = [number for number, beat in enumerate(beats) if beat.kind == CHECKPOINT]
-        assert overdue == [29, 30, 31, 32], "more than 7 s after the first check that saw it"
+        assert overdue == [29, 30, 31, 32], "more than 7 s after the first check that saw the write"
         assert beats[29] == Heartbeat(31, 7.25, 7.0, False, CHECKPOINT, False, 6, "train")
         assert beats[28].kind == UPDATE
         assert beats[29].is_overdue
@@ -213,15 +213,15 @@ def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp
         assert not any(beat.kind == CHECKPOINT for beat in clock.pass_ticks(mark, *busy))
 
 
-def test_progress_of_the_writer_counts_only_while_training_waits_for_it(clock: Clock, tmp_path: Path) -> None:
+def test_writer_progress_counts_only_while_training_waits_for_it(clock: Clock, tmp_path: Path) -> None:
     with watched(tmp_path) as mark:
         progress = iter([(6, number // 3) for number in range(100)])
         mark.write_progress = lambda: next(progress)
         beats = clock.pass_ticks(mark, begins(CHECKPOINT, 6), *[keep] * 8)
-        assert waited(beats) == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+        assert waited_ticks(beats) == [0, 1, 2, 0, 1, 2, 0, 1, 2]
         assert {(beat.kind, beat.limit_s) for beat in beats} == {(CHECKPOINT, 7.0)}
         beats = clock.pass_ticks(mark, begins(UPDATE, 7), keep, keep, keep, keep)
-        assert waited(beats) == [0, 1, 2, 3, 4], "training itself makes no progress"
+        assert waited_ticks(beats) == [0, 1, 2, 3, 4], "training itself makes no progress"
 
 
 FRAMES: dict[str, list[StackFrame]] = {
@@ -237,7 +237,7 @@ FRAMES: dict[str, list[StackFrame]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("frames", FRAMES)
-def test_stacks_show_whether_a_rank_waits_for_others_and_whether_it_is_debugged(
+def test_stacks_show_whether_a_rank_waits_or_is_in_a_debugger(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: str, world_size: int
 ) -> None:
     read: list[int] = []
@@ -252,7 +252,7 @@ def test_stacks_show_whether_a_rank_waits_for_others_and_whether_it_is_debugged(
         beats = clock.pass_ticks(mark, begins(UPDATE), *[keep] * 7)
     assert len(read) == (1 if frames == "debugger" else 3)
     assert set(read) == {threading.main_thread().ident}
-    assert waited(beats) == ([0, 1, 2, 3, 4, 0, 1, 2] if frames == "debugger" else [0, 1, 2, 3, 4, 5, 6, 7])
+    assert waited_ticks(beats) == ([0, 1, 2, 3, 4, 0, 1, 2] if frames == "debugger" else [0, 1, 2, 3, 4, 5, 6, 7])
     waits = frames == "collective" and world_size > 1
     assert [beat.is_waiting for beat in beats] == [False] * 5 + [waits] * 3
 
@@ -319,7 +319,7 @@ def test_a_hanging_process_is_recorded_and_ends(
         mark.completed_kinds.add(UPDATE)
         mark.num_updates.value = 6
         clock.pass_ticks(mark, begins(UPDATE, 7), *[keep] * 12)
-        assert exits.codes == [], "exactly at the limit"
+        assert exits.codes == [], "the limit is reached but not exceeded"
         with pytest.raises(Ended):
             clock.pass_ticks(mark, begins(UPDATE, 8), *[keep] * 13)
     assert exits.codes == [Exit.HANG]
@@ -337,7 +337,7 @@ def test_a_hanging_process_is_recorded_and_ends(
     assert "stacks.txt" in printed
 
 
-def test_a_rank_that_waits_for_others_has_the_limit_of_a_checkpoint(
+def test_a_rank_waiting_for_others_has_the_limit_of_a_checkpoint(
     clock: Clock, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.host.stacks.current_frames", lambda thread: FRAMES["collective"])
@@ -382,7 +382,9 @@ def test_an_error_is_recorded_only_if_the_stacks_could_be_written(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("limit_s", "value"), [(0.5, 10), (3.0, 10), (9.0, 40), (50.0, 200)])
-def test_a_hang_names_the_setting_of_its_limit(kind: str, is_first: bool, key: str, limit_s: float, value: int) -> None:
+def test_the_fix_for_a_hang_names_the_setting_of_its_limit(
+    kind: str, is_first: bool, key: str, limit_s: float, value: int
+) -> None:
     beat = Heartbeat(9, limit_s + 1, limit_s, False, kind, is_first, 7, "train")
     error = hang_error(beat, 2, "rank 2 of 4", {"rank 2 of 4": "has no stacks to show"})
     (problem,) = error.problems
@@ -403,13 +405,13 @@ def stack(file: str, number: int = 1) -> str:
     return f"Thread 0x0001 (most recent call first):\n{lines}"
 
 
-def test_the_location_of_a_hang_is_in_the_code_of_the_user() -> None:
+def test_the_location_of_a_hang_is_in_user_code() -> None:
     traces = {"rank 0": stack(os.__file__), f"{WORKER} 7": stack("/home/me/data.py")}
     error = hang_error(Heartbeat(9, 4.0, 3.0, kind=DATA), 0, "", traces)
     assert "/home/me/data.py" in error.problems[0].where
 
 
-def test_a_hang_message_has_the_stacks_of_only_a_few_processes() -> None:
+def test_a_hang_message_shows_stacks_of_only_a_few_processes() -> None:
     traces = {f"rank {rank}": stack("/home/me/train.py", 9) for rank in range(9)}
     shown = [line for line in format_hang(traces).splitlines() if line.startswith("rank ")]
     assert len(shown) == 4, "4 lines each; no process is added once there are more than 12 lines"
@@ -440,7 +442,7 @@ def test_a_derived_limit_has_a_minimum_and_an_explicit_one_is_exact() -> None:
     assert limits(CHECKPOINT, is_first=True) == limits(END) == (7.0, 7.0)
 
 
-def test_an_interrupted_operation_restarts_its_time_even_after_an_error() -> None:
+def test_the_time_of_an_interrupted_operation_restarts_even_after_an_error() -> None:
     mark = ProgressMark()
     mark.advance(UPDATE, 2)
     before = mark.now
@@ -448,10 +450,10 @@ def test_an_interrupted_operation_restarts_its_time_even_after_an_error() -> Non
         assert mark.now == (CHECKPOINT, 1)
         raise KeyError
     assert mark.now == before
-    assert mark.now is not before, "its time starts again"
+    assert mark.now is not before, "the time of the operation restarts"
 
 
-def test_the_end_of_an_interruption_ends_operations_that_advanced_within_it() -> None:
+def test_the_end_of_an_interruption_restores_the_outer_operation() -> None:
     mark = ProgressMark()
     mark.advance(UPDATE, 2)
     with mark.doing(EVALUATION, 2):

@@ -1,4 +1,4 @@
-"""A custom data loader is rejected if the run would train on other data or could not be repeated."""
+"""A custom data loader is rejected if the run would train on other data or would not be reproducible."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Signals(Numbers):
         return int(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
 
 
-def loaded(load: Callable[..., Any], dataset: Numbers | None = None, bad_samples: str = "stop") -> Iterator[list[int]]:
+def load_batches(
+    load: Callable[..., Any], dataset: Numbers | None = None, bad_samples: str = "stop"
+) -> Iterator[list[int]]:
     fetcher = Fetcher(dataset or Numbers(), torch.tensor, bad_samples=bad_samples)
     loader = CustomLoader(fetcher, load, "mine", "task.py", pins=False)
     try:
@@ -57,22 +59,22 @@ def loaded(load: Callable[..., Any], dataset: Numbers | None = None, bad_samples
         loader.close()
 
 
-def filled(read: Any, requests: Any) -> Iterator[Any]:
+def load_filled(read: Any, requests: Any) -> Iterator[Any]:
     for request in requests:
         yield read.fill(request, read.collate([read.dataset[index] for index in read.indices(request)]))
 
 
-def in_workers(read: Any, requests: Any) -> Iterator[Any]:
+def load_in_workers(read: Any, requests: Any) -> Iterator[Any]:
     yield from DataLoader(read, batch_size=None, sampler=requests, num_workers=1)
 
 
-@pytest.mark.parametrize("start", [filled, in_workers])
+@pytest.mark.parametrize("start", [load_filled, load_in_workers])
 def test_a_loader_reads_the_samples_of_each_request(start: Callable[..., Any]) -> None:
-    assert list(loaded(start)) == [[2, 1], [0, 3]]
+    assert list(load_batches(start)) == [[2, 1], [0, 3]]
 
 
-def test_a_loader_that_collates_returns_the_batches_that_read_returns() -> None:
-    """This includes the numbers of the samples, on which random draws of the model depend."""
+def test_a_loader_that_collates_returns_the_same_batches_as_read() -> None:
+    """Batches contain the indices of their samples, which determine the random draws of the model."""
     read = RequestReader(Fetcher(Numbers(), torch.tensor, bad_samples="stop"))
     for request in KEYS:
         loaded, filled = read(request).batch, read.fill(request, torch.tensor(request.indices)).batch
@@ -84,92 +86,92 @@ def test_a_loader_that_collates_returns_the_batches_that_read_returns() -> None:
 
 
 def test_a_batch_names_the_worker_that_read_it() -> None:
-    """The run kills these processes at its end, and no others."""
+    """At its end, the run kills only the workers that batches name."""
     named: list[int] = []
     running: list[int | None] = []
 
-    def noted(batches: Iterator[Any]) -> Iterator[Any]:
+    def record_workers(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             named.append(batch.worker)
             running.extend(child.pid for child in active_children())
             yield batch
 
-    list(loaded(lambda read, requests: noted(in_workers(read, requests))))
+    list(load_batches(lambda read, requests: record_workers(load_in_workers(read, requests))))
     assert len(named) == len(KEYS)
     assert set(named) <= set(running)
     named.clear()
-    list(loaded(lambda read, requests: noted(filled(read, requests))))
+    list(load_batches(lambda read, requests: record_workers(load_filled(read, requests))))
     assert named == [0] * len(KEYS)
 
 
 def test_changing_a_request_in_place_is_rejected() -> None:
-    def changing(read: Any, requests: Any) -> Iterator[Any]:
+    def change_requests(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             request.indices[:] = [0, 0]
             yield read(request)
 
     with pytest.raises(TaskFault, match="must be next"):
-        list(loaded(changing))
+        list(load_batches(change_requests))
 
 
 def test_a_loader_can_sort_its_indices_in_place() -> None:
-    def sorting(read: Any, requests: Any) -> Iterator[Any]:
+    def sort_indices(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             read.indices(request).sort()
             yield read(request)
 
-    assert list(loaded(sorting)) == [[2, 1], [0, 3]]
+    assert list(load_batches(sort_indices)) == [[2, 1], [0, 3]]
 
 
-def draws() -> tuple[float, float, float]:
+def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), float(np.random.random()), random.random()
 
 
-def test_random_numbers_of_a_loader_are_independent_of_those_of_the_model() -> None:
-    """They are reproducible from the start of the loader on, because torch's DataLoader seeds its workers with them."""
+def test_a_loader_does_not_change_the_generators_of_the_model() -> None:
+    """The loader's own random numbers are reproducible, because torch's DataLoader seeds its workers with them."""
     drawn: list[Any] = []
 
-    def drawing(read: Any, requests: Any) -> Any:
-        drawn.append(draws())
+    def draw_and_load(read: Any, requests: Any) -> Any:
+        drawn.append(draw())
 
         def rest() -> Iterator[Any]:
             for request in requests:
-                drawn.append(draws())
+                drawn.append(draw())
                 yield read(request)
-            drawn.append(draws())
+            drawn.append(draw())
 
         return rest()
 
     before = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
-    list(loaded(drawing))
+    list(load_batches(draw_and_load))
     first = drawn.copy()
     drawn.clear()
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.array_equal(before[1]["state"]["key"], np.random.get_state(legacy=False)["state"]["key"])
     assert before[2] == random.getstate()
-    draws()
-    list(loaded(drawing))
+    draw()
+    list(load_batches(draw_and_load))
     assert drawn == first
 
 
-def test_a_loader_that_reads_samples_itself_is_rejected_if_they_change_with_the_epoch() -> None:
+def test_loaders_that_call_fill_are_rejected_for_datasets_with_epochs() -> None:
     def direct(read: Any, requests: Any) -> Iterator[Any]:
         for request in requests:
             yield read.fill(request, torch.tensor(request.indices))
 
-    for start in (filled, direct):
+    for start in (load_filled, direct):
         with pytest.raises(TaskFault, match="set_epoch"):
-            list(loaded(start, NumbersOfEpochs()))
-    assert list(loaded(in_workers, NumbersOfEpochs())) == [[2, 1], [0, 3]]
+            list(load_batches(start, NumbersOfEpochs()))
+    assert list(load_batches(load_in_workers, NumbersOfEpochs())) == [[2, 1], [0, 3]]
 
 
 def test_bad_samples_cannot_be_skipped_by_a_loader_that_collates() -> None:
     with pytest.raises(TaskFault, match="bad_samples=skip"):
-        list(loaded(filled, bad_samples="skip"))
-    assert list(loaded(in_workers, Numbers(broken=1), bad_samples="skip")) == [[2], [0, 3]]
+        list(load_batches(load_filled, bad_samples="skip"))
+    assert list(load_batches(load_in_workers, Numbers(broken=1), bad_samples="skip")) == [[2], [0, 3]]
 
 
-def in_threads(read: Any, requests: Any) -> Iterator[Any]:
+def load_in_threads(read: Any, requests: Any) -> Iterator[Any]:
     def load(request: Any) -> Any:
         return read.fill(request, read.collate([read.dataset[index] for index in read.indices(request)]))
 
@@ -177,23 +179,23 @@ def in_threads(read: Any, requests: Any) -> Iterator[Any]:
         yield from (pool.submit(load, request).result() for request in requests)
 
 
-def filled_in_workers(read: Any, requests: Any) -> Iterator[Any]:
-    """Raise errors as torch's DataLoader does for those of a worker."""
+def load_filled_in_workers(read: Any, requests: Any) -> Iterator[Any]:
+    """Raise errors of samples as torch's DataLoader raises errors of its workers."""
     try:
-        yield from filled(read, requests)
+        yield from load_filled(read, requests)
     except KeyError:
         ExceptionWrapper(where="in DataLoader worker process 0").reraise()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("start", [filled, in_threads, in_workers, filled_in_workers])
+@pytest.mark.parametrize("start", [load_filled, load_in_threads, load_in_workers, load_filled_in_workers])
 def test_the_error_of_an_unreadable_sample_names_the_line(start: Callable[..., Any]) -> None:
     with pytest.raises(AccelRunError) as raised:
-        list(loaded(start, Numbers(broken=1)))
+        list(load_batches(start, Numbers(broken=1)))
     problem = raised.value.problems[0]
     assert problem.where.startswith(f"{__file__}:")
     assert "Traceback" not in problem.what
     assert "KeyError: 'broken sample'" in problem.what
-    if start is in_workers:
+    if start is load_in_workers:
         assert isinstance(raised.value, DataError)
         assert "sample 1" in problem.what
 
@@ -203,19 +205,19 @@ def test_an_error_raised_outside_the_task_names_the_task_file() -> None:
         pass
 
     with pytest.raises(TaskFault) as raised:
-        list(loaded(without_arguments))
+        list(load_batches(without_arguments))
     assert raised.value.problems[0].where == "task.py"
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_torch_ignore_stop_signals(method: str) -> None:
-    """They are needed until the update is complete; a scheduler sends signals to every process."""
+    """Workers are needed until the update is complete, but a scheduler sends signals to every process."""
 
-    def started(read: Any, requests: Any) -> Iterator[Any]:
+    def start_workers(read: Any, requests: Any) -> Iterator[Any]:
         yield from DataLoader(read, None, sampler=requests, num_workers=1, multiprocessing_context=method)
 
-    assert list(loaded(started, Signals())) == [[1, 1], [1, 1]]
+    assert list(load_batches(start_workers, Signals())) == [[1, 1], [1, 1]]
     assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
 
 
@@ -227,8 +229,8 @@ class Hanging(Numbers):
 
 
 @pytest.mark.slow
-def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
-    batches = loaded(in_workers, Hanging())
+def test_a_worker_that_is_still_reading_is_killed_at_the_end() -> None:
+    batches = load_batches(load_in_workers, Hanging())
     assert next(batches) == KEYS[0].indices
     workers = active_children()
     batches.close()  # type: ignore[attr-defined]
@@ -238,7 +240,7 @@ def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("error", [DataError("a file is missing"), torch.OutOfMemoryError("CUDA out of memory.")])
-def test_errors_that_name_their_own_cause_are_raised_unchanged(error: Exception) -> None:
+def test_errors_that_name_their_cause_are_raised_unchanged(error: Exception) -> None:
     """Any other error is reported with the line of the loader that raised it."""
 
     def fails(read: Any, requests: Any) -> Iterator[Any]:
@@ -246,14 +248,14 @@ def test_errors_that_name_their_own_cause_are_raised_unchanged(error: Exception)
         yield
 
     with pytest.raises(type(error)) as caught:
-        list(loaded(fails))
+        list(load_batches(fails))
     assert caught.value is error
 
 
 def test_a_request_without_samples_does_not_end_the_batches() -> None:
     """A rank may have no sample in an update."""
     fetcher = Fetcher(Numbers(), torch.tensor, bad_samples="stop")
-    loader = CustomLoader(fetcher, filled, "mine", "task.py", pins=False)
+    loader = CustomLoader(fetcher, load_filled, "mine", "task.py", pins=False)
     keys = [KEYS[0], MicroBatchKey(0, [], True, first=2), KEYS[1]]
     found = [batch.batch for batch in loader.batches(iter(keys))]
     loader.close()

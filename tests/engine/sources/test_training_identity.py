@@ -132,7 +132,7 @@ def test_samples_that_draw_from_their_own_generator_are_detected(draw: Callable[
 
 
 @pytest.mark.parametrize("has_workers", [False, True])
-def test_samples_that_cannot_be_read_have_no_hash(has_workers: bool) -> None:
+def test_unreadable_samples_have_no_hash(has_workers: bool) -> None:
     fetcher = fetcher_of(Failing(lambda index: 1 // (index - 2)))
     loader = workers(fetcher, "fork") if has_workers else Loader(fetcher)
     assert sorted(fingerprint_data({"train": fetcher}, loader)[0]["train"]["hashes"]) == ["0", "4"]

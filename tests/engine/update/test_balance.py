@@ -17,7 +17,7 @@ SLOWNESS = (3.0, 1.0)  # milliseconds per sample, of each rank
 
 
 def seconds_of(samples: tuple[int, ...]) -> tuple[dict[str, float], ...]:
-    """Return the times of ranks of these speeds; the faster one waits for the other, and both communicate for 1 ms."""
+    """Return the times of both ranks; the faster one waits for the other, and both communicate for 1 ms."""
     busy = [1e-3 * slow * count for slow, count in zip(SLOWNESS, samples, strict=True)]
     return tuple(dict.fromkeys(PARTS, 0.0) | {"forward": spent, "wait": 1e-3 + max(busy) - spent} for spent in busy)
 

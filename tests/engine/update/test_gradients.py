@@ -61,7 +61,7 @@ def test_half_precision_gradients_keep_their_dtype_and_an_empty_list_has_no_norm
 def test_a_gradient_in_half_precision_does_not_change_the_scale_of_another(
     half: torch.dtype, max_norm: float | None
 ) -> None:
-    """Whether the correction is a number or a tensor, as with several ranks."""
+    """The correction is a number or, with several ranks, a tensor."""
     results = []
     for correction in (1 / 300, torch.tensor(1 / 300, dtype=torch.float64)):
         small, result = torch.tensor([2.0**-6], dtype=half), torch.randn(5, generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,7 @@ def test_cleared_gradients_are_released() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_a_retried_update_repeats_only_the_batches_that_it_read_again() -> None:
+def test_a_retried_update_repeats_only_batches_that_were_read_again() -> None:
     def batches(*names: str) -> Any:
         return [SimpleNamespace(name=name, last=name == names[-1], samples=None) for name in names]
 

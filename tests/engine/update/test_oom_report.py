@@ -123,7 +123,7 @@ def test_a_report_names_each_tensor_once_with_its_size_and_owner() -> None:
     rows = [tuple(line.split(maxsplit=1)) for line in lines[5:]]
     sizes = {what.split("  ")[-1].rpartition(") ")[2].strip(): int(size.replace(",", "")) for size, what in rows}
     of_weight = [size for name, size in sizes.items() if name.endswith("weight")]
-    assert of_weight == [4096 * 64 * 4] * 3, "with its gradient and its momentum"
+    assert of_weight == [4096 * 64 * 4] * 3, "the weight, its gradient and its momentum"
     assert sizes["table"] == 2048 * 64 * 4
     numbers = [int(size.replace(",", "")) for size, what in rows if "tensors that have" not in what]
     assert sum(numbers) == int(rows[-1][0].replace(",", ""))
@@ -145,7 +145,7 @@ CPU = torch.device("cpu")
         (8 * GIB, None, 6 * GIB, 8 * GIB),
     ],
 )
-def test_host_memory_is_that_of_the_machine_or_of_the_cgroup(
+def test_host_memory_is_limited_by_the_machine_or_the_cgroup(
     limit: int | None, used: int | None, free: int, total: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grant = None if limit is None else SimpleNamespace(amount=limit, memory_bytes=lambda: used)
@@ -162,7 +162,7 @@ def test_host_memory_is_that_of_the_machine_or_of_the_cgroup(
 
 
 class Driver:
-    """A driver of one GPU, on which this process and others have memory."""
+    """A driver with one GPU, whose memory is used by these processes."""
 
     def __init__(self, processes: list[tuple[int, int | None]] | None) -> None:
         self.listed = processes
@@ -175,7 +175,7 @@ class Driver:
         return self.listed and [SimpleNamespace(pid=pid, used_bytes=used) for pid, used in self.listed]
 
 
-def measured_on_gpu(
+def measure_on_gpu(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, *, uuid: str = "GPU-1", side: str = "device"
 ) -> MemoryAccount:
     @contextmanager
@@ -194,7 +194,7 @@ def measured_on_gpu(
 def test_gpu_memory_is_attributed_to_this_process_and_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = 2**22 + 7  # above the largest PID of Linux
     others = [(absent + number, None if number == 3 else number * GIB) for number in range(8)]
-    found = measured_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
+    found = measure_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
     assert (found.free_bytes, found.total_bytes) == (GIB, 80 * GIB)
     assert (found.held_bytes, found.in_tensors_bytes) == (70 * GIB, 60 * GIB)
     assert [holder.pid for holder in found.others] == [os.getppid(), *(absent + number for number in (7, 6, 5, 4))]
@@ -206,11 +206,11 @@ def test_gpu_memory_is_attributed_to_this_process_and_the_largest_others(monkeyp
 def test_without_a_process_list_no_other_processes_are_reported(
     listed: list[tuple[int, int | None]] | None, uuid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert measured_on_gpu(monkeypatch, Driver(listed), uuid=uuid).others == ()
+    assert measure_on_gpu(monkeypatch, Driver(listed), uuid=uuid).others == ()
 
 
 def test_an_error_on_the_host_is_described_with_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured_on_gpu(monkeypatch, Driver([(1, GIB)]), side="host")
+    found = measure_on_gpu(monkeypatch, Driver([(1, GIB)]), side="host")
     assert found.total_bytes != 80 * GIB
     assert found.others == ()
 

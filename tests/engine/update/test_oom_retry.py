@@ -73,11 +73,11 @@ def drop(model: Model) -> None:
     model.constant = None
 
 
-def through_data(model: Model) -> None:
+def write_data(model: Model) -> None:
     model.weight.data.mul_(0.9)
 
 
-def through_new_data(model: Model) -> None:
+def assign_data(model: Model) -> None:
     model.weight.data = model.weight.data * 0.9
 
 
@@ -95,8 +95,8 @@ def bits(model: nn.Module) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def of_numpy_generator() -> dict[str, Any]:
-    """Return the key and the position in it. A draw changes only the position until the end of the key."""
+def numpy_generator_state() -> dict[str, Any]:
+    """Return the key of numpy's generator and the position in it, which is all that most draws change."""
     state = np.random.get_state(legacy=False)["state"]
     return {"key": state["key"].tolist(), "pos": state["pos"]}
 
@@ -107,13 +107,13 @@ def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> 
     model = Model()
     result = snapshot_at(CHANGES[name], update=update, model=model)
     result.restore()  # the change of this update
-    before, drawn = bits(model), (torch.get_rng_state(), of_numpy_generator(), random.getstate())
+    before, drawn = bits(model), (torch.get_rng_state(), numpy_generator_state(), random.getstate())
     result.begin()
     CHANGES[name](model)
     assert result.restore() == ""
     assert bits(model) == before
     assert torch.equal(torch.get_rng_state(), drawn[0])
-    assert (of_numpy_generator(), random.getstate()) == drawn[1:]
+    assert (numpy_generator_state(), random.getstate()) == drawn[1:]
 
 
 class Device(Accelerator):
@@ -151,9 +151,9 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
         (add_one, 0, 0, "a buffer that did not exist"),
         (add_one, 2, 2, "a buffer that did not exist"),
         (lambda model: nn.init.zeros_(model.weight), 2, 0, "a parameter, or a buffer that the first update did not"),
-        (through_data, 0, 0, "a parameter, which the forward"),
-        (through_data, 2, 0, "a parameter, which the forward"),
-        (through_new_data, 2, 0, "a parameter, which the forward"),
+        (write_data, 0, 0, "a parameter, which the forward"),
+        (write_data, 2, 0, "a parameter, which the forward"),
+        (assign_data, 2, 0, "a parameter, which the forward"),
         (lambda _: np.random.random(), 2, 2, "numpy's random generator"),
         (lambda _: random.random(), 2, 2, "Python's random generator"),
     ],
@@ -161,11 +161,11 @@ def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytes
 def test_state_that_cannot_be_restored_is_reported(
     change: Callable[[Model], object], update: int, since: int, message: str
 ) -> None:
-    """This includes weights that a momentum encoder updates through `.data`, where torch counts no change."""
+    """This includes weights that a momentum encoder updates through `.data`, which torch does not count as changes."""
     assert snapshot_at(change, update=update, since=since).restore().startswith(message)
 
 
-@pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
+@pytest.mark.parametrize("change", [replace, grow, add_one, drop, write_data, lambda _: None])
 @pytest.mark.parametrize("since", [0, 1, 2])
 def test_an_update_without_oom_is_unaffected(change: Callable[[Model], object], since: int) -> None:
     snapshot_at(change, update=4, since=since)
@@ -265,7 +265,7 @@ def test_each_attempt_starts_from_the_same_state(error: Exception) -> None:
     assert {obstacle for _, obstacle in policy.reduced} == {""}
 
 
-def test_gradients_are_unscaled_again_after_a_step_was_out_of_memory_twice() -> None:
+def test_gradients_are_unscaled_again_after_a_step_fails_twice() -> None:
     model, policy = nn.Linear(2, 1), Policy()
     optimizer, failures = torch.optim.SGD(model.parameters(), lr=0.1), 2
     precision, apply = fp16(World(CPU), model), optimizer.step
@@ -313,7 +313,7 @@ def test_memory_in_reference_cycles_is_freed_before_the_next_attempt() -> None:
 
 
 def test_compiled_code_is_freed_before_the_next_attempt() -> None:
-    """It was compiled for the larger micro-batches."""
+    """The code was compiled for larger micro-batches."""
     model, policy, num_compiled = Model(), Policy(), 0
     retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -355,20 +355,20 @@ def test_without_compiled_code_the_compiler_is_not_reset(monkeypatch: pytest.Mon
     assert not resets
 
 
-# ---------------------------------------------------------------- errors that mean out of memory
+# ---------------------------------------------------------------- recognition of out-of-memory errors
 
 
-def in_a_worker(error: BaseException) -> RemoteError:
+def as_worker_error(error: BaseException) -> RemoteError:
     return RemoteError(describe_exception(error))
 
 
-def of_a_sample(cause: BaseException) -> DataError:
+def as_sample_error(cause: BaseException) -> DataError:
     error = DataError(f"sample 7 cannot be read: {cause}")
     error.__cause__ = cause
     return error
 
 
-def of_numpy(nbytes: int) -> BaseException:
+def numpy_memory_error(nbytes: int) -> BaseException:
     """Return the exception that numpy raises for an array larger than the address space."""
     with pytest.raises(MemoryError) as caught:
         np.empty(nbytes, dtype=np.uint8)
@@ -389,16 +389,16 @@ def of_numpy(nbytes: int) -> BaseException:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8192 bytes"),
          ("host", 8192)),
         (MemoryError(), ("host", None)),
-        (of_numpy(8 << 46), ("host", 8 << 46)),
+        (numpy_memory_error(8 << 46), ("host", 8 << 46)),
         (OSError(12, "Cannot allocate memory"), ("host", None)),
-        (of_a_sample(MemoryError()), ("host", None)),
-        (in_a_worker(MemoryError()), ("host", None)),
-        (in_a_worker(of_a_sample(OSError(12, "Cannot allocate memory"))), ("host", None)),
+        (as_sample_error(MemoryError()), ("host", None)),
+        (as_worker_error(MemoryError()), ("host", None)),
+        (as_worker_error(as_sample_error(OSError(12, "Cannot allocate memory"))), ("host", None)),
         (RuntimeError("my cache is out of memory"), None),
         (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"), None),
         (OSError(28, "No space left on device"), None),
-        (in_a_worker(ValueError("CUDA error: out of memory")), None),
-        (of_a_sample(ValueError("Unable to allocate a seat")), None),
+        (as_worker_error(ValueError("CUDA error: out of memory")), None),
+        (as_sample_error(ValueError("Unable to allocate a seat")), None),
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
@@ -407,16 +407,16 @@ def test_out_of_memory_errors_are_recognized(error: BaseException, wanted: tuple
     assert (result and (result.side, result.requested_bytes)) == wanted
 
 
-@pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
+@pytest.mark.parametrize("wrapped", [lambda error: error, as_worker_error])
 def test_the_cause_names_the_sample_that_exceeded_memory(wrapped: Callable[[BaseException], BaseException]) -> None:
-    result = find_oom_cause(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
+    result = find_oom_cause(wrapped(as_sample_error(MemoryError("of 7 EiB"))))
     assert isinstance(result, OomCause)
     assert "sample 7" in result.text
     assert "of 7 EiB" in result.text
 
 
 def test_with_several_ranks_an_error_of_an_update_is_raised_immediately() -> None:
-    """The other ranks have continued, or wait in a collective."""
+    """The other ranks have continued or wait in a collective, so this rank cannot retry alone."""
     model, policy = Model(), Policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     retry = OomRetry(model, [*model.parameters()], optimizer, Precision(World(CPU)), CPU, policy, has_one_rank=False)
