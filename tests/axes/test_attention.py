@@ -1,4 +1,4 @@
-"""Attention kernels give the same results, and the kernel that ran is reported."""
+"""All attention kernels give the same results, and the kernel that ran is reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attend(**options: Any) -> Tensor:
     return scaled_dot_product_attention(query(), query(), query(), **options)
 
 
-@pytest.mark.filterwarnings("ignore:attention=")  # warnings about kernels that this device lacks
+@pytest.mark.filterwarnings("ignore:attention=")  # ignores warnings about kernels that this device lacks
 @pytest.mark.parametrize("option", ATTENTIONS)
 def test_the_kernel_does_not_change_the_result(option: str) -> None:
     with ATTENTIONS[option](CPU).context():
@@ -57,7 +57,7 @@ def test_the_kernel_does_not_change_the_result(option: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:attention=")
 @pytest.mark.parametrize("option", ATTENTIONS)
-def test_every_option_runs_all_kinds_of_calls(option: str) -> None:
+def test_every_option_supports_all_kinds_of_calls(option: str) -> None:
     choice = ATTENTIONS[option](CPU)
     mask = torch.ones(8, 8, dtype=torch.bool)
     for options in ({"dropout_p": 0.5}, {"attn_mask": mask}, {}):
@@ -65,7 +65,7 @@ def test_every_option_runs_all_kinds_of_calls(option: str) -> None:
             attend(**options)
 
 
-def test_the_context_is_reentrant_and_restores_the_kernel_selection_of_torch() -> None:
+def test_contexts_are_reentrant_and_restore_the_kernel_selection() -> None:
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     for choice in (math(CPU), flash(CPU), auto(CPU)):
         for _ in range(2):
@@ -99,7 +99,7 @@ def test_the_kernel_that_ran_is_counted(choice: Attention, options: dict[str, An
     assert count_kernels(call) == {kernel: 2}
 
 
-def test_attention_inside_torchs_own_modules_is_counted() -> None:
+def test_attention_inside_torch_modules_is_counted() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     assert count_kernels(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
 
@@ -118,7 +118,7 @@ def test_calls_are_counted_by_dtype_and_shape() -> None:
     }
 
 
-def test_each_call_reports_its_arguments_and_the_used_kernel() -> None:
+def test_each_call_reports_its_arguments_and_kernel() -> None:
     key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
 
     def call() -> None:
@@ -134,7 +134,7 @@ def test_each_call_reports_its_arguments_and_the_used_kernel() -> None:
     assert (chosen.kernel, chosen.dtype) == ("math", torch.bfloat16)
 
 
-def test_arguments_of_a_call_may_be_positional_or_named() -> None:
+def test_arguments_may_be_positional_or_named() -> None:
     key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
 
     def call() -> None:
@@ -161,7 +161,7 @@ def test_attention_in_compiled_code_is_counted() -> None:
 
 
 @pytest.mark.parametrize("function", [efficient, cudnn])
-def test_an_unsupported_kernel_is_reported_once_or_refused_if_strict(function: Any) -> None:
+def test_unsupported_kernels_are_reported_or_rejected_if_strict(function: Any) -> None:
     with pytest.warns(UserWarning, match="not available .the CPU has no"):
         choice = function(CPU)
     assert "CPU" in choice.reason
@@ -169,7 +169,7 @@ def test_an_unsupported_kernel_is_reported_once_or_refused_if_strict(function: A
         function(CPU, strict=True)
 
 
-def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
+def test_strict_rejects_calls_that_need_another_kernel() -> None:
     with (
         flash(CPU, strict=True).context(),
         pytest.warns(UserWarning, match="kernel"),
@@ -194,7 +194,7 @@ def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
         ("math", torch.float64, (3, 0), ""),
     ],
 )
-def test_unsupported_dtypes_and_gpus_have_a_refusal_reason(
+def test_unsupported_dtypes_and_gpus_are_rejected_with_a_reason(
     backend: str, dtype: torch.dtype, capability: tuple[int, int], reason: str
 ) -> None:
     result = refusal_reason(backend, dtype, CUDA, capability=capability)
@@ -218,11 +218,11 @@ def test_cudnn_attention_is_rejected_in_deterministic_runs() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_kernels_of_other_devices_have_a_refusal_reason() -> None:
+def test_kernels_of_other_devices_are_rejected_with_a_reason() -> None:
     assert refusal_reason("flash", torch.float32, CPU) == ""
     assert "mps" in refusal_reason("flash", torch.float16, torch.device("mps"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_gpu_is_a_refusal_reason() -> None:
+def test_a_missing_gpu_is_a_reason_for_rejection() -> None:
     assert "no CUDA device" in refusal_reason("flash", torch.float16, CUDA)

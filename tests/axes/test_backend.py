@@ -1,4 +1,4 @@
-"""Global torch switches are set inside the context and restored after it, even after an error."""
+"""Global switches of torch are set in the context and restored after it, even after an error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_option_initializes_cuda(option: str) -> None:
         assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def test_deterministic_refuses_an_operation_without_deterministic_kernel() -> None:
+def test_deterministic_rejects_nondeterministic_operations() -> None:
     image = torch.randn(1, 1, 4, 4, requires_grad=True)
     pool = nn.MaxUnpool2d(2)
     pooled, where = nn.functional.max_pool2d(image, 2, return_indices=True)
@@ -66,7 +66,7 @@ def test_deterministic_refuses_an_operation_without_deterministic_kernel() -> No
         pool(pooled, where)
 
 
-def test_a_reproducible_workspace_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublas_workspace_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic(1):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
@@ -78,7 +78,7 @@ def test_a_reproducible_workspace_set_by_the_user_is_kept(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("quota", "num_ranks", "threads"), [(None, 1, 6), (4.5, 1, 4), (4.5, 2, 2), (0.5, 1, 1), (8, 2, 3)]
 )
-def test_threads_are_limited_by_the_cpu_quota_of_the_container(
+def test_threads_are_limited_by_the_cpu_quota(
     quota: float | None, num_ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

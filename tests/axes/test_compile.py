@@ -1,4 +1,4 @@
-"""Compiling changes neither names nor results; missing requirements are reported before the first update."""
+"""Compilation changes neither names nor results, and missing requirements are reported before the first update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Record the modules that would be compiled, and the options."""
+    """Record the modules that would be compiled, with their options."""
     result: list[tuple[nn.Module, dict[str, Any]]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: result.append((self, options)))
     return result
@@ -68,8 +68,8 @@ def backward_passes(loss: Tensor) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
-def test_a_split_graph_returns_bitwise_equal_gradients_part_by_part() -> None:
-    """Each layer has 80 bytes of parameters. A graph returns all gradients at the end of its backward pass."""
+def test_a_split_graph_returns_gradients_part_by_part() -> None:
+    """Each layer has 80 bytes of parameters. An unsplit graph returns all gradients at the end of its backward pass."""
     plain, one, parts = stack(), stack(), stack()
     default(one, [], CPU, backend="aot_eager", split_mib=0)
     default(parts, [], CPU, backend="aot_eager", split_mib=80 / (1 << 20))
@@ -79,7 +79,7 @@ def test_a_split_graph_returns_bitwise_equal_gradients_part_by_part() -> None:
 
 
 class Own(nn.Module):
-    """A user-defined model class."""
+    """A model class as a user would define it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,9 +126,10 @@ class Mine(Task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
-def test_a_warning_reports_that_nothing_was_compiled_if_the_task_does_not_call_its_model(
+def test_a_warning_reports_that_nothing_was_compiled(
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
 ) -> None:
+    """This happens if the task does not call its model."""
     (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
     args = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 run=mine"
     result = server.run(f"{args} compile=default compile.backend=eager dataloader.num_workers=0", tmp_path)
@@ -150,7 +151,8 @@ def test_regional_compiles_each_block_once_and_not_the_model(calls: list[Any]) -
     assert calls == [(model[0], options), (model[1], options)]
 
 
-def test_regional_without_blocks_compiles_the_model_and_reports_it(calls: list[Any]) -> None:
+def test_regional_without_blocks_compiles_the_model(calls: list[Any]) -> None:
+    """A message reports it."""
     model = stack()
     with pytest.warns(UserWarning, match="defines no blocks"):
         regional(model, [], CPU, backend="eager")
@@ -172,14 +174,14 @@ def test_options_set_the_mode_of_torch_compile(calls: list[Any], monkeypatch: py
     assert set(modes) <= set(torch._inductor.list_mode_options())
 
 
-def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[Any]) -> None:
+def test_cuda_graphs_without_cuda_are_reported_as_unused(calls: list[Any]) -> None:
     with pytest.warns(UserWarning, match="same as compile=default on cpu"):
         assert reduce_overhead(stack(), [], CPU) is None
     assert len(calls) == 1
 
 
 class FixedGradientBuffer(torch.autograd.Function):
-    """A matrix product that always writes its gradient to the same memory."""
+    """A matrix product that always writes the gradient of its weight to the same memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ class FixedGradientBuffer(torch.autograd.Function):
 
 
 class Replayed(nn.Module):
-    """A layer that overwrites its gradients at each call, like a CUDA graph replay."""
+    """A layer that overwrites its gradients in each call, as the replay of a CUDA graph does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,26 +210,24 @@ class Replayed(nn.Module):
 
 
 @pytest.mark.parametrize("option", ["reduce-overhead", "max-autotune"])
-def test_gradients_accumulate_although_a_cuda_graph_replay_overwrites_them(
-    option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_accumulate_despite_cuda_graph_replays(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     model = Replayed()
     COMPILES[option](model, [], torch.device("cuda"))
     batches = torch.arange(24.0).view(3, 2, 4)
-    for _ in range(2):  # updates
+    for _ in range(2):  # two updates
         for batch in batches:
             model(batch).sum().backward()
         expected = batches.sum((0, 1)).unsqueeze(1).expand(4, 2)
         assert model.weight.grad is not None
         assert torch.equal(model.weight.grad, expected)
-        assert model.unused.grad is None, "the gradient that the optimizer reads is not overwritten"
+        assert model.unused.grad is None, "an unused parameter must have no gradient"
         model.weight.grad = None
 
 
-def test_a_model_that_is_not_one_graph_is_refused_with_fullgraph() -> None:
+def test_fullgraph_rejects_a_model_with_graph_breaks() -> None:
     class Broken(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             torch._dynamo.graph_break()
@@ -239,9 +239,7 @@ def test_a_model_that_is_not_one_graph_is_refused_with_fullgraph() -> None:
         model(torch.ones(2))
 
 
-def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
-) -> None:
+def test_a_missing_cpp_compiler_is_reported_early(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     for option in set(COMPILES) - {"off"}:
         with pytest.raises(ConfigError, match="no-such-compiler"):
@@ -250,10 +248,8 @@ def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
     assert len(calls) == 1
 
 
-def test_missing_triton_and_old_gpus_are_reported_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
-) -> None:
-    """Each rank checks, because the plan is made on the machine of rank 0."""
+def test_missing_triton_and_old_gpus_are_reported_early(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
+    """Each rank checks its own machine, because the plan is made on the machine of rank 0."""
     cuda = torch.device("cuda")
     for capability, triton, named in (((6, 1), object(), "6.1"), ((7, 5), None, "Triton")):
         monkeypatch.setattr(compilers, "find_spec", lambda name, found=triton: found)
@@ -265,19 +261,20 @@ def test_missing_triton_and_old_gpus_are_reported_before_the_first_update(
     assert len(calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # from Inductor's own imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.long  # Inductor takes 15 s of CPU time for any first compilation (vector instructions, g++)
+@pytest.mark.long  # any first compilation by Inductor takes 15 s of CPU time (detection of vector instructions, g++)
 def test_inductor_gives_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, plain = nn.Tanh(), nn.Tanh()
     default(model, [], CPU)
-    torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))  # vectorized tanh: last bits differ
+    # the vectorized tanh differs in the last bits
+    torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))
 
 
 @pytest.mark.slow
-def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
-    """Dynamo takes two seconds to import, as long as torch and accel-run together."""
+def test_runs_without_compilation_do_not_import_the_compiler(tmp_path: Path) -> None:
+    """Importing Dynamo takes two seconds, as long as importing torch and accel-run together."""
     (tmp_path / "task.py").write_text(TASK.replace("{call}", "model"))
     args = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 dataloader.num_workers=0"
     names = sorted(path.stem for path in Path(axis.__file__).parent.glob("*.py") if path.stem != "__init__")

@@ -71,8 +71,8 @@ sys.stdin.readline()
 """
 
 
-def started(method: str, hangs_at: int = 110) -> tuple[subprocess.Popen[str], list[int]]:
-    """Return a process with two workers, in a separate process group, and the PIDs of the workers."""
+def start_workers(method: str, hangs_at: int = 110) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a process with two workers in a separate process group. Return it and the PIDs of the workers."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, method, str(hangs_at)],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -95,7 +95,7 @@ def send_line(process: subprocess.Popen[str]) -> None:
 
 
 def group_of(leader: int) -> list[int]:
-    """Return the running processes of the group."""
+    """Return the PIDs of the running processes of the group."""
     result = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -120,8 +120,8 @@ def assert_gone(numbers: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -> None:
-    process, workers = started(method)
+def test_workers_ignore_stop_signals_from_the_start(method: str) -> None:
+    process, workers = start_workers(method)
     for number in SIGNALS:  # signals are sent immediately, before spawned workers have imported Python's signal module
         os.killpg(process.pid, number)
     assert read_reply(process, "batch")[0] == "0"
@@ -143,7 +143,7 @@ def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
-    process, workers = started(method, hangs_at=12)  # two batches per worker are prefetched
+    process, workers = start_workers(method, hangs_at=12)  # two batches per worker are prefetched
     for index in range(3):
         assert read_reply(process, "batch")[0] == str(index)
         if index < 2:
@@ -157,7 +157,7 @@ def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
 
 
 class Finishing:
-    """Samples that write a file when the process that read them exits normally."""
+    """Samples that write a file when the process that reads them exits normally."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -189,7 +189,7 @@ def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.M
 
 
 def test_workers_exit_normally_when_their_loader_is_closed(tmp_path: Path) -> None:
-    """A dataset may have files to finalize; a killed worker cannot do that."""
+    """A dataset may have files to finalize, which a killed worker could not do."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
     batches = iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100)))
@@ -200,8 +200,8 @@ def test_workers_exit_normally_when_their_loader_is_closed(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
-    """The model may be on a GPU or sharded, and may not be picklable."""
+def test_spawned_workers_do_not_receive_the_model() -> None:
+    """The model may be on a GPU or sharded, or it may not be picklable."""
     owner = Owner()
     fetcher = Fetcher(owner.dataset(), owner.collate, bad_samples="stop", model=owner.model)
     loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="spawn")
@@ -215,8 +215,8 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
 
 
 @pytest.mark.slow
-def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -> None:
-    """Spawning takes seconds, so spawning new workers for each evaluation would take most of the time."""
+def test_spawned_workers_are_kept_between_evaluations() -> None:
+    """Spawning takes seconds, so starting new workers for each evaluation would take most of its time."""
     held_out, options = Fetcher(Readers(), torch.tensor, bad_samples="stop", split="val"), {"start_method": "spawn"}
     training = default(held_out, torch.device("cpu"), num_workers=2, pin_memory=False, **options)
 
@@ -228,12 +228,12 @@ def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -
 
     first = evaluate(1)
     more = evaluate(5)
-    assert len(set(more)) == 2, "more workers are started when there is work for them"
-    assert set(evaluate(30, num_read=2)) == set(more), "no more workers are started if the evaluation stops early"
-    assert evaluate(4) == [more[0], more[1]] * 2, "the remaining batches of a stopped evaluation are discarded"
+    assert len(set(more)) == 2, "a second worker must start when there is work for it"
+    assert set(evaluate(30, num_read=2)) == set(more), "no worker must start if the evaluation stops early"
+    assert evaluate(4) == [more[0], more[1]] * 2, "the remaining batches of a stopped evaluation must be discarded"
     held_out.dataset.offset = 10**9
     assert evaluate(4) == [pid + 10**9 for pid in [more[0], more[1]] * 2], (
-        "workers see the current state of the dataset"
+        "workers must see the current state of the dataset"
     )
     held_out.dataset.offset = 0
     training.close()
@@ -245,17 +245,19 @@ def test_spawned_workers_for_evaluations_are_kept_until_the_loader_is_closed() -
 @pytest.mark.parametrize(
     "wrap", [list, partial(Subset, indices=[3, 1]), lambda inner: Subset(Subset(inner, [0, 2]), [1])]
 )
-def test_wrappers_of_a_tensor_dataset_can_be_sent_to_spawned_workers(wrap: Callable[[Any], Any]) -> None:
+def test_tensor_datasets_in_wrappers_can_be_sent_to_workers(wrap: Callable[[Any], Any]) -> None:
     dataset = wrap(TensorDataset(torch.arange(8), torch.arange(8) ** 2))
     fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
     key = MicroBatchKey(0, [0], last=True)
     sent = ForkingPickler.loads(ForkingPickler.dumps(WorkerFetcher(fetcher)))
-    resource_sharer.stop()  # stop the thread that shares the memory of tensors
+    resource_sharer.stop()  # stops the thread that shares the memory of tensors
     for received, expected in zip(sent[key].batch, fetcher[key].batch, strict=True):
         assert torch.equal(received, expected)
 
 
-def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_raises_a_task_fault() -> None:
+def test_an_unpicklable_dataset_is_a_task_fault() -> None:
+    """Spawned workers receive the dataset as a pickle."""
+
     class Local(Squares):  # a class inside a function cannot be pickled
         pass
 
@@ -265,7 +267,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_raises_a_task_fault()
 
 
 class Squares:
-    """More samples than fit into one part of the cache; those in `bad` cannot be read."""
+    """Squares of the indices, more than fit into one part of the cache. Samples in `bad` cannot be read."""
 
     def __init__(self, bad: tuple[int, ...] = (), size: int = 1030) -> None:
         self.bad, self.size = bad, size
@@ -280,14 +282,14 @@ class Squares:
 
 
 @pytest.mark.parametrize("bad", [(3,), (1029,)])
-def test_bad_samples_anywhere_in_the_data_prevent_caching(bad: tuple[int, ...]) -> None:
+def test_a_bad_sample_anywhere_prevents_caching(bad: tuple[int, ...]) -> None:
     fetcher = Fetcher(Squares(bad), default_collate, bad_samples="skip")
     with pytest.raises(DataError, match=str(bad[0])):
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
 class Doubled(Squares):
-    """Reads batches with two rows per sample."""
+    """Batches with two rows per sample."""
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
         return torch.tensor([*indices, *indices])
@@ -306,7 +308,7 @@ def test_batches_without_tensors_cannot_be_cached() -> None:
 
 
 class TwoTensors(Squares):
-    """A tensor with a row per sample, and one with 5 rows."""
+    """Batches of a tensor with a row per sample, and one with 5 rows."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [torch.tensor(indices), torch.zeros(5)]
@@ -319,7 +321,7 @@ def test_the_tensor_without_a_row_per_sample_is_reported() -> None:
 
 
 class Augmented(Squares):
-    """Adds noise to squares. The fixed part of a sample is its square, which is random if `draws` is set."""
+    """Squares with added noise. The fixed part of a sample is its square; with `draws`, it is random."""
 
     def __init__(self, size: int = 40, *, draws: bool = False) -> None:
         super().__init__(size=size)
@@ -343,7 +345,7 @@ class Augmented(Squares):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [partial(default, num_workers=0), partial(default, num_workers=2), thread])
 def test_only_the_fixed_part_of_samples_is_cached(make: Any) -> None:
-    """In every loader, draws and the epoch are the same as without a cache."""
+    """With every loader, random draws and the epoch are the same as without a cache."""
     found = []
     for cache in ("memory", "none"):
         fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
@@ -354,13 +356,13 @@ def test_only_the_fixed_part_of_samples_is_cached(make: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_random_fixed_part_is_refused() -> None:
+def test_a_random_fixed_part_is_rejected() -> None:
     fetcher = Fetcher(Augmented(draws=True), default_collate, bad_samples="stop")
     with pytest.raises(DataError, match="random numbers"):
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
-def test_batches_composed_on_the_host_cannot_be_cached_on_a_device() -> None:
+def test_batches_composed_on_the_host_are_not_cached_on_devices() -> None:
     fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
     with pytest.raises(ConfigError, match="memory"):
         cache_samples(fetcher, "device", torch.device("cpu"))
@@ -379,7 +381,8 @@ def test_a_full_queue_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(queue, "Queue", OftenFull)
     fetcher = Fetcher(Squares(size=40), default_collate, bad_samples="stop")
-    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # otherwise a process would read
+    # otherwise, a process would read samples
+    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")
     batches = list(itertools.islice(reader.batches(Order(40, 4, 4, seed=0).from_update(0)), 10))
     reader.close()
     assert OftenFull.num_full >= 20
@@ -396,7 +399,7 @@ def test_a_full_queue_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         "dataloader=thread dataloader.cache=memory",
     ],
 )
-def test_the_plan_and_the_loader_agree_on_the_number_of_workers(args: str) -> None:
+def test_plan_and_loader_agree_on_the_number_of_workers(args: str) -> None:
     plan = make_plan(compose(Request(tuple(args.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
     choice, fetcher = plan.choices["dataloader"], Fetcher([torch.zeros(())], default_collate, bad_samples="stop")  # type: ignore[arg-type]
     loader = call_option(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
@@ -404,7 +407,7 @@ def test_the_plan_and_the_loader_agree_on_the_number_of_workers(args: str) -> No
 
 
 class Exits:
-    """A dataset that exits the first worker with the given code when it reads a sample."""
+    """A dataset whose first worker exits with the given code when it reads a sample."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -423,9 +426,8 @@ class Exits:
 @pytest.mark.parametrize(
     ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
 )
-def test_a_worker_out_of_file_descriptors_is_distinguished_from_a_dead_one(
-    code: int, expected: type[Exception]
-) -> None:
+def test_running_out_of_file_descriptors_is_reported(code: int, expected: type[Exception]) -> None:
+    """It is distinguished from the death of a worker."""
     fetcher = Fetcher(Exits(int(code)), default_collate, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False, start_method="fork")
     with pytest.raises(expected) as caught:
@@ -439,7 +441,7 @@ def sparse(samples: list[torch.Tensor]) -> list[torch.Tensor]:
     return [dense.to_sparse(), dense]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch warns when it unpickles a sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # from torch, when it unpickles a sparse tensor
 def test_a_worker_returns_sparse_batches() -> None:
     data = torch.eye(4)
     fetcher = Fetcher(OneByOne(data), sparse, bad_samples="stop")
@@ -460,7 +462,7 @@ def make_tensors() -> TensorDataset:
 
 
 class OneByOne(torch.utils.data.Dataset[Any]):
-    """The same samples in a dataset class that torch does not define."""
+    """The samples of a dataset, in a class that torch does not define."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -488,7 +490,7 @@ def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
 @pytest.mark.parametrize("bad_samples", ["stop", "skip"])
 @pytest.mark.parametrize("name", SETS)
 def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: str) -> None:
-    """Index 5 of 3 samples is sample 2, repeated."""
+    """Index 5 of 3 samples repeats sample 2."""
     result, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
     assert type(result.batch) is type(wanted.batch) is list
     for mine, theirs in zip(result.batch, wanted.batch, strict=True):
@@ -505,14 +507,14 @@ def test_a_batch_of_tensors_takes_one_operation_per_tensor() -> None:
     assert len(operations.names) <= 2 * 3  # including the operations that create the index tensor
 
 
-def test_the_error_names_a_sample_that_is_missing_in_a_subset() -> None:
+def test_a_sample_missing_in_a_subset_is_named() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read") as raised:
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
-    assert raised.value.problems[0].where == "", "no line of the runner is reported"
+    assert raised.value.problems[0].where == "", "the error must not name a line of the runner"
 
 
 class Waiting:
-    """Samples that wait until a file exists, read from a file that stays open."""
+    """Samples from a file that stays open; reading them waits until another file exists."""
 
     def __init__(self, text: Path, awaited: Path | None = None, fails: bool = False) -> None:
         self.text, self.awaited, self.fails = text, awaited, fails
@@ -531,7 +533,7 @@ class Waiting:
 
 
 class Logged(Waiting):
-    """Samples whose indices are written to a file when they are read."""
+    """Samples that log their index when they are read."""
 
     def __init__(self, text: Path, log: Path) -> None:
         super().__init__(text)
@@ -561,7 +563,7 @@ def auto(dataset: Any, limit_ms: float) -> Loader:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
-def test_workers_are_started_if_reading_a_batch_takes_longer_than_the_limit(
+def test_workers_start_if_reading_exceeds_the_limit(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)  # a busy machine may need longer than usual
@@ -580,7 +582,7 @@ def test_workers_are_started_if_reading_a_batch_takes_longer_than_the_limit(
         os.close(dataset.file)
 
 
-def test_a_new_loader_like_an_unused_one_reads_its_own_data_in_workers(numbers: Path) -> None:
+def test_a_new_loader_reads_its_data_in_workers(numbers: Path) -> None:
     """Only workers may open the files of the dataset, not this process."""
     first, other = Waiting(numbers), Waiting(numbers)
     fetcher = Fetcher(other, default_collate, bad_samples="stop")
@@ -591,11 +593,11 @@ def test_a_new_loader_like_an_unused_one_reads_its_own_data_in_workers(numbers: 
 
 
 @pytest.mark.parametrize(("second_s", "num_workers"), [(0.25, 0), (0.5, 2)])
-def test_the_reading_time_of_the_second_batch_decides_whether_workers_start(
+def test_the_second_batch_decides_whether_workers_start(
     numbers: Path, second_s: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading the first batch may open files. The samples of the two batches are not adjacent."""
-    clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # read in the forked worker
+    """Reading the first batch may take longer because it opens files. The two batches are not adjacent."""
+    clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # read in the forked process that measures
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     monkeypatch.setattr(auto_loader, "time", SimpleNamespace(perf_counter=clock.__next__))
     log = numbers.with_name("read.txt")
@@ -608,10 +610,10 @@ def test_the_reading_time_of_the_second_batch_decides_whether_workers_start(
 
 
 @pytest.mark.slow
-def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Path, tmp_path: Path) -> None:
+def test_workers_start_before_a_slow_measurement_ends(numbers: Path, tmp_path: Path) -> None:
     dataset = Waiting(numbers, awaited=tmp_path / "ready")
     with closing(auto(dataset, 600_000.0)) as loader:
-        found = loader.batches(iter(KEYS))  # returns, although no sample can be read yet
+        found = loader.batches(iter(KEYS))  # returns although no sample can be read yet
         assert (loader.num_workers, loader.decision) == (2, "")
         assert (
             len(multiprocessing.active_children()) == 3
@@ -631,22 +633,22 @@ def test_a_key_is_consumed_only_when_its_batch_is_needed(numbers: Path, monkeypa
         assert next(keys) is KEYS[1]
 
 
-def test_workers_are_started_if_the_first_update_has_no_sample(numbers: Path) -> None:
-    """A rank without samples in an update cannot measure how long reading takes."""
+def test_workers_start_if_the_first_update_has_no_samples(numbers: Path) -> None:
+    """A rank without samples cannot measure how long reading takes."""
     with closing(auto(Waiting(numbers), 600_000.0)) as loader:
         keys = [MicroBatchKey(0, [], last=True), *KEYS]
         assert [item.batch is not None for item in loader.batches(iter(keys))] == [False] + [True] * len(KEYS)
         assert loader.num_workers == 2
 
 
-def test_an_error_of_the_dataset_is_raised_by_the_training_loader(numbers: Path) -> None:
+def test_dataset_errors_are_raised_by_the_training_loader(numbers: Path) -> None:
     with closing(auto(Waiting(numbers, fails=True), 600_000.0)) as loader:
         with pytest.raises(DataError, match="planted"):
             list(loader.batches(iter(KEYS)))
         assert loader.num_workers == 2
 
 
-def test_streams_are_read_by_workers_without_measuring_first() -> None:
+def test_streams_are_read_by_workers_without_measuring() -> None:
     kept = fetcher(make_tensors())
     kept.is_sequential = True
     workers = default(kept, CPU, num_workers=2, workers_above_ms=600_000.0, pin_memory=False)
@@ -663,11 +665,11 @@ def test_reading_is_measured_unless_a_worker_setting_is_given(words: tuple[str, 
     assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms
 
 
-def test_a_lost_shutdown_message_is_not_reported_as_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_shutdown_message_is_not_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = worker_context("fork").Queue()
     lost: list[int] = []
     monkeypatch.setattr(queue, "_send", lambda number, _: lost.append(number))  # lint-tests: private: the pipe
-    queue._buffer.append((2, "indices"))  # lint-tests: private: of multiprocessing
+    queue._buffer.append((2, "indices"))  # lint-tests: private: the buffer of multiprocessing's queue
     queue._on_queue_feeder_error(MemoryError(), None)  # lint-tests: private: a method for subclasses to override
     assert lost == [2]
     queue.close()
@@ -688,7 +690,7 @@ class Epochs:
         return torch.tensor(self.epoch)
 
 
-def test_reading_for_an_evaluation_does_not_change_the_training_epoch() -> None:
+def test_evaluations_do_not_change_the_training_epoch() -> None:
     dataset = Epochs()
     training, validation = (
         Fetcher(dataset, default_collate, bad_samples="stop", split=split) for split in ("train", "val")
@@ -701,13 +703,13 @@ def test_reading_for_an_evaluation_does_not_change_the_training_epoch() -> None:
 
 
 class Growing(Epochs):
-    """A curriculum whose epochs have more and more samples."""
+    """A curriculum in which each epoch has more samples than the one before."""
 
     def __len__(self) -> int:
         return 8 * (1 + max(self.epoch, 0))
 
 
-def test_a_dataset_whose_length_changes_with_the_epoch_is_refused() -> None:
+def test_a_dataset_must_have_the_same_length_in_all_epochs() -> None:
     fetcher = Fetcher(Growing(), default_collate, bad_samples="stop")
     assert int(fetcher[MicroBatchKey(0, [1], last=True)].batch) == 0
     with pytest.raises(TaskFault):
@@ -716,7 +718,7 @@ def test_a_dataset_whose_length_changes_with_the_epoch_is_refused() -> None:
 
 def test_views_share_the_epoch_of_their_dataset() -> None:
     class View(Epochs):
-        """Samples of a part of a dataset; `set_epoch` sets the epoch of the dataset."""
+        """Samples of part of a dataset; `set_epoch` sets the epoch of the dataset."""
 
         def __init__(self, whole: Epochs) -> None:
             self.whole = whole
@@ -739,9 +741,10 @@ def test_views_share_the_epoch_of_their_dataset() -> None:
 
 
 @pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
-def test_an_evaluation_uses_workers_if_training_does_without_measuring_again(
+def test_evaluations_use_workers_if_training_does(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They do not measure again."""
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     training, held_out = Waiting(numbers), Waiting(numbers)
     with closing(auto(training, limit_ms)) as loader:

@@ -1,4 +1,4 @@
-"""Memory-saving options change no result, no parameter name and no forward pass without gradients."""
+"""Options that save memory change no result, no parameter name, and no forward pass without gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Attention, an MLP and dropout; counts its forward passes."""
+    """Attention, an MLP and dropout, with a count of forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def stack() -> Stack:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    torch.manual_seed(1)  # for dropout
+    torch.manual_seed(1)  # determines dropout
     model.zero_grad()
     model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(2))).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -123,7 +123,7 @@ def test_checkpointing_works_under_autocast(how: str) -> None:
 
 
 class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collect the results of conversions to bfloat16, without keeping them alive."""
+    """Record the results of conversions to bfloat16, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,12 +136,12 @@ class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def sizes(self) -> list[int]:
-        """Return the sizes in bytes of results that are still alive."""
+        """Return the sizes in bytes of the results that are still alive."""
         return [storage.nbytes() for known in self.storages if (storage := known()) is not None]
 
 
 @pytest.mark.parametrize("how", ["none", "checkpoint", "selective matmul", "budget"])
-def test_weights_converted_for_a_checkpointed_block_are_freed_after_it(how: str) -> None:
+def test_converted_weights_are_freed_after_a_checkpointed_block(how: str) -> None:
     model = stack()
     if how != "none":
         CHECKPOINTS[how](model)
@@ -153,7 +153,7 @@ def test_weights_converted_for_a_checkpointed_block_are_freed_after_it(how: str)
 
 
 class Shared(nn.Module):
-    """Use a weight in several blocks, before and after them, or in several calls of a block."""
+    """A model that shares a weight between blocks, before and after them, or between calls of one block."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -179,8 +179,8 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     "how", ["between modules", "between blocks", "one module in all blocks", "one block, called four times"]
 )
-def test_a_shared_weight_has_the_same_gradient_with_checkpointing_under_autocast(how: str) -> None:
-    """Its gradient is summed in bfloat16 if it is converted once, and in float32 if it is converted for each use."""
+def test_checkpointing_keeps_gradients_of_shared_weights(how: str) -> None:
+    """A gradient is summed in bfloat16 if its weight is converted once, in float32 if converted for each use."""
     torch.manual_seed(0)
     plain = Shared(how)
     model = deepcopy(plain)
@@ -194,7 +194,7 @@ def test_a_shared_weight_has_the_same_gradient_with_checkpointing_under_autocast
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])
 def test_a_checkpointed_block_compiles_to_one_graph(how: str) -> None:
-    plain, model = stack().eval(), stack().eval()  # no dropout: compiled code draws different random numbers
+    plain, model = stack().eval(), stack().eval()  # no dropout, because compiled code draws different random numbers
     CHECKPOINTS[how](model)
     for block in model.blocks:
         block.counts = False  # type: ignore[assignment]
@@ -213,7 +213,7 @@ def test_a_copy_of_a_checkpointed_model_uses_its_own_weights() -> None:
     assert model.passes() == [0, 0, 0]
 
 
-def test_checkpointing_keeps_a_forward_method_that_was_replaced_before() -> None:
+def test_checkpointing_keeps_a_replaced_forward_method() -> None:
     model = stack()
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *inputs, **named: inner(*inputs, **named) * 2.0
@@ -238,7 +238,7 @@ def test_an_invalid_block_number_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("function", [checkpoint, selective, budget])
-def test_a_block_that_is_used_twice_is_wrapped_once(function: Any) -> None:
+def test_a_block_used_twice_is_wrapped_once(function: Any) -> None:
     model = stack()
     model.blocks[2] = model.blocks[1]
     plain = deepcopy(model)
@@ -269,7 +269,7 @@ def operations_of_backward(model: nn.Module) -> Counter[str]:
     ("how", "products", "attentions"),
     [("checkpoint", 6, 3), ("selective matmul", 0, 0), ("selective attention", 6, 0)],
 )
-def test_activations_that_are_saved_are_not_recomputed(how: str, products: int, attentions: int) -> None:
+def test_saved_activations_are_not_recomputed(how: str, products: int, attentions: int) -> None:
     model = stack()
     CHECKPOINTS[how](model)
     names = operations_of_backward(model)
@@ -323,7 +323,7 @@ def image_model() -> nn.Module:
     return model
 
 
-def test_channels_last_changes_the_layout_of_convolutions_but_no_values() -> None:
+def test_channels_last_changes_only_the_layout_of_convolutions() -> None:
     plain, model = image_model(), image_model()
     report = none(model, [], CPU)
     assert any("2 tensors" in line for line in report)
@@ -336,7 +336,8 @@ def test_channels_last_changes_the_layout_of_convolutions_but_no_values() -> Non
     assert none(model, [], CPU) == (), "a second call has no effect"
 
 
-def test_channels_last_can_be_disabled_and_auto_ignores_other_models() -> None:
+def test_channels_last_can_be_disabled() -> None:
+    """`auto` does not apply it to models without 2-D convolutions."""
     assert none(image_model(), [], CPU, channels_last=False) == ()
     assert none(image_model(), [], torch.device("mps")) == ()
     assert none(nn.Linear(2, 2), [], CPU) == ()
@@ -349,7 +350,7 @@ def test_channels_last_can_be_disabled_and_auto_ignores_other_models() -> None:
 
 @pytest.mark.parametrize("option", MEMORIES)
 @pytest.mark.parametrize("key", [{"fraction": 0.5}, {"allocator": "expandable_segments:True"}])
-def test_a_limit_without_effect_on_the_cpu_is_reported(option: str, key: dict[str, Any]) -> None:
+def test_limits_without_effect_on_the_cpu_are_reported(option: str, key: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="no effect on cpu"):
         report = MEMORIES[option](stack(), [nn.Linear(2, 2)], CPU, **key)
     assert any("effect on cpu" in line for line in report)
@@ -367,7 +368,7 @@ def test_allocator_settings_in_the_environment_are_reported(monkeypatch: pytest.
     assert any(line.endswith(": expandable_segments:True") for line in lines)
 
 
-def test_allocator_settings_that_cannot_take_effect_anymore_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_allocator_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     cuda = torch.device("cuda")
     with pytest.warns(UserWarning, match="PYTORCH_ALLOC_CONF is max_split_size_mb:64"):
@@ -385,20 +386,23 @@ GOOD = {
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_allocator_settings_are_combined_into_one_environment_variable(text: str) -> None:
+def test_allocator_settings_are_joined_in_one_variable(text: str) -> None:
     assert allocator_environment(text) == {"PYTORCH_ALLOC_CONF": GOOD[text]}
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="this torch cannot be asked")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_setAllocatorSettings"),
+    reason="this version of torch cannot check allocator settings",
+)
 @pytest.mark.parametrize("text", GOOD.values())
-def test_torch_accepts_all_allocator_settings_that_the_check_accepts(text: str) -> None:
+def test_torch_accepts_all_valid_allocator_settings(text: str) -> None:
     try:
         torch._C._accelerator_setAllocatorSettings(text)
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_no_environment_variable_is_set_without_allocator_settings() -> None:
+def test_without_allocator_settings_no_variable_is_set() -> None:
     assert allocator_environment(None) == allocator_environment("") == {}
 
 
@@ -416,18 +420,18 @@ def test_no_environment_variable_is_set_without_allocator_settings() -> None:
         ("nonsense", "has no setting nonsense"),
     ],
 )
-def test_an_invalid_allocator_setting_is_refused(text: str, pattern: str) -> None:
+def test_an_invalid_allocator_setting_is_rejected(text: str, pattern: str) -> None:
     with pytest.raises(ConfigError, match=pattern):
         allocator_environment(text)
 
 
-def test_all_invalid_allocator_settings_are_reported_at_once() -> None:
+def test_all_invalid_allocator_settings_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         allocator_environment("backend:x,foo:1,expandable_segments:True")
     assert len(caught.value.problems) == 2
 
 
-def test_allocator_settings_can_be_read_before_torch_is_loaded() -> None:
+def test_allocator_settings_are_read_without_importing_torch() -> None:
     code = (
         "import sys; from runner.config.allocator_settings import allocator_environment as read; "
         "read('expandable_segments:True'); sys.exit('torch' in sys.modules)"

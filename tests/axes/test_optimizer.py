@@ -1,4 +1,4 @@
-"""Optimizers: the kernel does not change the update, and the state survives a checkpoint bit for bit."""
+"""The kernel of an optimizer does not change the update, and its state survives a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 # Groups
 
 
-def test_parameters_with_fewer_than_two_dimensions_have_no_weight_decay_by_default() -> None:
+def test_by_default_only_matrices_have_weight_decay() -> None:
+    """Parameters with fewer than two dimensions are not decayed."""
     model = network()
     decay = {
         name: group["weight_decay"]
@@ -96,7 +97,7 @@ def test_parameters_with_fewer_than_two_dimensions_have_no_weight_decay_by_defau
 
 
 @pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
-def test_a_parameter_without_gradient_is_skipped_while_others_are_updated(make: Make) -> None:
+def test_a_parameter_without_gradient_is_not_updated(make: Make) -> None:
     model = network()
     optimizer, before = make(model), deepcopy(model.state_dict())
     first = max(optimizer.param_groups, key=lambda group: len(group["params"]))["params"][0]
@@ -107,7 +108,7 @@ def test_a_parameter_without_gradient_is_skipped_while_others_are_updated(make: 
     assert changed == {name for name, weight in model.named_parameters() if weight is not first}
 
 
-# Options with values other than the defaults, and torch's optimizer with the same values.
+# Values that differ from the defaults of each option, and the optimizer of torch that takes the same values.
 OF_TORCH: dict[str, tuple[dict[str, Any], Callable[..., Optimizer]]] = {
     "adam": ({"betas": (0.7, 0.8), "eps": 0.3}, torch.optim.Adam),
     "adamw": ({"betas": (0.7, 0.8), "eps": 0.3}, torch.optim.AdamW),
@@ -125,7 +126,7 @@ OF_TORCH: dict[str, tuple[dict[str, Any], Callable[..., Optimizer]]] = {
 
 
 @pytest.mark.parametrize("option", OF_TORCH)
-def test_every_option_is_passed_to_the_optimizer_of_torch(option: str) -> None:
+def test_all_settings_are_passed_to_the_torch_optimizer(option: str) -> None:
     specific, rule = OF_TORCH[option]
     options = {"lr": 0.02, "weight_decay": 0.4, **specific}
 
@@ -139,7 +140,7 @@ def test_every_option_is_passed_to_the_optimizer_of_torch(option: str) -> None:
     assert largest_difference(trained(factory(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
     for left_out in (
         options
-    ):  # leaving an option out must change the result; otherwise this test could not detect a rule that ignores it
+    ):  # leaving a setting out must change the result; otherwise, this test could not detect that it is ignored
         rest = {key: value for key, value in options.items() if key != left_out}
         other = trained(factory(OPTIMIZERS[option], decay_1d=True, **rest))
         assert largest_difference(other, theirs) > tolerance, left_out
@@ -153,7 +154,7 @@ def test_the_check_before_a_sweep_reports_a_missing_library(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name != "adamw8bit"])
-def test_every_group_lists_its_parameters_in_order(option: str) -> None:
+def test_groups_list_their_parameters_in_order(option: str) -> None:
     if option == "schedulefree":
         pytest.importorskip("schedulefree", reason="the package schedulefree is not installed")
     model = network()
@@ -166,7 +167,8 @@ def test_every_group_lists_its_parameters_in_order(option: str) -> None:
     assert sorted(seen) == sorted(named)
 
 
-def test_the_lr_scale_of_the_longest_prefix_of_whole_name_components_applies() -> None:
+def test_the_longest_prefix_determines_the_lr_scale() -> None:
+    """Prefixes consist of complete components of a name."""
     model = nn.ModuleDict({f"b{i}": nn.Linear(2, 2) for i in (1, 10)})
     optimizer = factory(adamw, lr=1.0, lr_scales={"b1": 0.5, "b1.bias": 0.0})(model)
     scales = {name: group["lr_scale"] for group in optimizer.param_groups for name in group["names"]}
@@ -175,7 +177,7 @@ def test_the_lr_scale_of_the_longest_prefix_of_whole_name_components_applies() -
 
 
 @pytest.mark.parametrize("function", ["adamw", "sgd", "lion"])
-def test_an_lr_scale_of_0_keeps_the_parameters_unchanged(function: str) -> None:
+def test_an_lr_scale_of_0_keeps_parameters_unchanged(function: str) -> None:
     model = network()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     optimizer = build_optimizer(function, [*model.named_parameters()], {"lr": 0.1, "lr_scales": {"0": 0.0}})
@@ -187,7 +189,7 @@ def test_an_lr_scale_of_0_keeps_the_parameters_unchanged(function: str) -> None:
     assert unchanged == {name for name in before if name.startswith("0.")}
 
 
-def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
+def test_an_unknown_module_name_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         factory(sgd, lr_scales={"heads": 0.1})(nn.ModuleDict({"head": nn.Linear(2, 2)}))
 
@@ -199,7 +201,7 @@ def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
         ([], "all parameters are frozen"),
     ],
 )
-def test_without_a_similar_name_the_suggestion_lists_trainable_modules(names: list[str], text: str) -> None:
+def test_trainable_modules_are_listed_without_a_similar_name(names: list[str], text: str) -> None:
     assert suggest_module("zzz", names) == text
 
 
@@ -208,14 +210,14 @@ def test_nothing_to_train_is_an_error() -> None:
         adamw([])
 
 
-def test_the_learning_rate_is_base_rate_times_schedule_factor_times_lr_scale() -> None:
+def test_the_learning_rate_is_the_product_of_rate_factor_and_scale() -> None:
     optimizer = factory(sgd, lr=0.2, lr_scales={"0": 0.1})(network())
     assert set_learning_rate(optimizer, 0.5) == pytest.approx(0.1)
     assert {group["lr_scale"]: group["lr"] for group in optimizer.param_groups} == {
         0.1: pytest.approx(0.01),
         1.0: pytest.approx(0.1),
     }
-    assert set_learning_rate(optimizer, 1.0) == 0.2, "the factor does not accumulate"
+    assert set_learning_rate(optimizer, 1.0) == 0.2, "factors must not accumulate"
 
 
 def test_a_learning_rate_tensor_is_updated_in_place() -> None:
@@ -236,7 +238,7 @@ def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -
     for kernel in ("fused", "foreach", "for-loop"):
         models[kernel] = network(torch.float64)
         train(models[kernel], factory(rule, weight_decay=0.01, kernel=kernel)(models[kernel]), range(10))
-    rounded = allowed(torch.float64, 4, growth=10)  # ten updates of four additions in different orders
+    rounded = allowed(torch.float64, 4, growth=10)  # ten updates of four additions, whose order depends on the kernel
     assert largest_difference(models["fused"], models["for-loop"]) <= rounded
     assert largest_difference(models["foreach"], models["for-loop"]) <= rounded
     assert largest_difference(models["fused"], network(torch.float64)) > 1e-3
@@ -256,7 +258,7 @@ FUSED = {"adam": (adam, torch.optim.Adam), "adamw": (adamw, torch.optim.AdamW)}
 
 
 def same_updates(ours: nn.Module, theirs: nn.Module, mine: Optimizer, reference: Optimizer, updates: int = 5) -> bool:
-    """Run the same updates with both; return whether all weights and states are bitwise equal."""
+    """Run the same updates with both optimizers; return whether all weights and states are bitwise equal."""
     for update in range(updates):
         for optimizer in (mine, reference):
             optimizer.param_groups[0]["lr"] = 1e-3 / (1 + update)
@@ -270,7 +272,7 @@ def same_updates(ours: nn.Module, theirs: nn.Module, mine: Optimizer, reference:
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("kind", ["float32", "frozen", "float64 and float32", "hooks"])
-def test_calling_the_fused_kernel_directly_is_bitwise_equal_to_torch(name: str, kind: str) -> None:
+def test_direct_fused_calls_are_bitwise_equal_to_torch(name: str, kind: str) -> None:
     rule, of_torch = FUSED[name]
     ours, theirs = network(), network()
     for model in (ours, theirs):
@@ -291,13 +293,13 @@ def test_calling_the_fused_kernel_directly_is_bitwise_equal_to_torch(name: str, 
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("overflows", [False, True])
-def test_calling_the_fused_kernel_directly_skips_updates_as_torch_does(name: str, overflows: bool) -> None:
+def test_direct_fused_calls_skip_updates_as_torch_does(name: str, overflows: bool) -> None:
     rule, of_torch = FUSED[name]
     ours, theirs = network(), network()
     mine = rule([*ours.named_parameters()], decay_1d=True, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95))
     reference = of_torch(theirs.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
     assert same_updates(ours, theirs, mine, reference, updates=1)
-    for optimizer in (mine, reference):  # the interface of torch.amp.GradScaler
+    for optimizer in (mine, reference):  # as torch.amp.GradScaler sets them
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(overflows))  # type: ignore[attr-defined]
     assert same_updates(ours, theirs, mine, reference)
     assert (largest_difference(ours, network()) < 2e-3) == overflows
@@ -324,9 +326,10 @@ def test_a_fused_step_takes_two_operations_per_group(name: str) -> None:
         ("adafactor", {"weight_decay": 0.1}, lambda model: torch.optim.Adafactor(model.parameters(), weight_decay=0.1)),
     ],
 )  # fmt: skip
-def test_an_option_equals_the_torch_optimizer_with_the_same_arguments(
+def test_an_option_equals_the_torch_optimizer(
     option: str, options: dict[str, Any], reference: Callable[[nn.Module], Optimizer]
 ) -> None:
+    """Both get the same arguments."""
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, factory(OPTIMIZERS[option], decay_1d=True, **options)(ours), range(5))
     train(theirs, reference(theirs), range(5))
@@ -349,7 +352,7 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
 
 
 class Together(Optimizer):
-    """Steps several torch optimizers in turn."""
+    """Call the steps of several torch optimizers in turn."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -378,12 +381,12 @@ def test_lion_equals_the_reference_code_of_its_paper() -> None:
     assert largest_difference(ours, weights) <= 16 * torch.finfo(torch.float64).eps
 
 
-def test_a_name_in_adamw_for_that_matches_nothing_is_an_error() -> None:
+def test_an_unknown_name_in_adamw_for_is_an_error() -> None:
     with pytest.raises(ConfigError, match="adamw_for"):
         factory(OPTIMIZERS["muon"], adamw_for=["head"])(network())
 
 
-def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -> None:
+def test_custom_optimizer_state_survives_a_checkpoint() -> None:
     """A task may define its own optimizer."""
 
     class Own(torch.optim.Adagrad):
@@ -422,21 +425,21 @@ class Spectrum(Task):
 
 
 def test_the_default_kernel_trains_complex_parameters(server: ForkServer, tmp_path: Path) -> None:
-    """The plan selects the fused kernel before it knows the parameters."""
+    """The plan selects the fused kernel before the parameters are known."""
     (tmp_path / "mine.py").write_text(COMPLEX)
     words = "train --task mine.py device=cpu monitor=off dataloader.num_workers=0 updates=2 global_batch_size=4"
     result = server.run(words, tmp_path)
     assert result.code == 0, result.err
 
 
-def test_a_fused_kernel_that_cannot_work_is_refused_with_the_reason() -> None:
+def test_an_unusable_fused_kernel_is_rejected_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"w is complex64.*\n.*kernel=foreach"):
         factory(adamw, kernel="fused")(nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}))
     with pytest.raises(ConfigError, match="weight is on meta"):
         factory(adamw, kernel="fused")(nn.Linear(2, 2, device="meta"))
 
 
-def test_nesterov_without_momentum_is_refused() -> None:
+def test_nesterov_without_momentum_is_rejected() -> None:
     with pytest.raises(ConfigError, match="nesterov"):
         factory(sgd, momentum=0.0, nesterov=True)(network())
 
@@ -445,7 +448,7 @@ def test_nesterov_without_momentum_is_refused() -> None:
 
 
 def through_a_file(optimizer: Optimizer) -> tuple[dict[str, Tensor], Any]:
-    """Return the exported state as read back from a checkpoint: contiguous copies, and JSON."""
+    """Return the exported state as a checkpoint restores it: contiguous copies of tensors, and JSON."""
     tensors, rest = export_state(optimizer)
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, json.loads(
         json.dumps(rest)
@@ -482,8 +485,8 @@ def test_a_bfloat16_state_survives_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
-def test_the_state_survives_a_checkpoint_if_float64_is_the_default_dtype(kernel: str) -> None:
-    """If float64 is the default dtype, torch counts steps in float64, except in its fused kernels."""
+def test_state_survives_with_float64_as_default_dtype(kernel: str) -> None:
+    """With this default dtype, torch counts steps in float64, except in its fused kernels."""
     torch.set_default_dtype(torch.float64)
     try:
         assert_resuming_changes_nothing(factory(adamw, kernel=kernel), network(torch.float64))
@@ -501,7 +504,7 @@ def test_the_empty_state_before_the_first_update_is_restored() -> None:
     assert not optimizer.state
 
 
-def test_a_parameter_that_was_never_updated_has_no_state() -> None:
+def test_a_parameter_without_updates_has_no_state() -> None:
     model = network()
     model[0].requires_grad_(False)
     optimizer = factory(adamw)(model)
@@ -529,7 +532,7 @@ def test_a_run_can_be_resumed_with_another_kernel() -> None:
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_run_can_be_resumed_with_another_memory_format(kernel: str) -> None:
-    """Fused kernels read raw memory: if the layout differs from the parameter's, results are silently wrong."""
+    """Fused kernels read raw memory, so a layout unlike that of the parameter gives silently wrong results."""
     uninterrupted = nn.Conv2d(3, 8, 3)
     make = factory(adamw, lr=0.1, kernel=kernel)
     optimizer = make(uninterrupted)
@@ -578,7 +581,7 @@ def damage(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> Non
         ("optimizer", "torch.SGD, but this run's is torch.AdamW"),
     ],
 )
-def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, pattern: str) -> None:
+def test_a_mismatched_state_is_rejected_without_changes(change: str, pattern: str) -> None:
     model = network()
     optimizer = factory(adamw)(model)
     train(model, optimizer, range(2))
@@ -622,7 +625,7 @@ def test_a_sharded_parameter_loads_an_unsharded_state() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("rule", "kernel"), [(adamw, "fused"), (adam, "fused"), (sgd, "foreach")])
-def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: str) -> None:
+def test_sharded_parameters_get_a_kernel_that_supports_them(rule: Any, kernel: str) -> None:
     """The optimizer chooses the same kernel as the plan: torch has no sharding strategy for its fused SGD."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -644,10 +647,11 @@ def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: st
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE)
-def test_state_size_equals_the_expected_size_in_full_precision(rule: str) -> None:
+def test_full_precision_state_has_the_expected_size(rule: str) -> None:
     model = network()
     optimizer = EVERY_RULE[rule](model)
-    assert state_bytes(optimizer) in (0, expected_state_bytes(optimizer))  # momentum may exist before the first update
+    # the momentum may exist before the first update
+    assert state_bytes(optimizer) in (0, expected_state_bytes(optimizer))
     train(model, optimizer, range(1))
     assert state_bytes(optimizer) == expected_state_bytes(optimizer)
 
@@ -657,7 +661,7 @@ def test_a_skipped_first_update_leaves_no_state(rule: str) -> None:
     model, other = network(), network()
     optimizer, untouched = EVERY_RULE[rule](model), EVERY_RULE[rule](other)
     rubbish = [torch.full_like(weight, 1e30) for _ in range(4) for weight in model.parameters()]
-    del rubbish  # freed memory contains large values: a kernel must initialize the state
+    del rubbish  # the freed memory contains large values, so a kernel must initialize the state
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     for weight in model.parameters():
@@ -681,7 +685,7 @@ ABSENT = {
 
 
 def wide() -> nn.Sequential:
-    """Return a model with one weight above 4096 values, the threshold for 8-bit states."""
+    """Return a model with one weight of more than 4096 values, the threshold for 8-bit states."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 2))
 
@@ -693,14 +697,14 @@ def test_bitsandbytes_states_survive_a_checkpoint_bit_for_bit(updates: int) -> N
 
 
 @ABSENT["bitsandbytes"]
-def test_an_8_bit_state_takes_a_quarter_of_the_memory_and_gives_similar_updates() -> None:
+def test_8_bit_states_are_small_and_give_similar_updates() -> None:
     model, reference = wide(), wide()
     optimizer = factory(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
     train(model, optimizer, range(10))
     train(reference, factory(adamw, lr=1e-3)(reference), range(10))
-    # 6144 of 6434 values are in 8 bits, with one float per 256 of them and two tables of 256 floats.
+    # 6144 of the 6434 values are stored in 8 bits, with one float per 256 of them and two tables of 256 floats.
     assert 0.25 < state_bytes(optimizer) / expected_state_bytes(optimizer) < 0.35
-    # A value moves by at most lr per update; 8-bit states stay close to that.
+    # A value changes by at most lr per update, and with 8-bit states by almost as much.
     assert 0.0 < largest_difference(model, reference) < 10 * 1e-3 / 2
 
 
@@ -725,7 +729,7 @@ def test_bitsandbytes_reports_that_it_undoes_channels_last() -> None:
 def test_torchao_states_survive_a_checkpoint_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: function
-    )  # compiling takes 38 s and does not change the state
+    )  # compilation takes 38 s and does not change the state
     assert_resuming_changes_nothing(factory(adamw8bit, library="torchao"), wide())
 
 
@@ -738,7 +742,7 @@ def loader_without(*missing: str) -> Callable[[str], Any]:
     return load
 
 
-def test_an_error_for_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", loader_without("bitsandbytes", "torchao"))
     with pytest.raises(ConfigError, match=r"not installed.*not installed(.|\n)*pip install bitsandbytes"):
         factory(adamw8bit)(network())
@@ -746,13 +750,13 @@ def test_an_error_for_a_missing_library_names_the_package_to_install(monkeypatch
         factory(adamw8bit, library="torchao")(network())
 
 
-def test_a_library_that_does_not_load_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_to_load_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", loader_without("torchao"))
     with pytest.raises(ConfigError, match=r"bitsandbytes: libcudart.so.99: cannot open shared object file;"):
         factory(adamw8bit)(network())
 
 
-def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_bitsandbytes_is_rejected_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         __version__ = "0.45.5"
 
@@ -762,7 +766,7 @@ def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPat
 
 
 def boundary_values(hint: Any) -> list[float]:
-    """Return numbers at the ends of the range of a key or, without a range, on both sides of 0."""
+    """Return numbers at the ends of the range of a key or, if it has no range, on both sides of 0."""
     ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
     if hint is float:
         ranges = [Range("any")]
@@ -776,7 +780,7 @@ def boundary_values(hint: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name not in ("adamw8bit", "schedulefree")])
-def test_every_number_in_the_declared_range_is_accepted(option: str) -> None:
+def test_all_numbers_in_the_declared_range_are_accepted(option: str) -> None:
     for key, hint in get_type_hints(OPTIMIZERS[option], include_extras=True).items():
         for value in boundary_values(hint):
             factory(OPTIMIZERS[option], **{key: value})(network())

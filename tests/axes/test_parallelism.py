@@ -1,4 +1,4 @@
-"""Each strategy is an object with the settings of its option; one rank needs no strategy."""
+"""A strategy is an object with the settings of its option, and one rank needs no strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_several_ranks_use_the_selected_strategy() -> None:
 
 
 @pytest.mark.parametrize(("batch_norm", "is_lockstep"), [("per_rank", False), ("sync", True)])
-def test_ranks_run_in_lockstep_if_batch_norms_are_synchronized(batch_norm: str, is_lockstep: bool) -> None:
+def test_synchronized_batch_norms_keep_ranks_in_lockstep(batch_norm: str, is_lockstep: bool) -> None:
     assert strategy("ddp", batch_norm=batch_norm).is_lockstep == is_lockstep
 
 
@@ -59,7 +59,7 @@ SHARDED: Mapping[str, Any] = {
         ({"shard_size": "all"}, {}),
         ({"shard_size": "auto"}, {}),
         ({"shard_size": 2}, {"shard_size": 2}),
-        ({"timeout_s": 30.0}, {}),  # a property of the process group
+        ({"timeout_s": 30.0}, {}),  # not a setting, but a property of the process group
     ],
     ids=str,
 )
@@ -78,7 +78,7 @@ def test_fsdp_settings_are_passed_to_the_strategy(options: dict[str, Any], chang
         ({"balance": "time"}, {"balance": "time"}),
         ({"init": "full"}, {"init": "full"}),
         ({"stages": 2}, {}),
-        ({"timeout_s": 30.0}, {}),  # a property of the process group
+        ({"timeout_s": 30.0}, {}),  # not a setting, but a property of the process group
     ],
     ids=str,
 )

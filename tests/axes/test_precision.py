@@ -1,4 +1,4 @@
-"""Precision: compute dtypes, the state and limits of the loss scaler, and restored torch switches."""
+"""Precision determines compute dtypes, scales the loss within limits, and restores the switches of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = World(torch.device("cpu"))
 
 
 class Net(nn.Module):
-    """Records the dtypes that each part receives and returns."""
+    """A model that records the dtypes that each part receives and returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def dtypes(precision: Precision, model: Net) -> tuple[torch.dtype, torch.dtype]:
-    """Return the output dtypes of body and head."""
+    """Return the output dtypes of the body and the head."""
     with precision.forward():
         model(torch.ones(3, 4))
     return model.seen["body"][1], model.seen["head"][1]
@@ -49,13 +49,13 @@ def dtypes(precision: Precision, model: Net) -> tuple[torch.dtype, torch.dtype]:
     ("name", "dtype"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_a_forward_pass_runs_in_the_dtype_of_the_option(name: str, dtype: torch.dtype) -> None:
+def test_a_forward_pass_uses_the_dtype_of_the_option(name: str, dtype: torch.dtype) -> None:
     model = Net()
     precision = PRECISIONS[name](CPU, model)
     for _ in range(2):  # the context can be entered again
         assert dtypes(precision, model) == (dtype, dtype)
     assert precision.dtype == dtype
-    assert model(torch.ones(3, 4)).dtype == torch.float32, "no autocast outside of the context"
+    assert model(torch.ones(3, 4)).dtype == torch.float32, "autocast must be disabled outside of the context"
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
 
 
@@ -69,7 +69,7 @@ def test_a_module_kept_in_float32_computes_in_float32(make: Any, half: torch.dty
         assert middle.dtype == half
     exact = torch.nn.functional.linear(middle.float(), model.head.weight, model.head.bias)
     with precision.forward():
-        assert torch.equal(model.head(middle), exact), "bitwise equal to the same product in float32"
+        assert torch.equal(model.head(middle), exact), "the result must be bitwise equal to the product in float32"
     out = model(torch.ones(3, 4))
     precision.backward(out.sum())
     assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in model.parameters())
@@ -80,7 +80,8 @@ class Two(NamedTuple):
     second: Tensor
 
 
-def test_nested_half_precision_tensors_are_cast_and_integers_are_not() -> None:
+def test_only_half_precision_tensors_are_cast_to_float32() -> None:
+    """Tensors may be nested; integers are not cast."""
     seen: list[torch.dtype] = []
 
     class Part(nn.Module):
@@ -97,7 +98,7 @@ def test_nested_half_precision_tensors_are_cast_and_integers_are_not() -> None:
 
 
 @pytest.mark.parametrize("make", [bf16, fp16])
-def test_every_unknown_module_is_reported(make: Any) -> None:
+def test_all_unknown_modules_are_reported(make: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         make(CPU, Net(), keep_fp32=["heat", "body", "xyzzy"])
     near, far = caught.value.problems
@@ -124,11 +125,11 @@ def test_float32_methods_are_equal_to_plain_torch_calls() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True))
     assert (precision.num_skipped(), precision.values(), precision.state()) == (0, {}, {})
     precision.load({"scaler": {"scale": 2.0}, "skipped": 3})
-    assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision is ignored"
+    assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision must be ignored"
 
 
 @pytest.mark.parametrize("make", [fp32, fp16])
-def test_a_loss_factor_is_bitwise_equal_to_multiplying_the_loss(make: Any) -> None:
+def test_a_loss_factor_equals_multiplying_the_loss(make: Any) -> None:
     model = Net()
     precision, wide = make(CPU, model), torch.float64
     for dtype, factor in ((wide, 1 / 3), (wide, 1 / 7), (torch.float32, 1 / 7), (torch.float32, 1 / 7)):
@@ -167,10 +168,11 @@ def update(precision: Precision, model: nn.Linear, optimizer: torch.optim.Optimi
 
 def test_unscaled_gradients_do_not_depend_on_the_scale() -> None:
     gradients = [update(*fp16_case(init_scale=scale)) for scale in (1.0, 1024.0)]
-    assert torch.equal(*gradients), "a power of two changes no bit of a float32 gradient"
+    assert torch.equal(*gradients), "a power of two must not change a bit of a float32 gradient"
 
 
-def test_an_overflow_skips_the_update_and_halves_the_scale_before_it_grows_again() -> None:
+def test_the_scale_shrinks_on_overflow_and_grows_again() -> None:
+    """An overflow also skips the update."""
     precision, model, optimizer = fp16_case(
         init_scale=1024.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25
     )
@@ -203,7 +205,7 @@ def test_the_loss_scaler_resumes_from_its_state() -> None:
     assert uninterrupted[0].num_skipped() == 2
 
 
-def test_loading_a_state_replaces_a_scale_that_was_already_read() -> None:
+def test_loading_a_state_replaces_a_scale_already_read() -> None:
     precision, model, optimizer = fp16_case(init_scale=1024.0)
     saved = precision.state()
     update(precision, model, optimizer, float("inf"))
@@ -212,7 +214,7 @@ def test_loading_a_state_replaces_a_scale_that_was_already_read() -> None:
     assert precision.values() == {"precision/loss_scale": 1024.0, "precision/skipped_updates": 0.0}
 
 
-def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
+def test_skipped_updates_are_counted_across_a_resume() -> None:
     precision, model, optimizer = fp16_case(max_skips=3)
     for _ in range(2):
         update(precision, model, optimizer, float("inf"))
@@ -288,13 +290,13 @@ def untouched() -> Iterator[None]:
 )
 @pytest.mark.parametrize("before", [("highest", True), ("medium", False)])
 @pytest.mark.usefixtures("untouched")
-def test_switches_are_set_for_the_run_and_restored_even_after_an_error(
+def test_switches_are_set_for_the_run_and_restored(
     precision: Any, inside: tuple[str, bool], before: tuple[str, bool]
 ) -> None:
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
     made_here = precision()
-    assert switches() == before, "constructing a precision has no side effects"
+    assert switches() == before, "constructing a precision must have no side effects"
     with made_here.flags:
         assert switches() == inside
     assert switches() == before
@@ -303,7 +305,7 @@ def test_switches_are_set_for_the_run_and_restored_even_after_an_error(
     assert switches() == before
 
 
-def test_an_error_explains_that_a_task_must_not_set_the_newer_float32_switches() -> None:
+def test_setting_newer_float32_switches_in_a_task_is_explained() -> None:
     matmul: Any = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

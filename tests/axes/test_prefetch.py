@@ -1,4 +1,4 @@
-"""Prefetching: the order of wait, hold, copy and return; batches are unchanged."""
+"""Prefetching waits for, holds, copies and returns batches in this order, and does not change them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 class Recorded:
-    """Streams that record the calls to them."""
+    """Streams that record their calls."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -41,7 +41,7 @@ class Recorded:
 
 
 class Moving(CopyAhead):
-    """A prefetcher that creates new tensors, as on a device."""
+    """A prefetcher that creates new tensors, as a copy to a device does."""
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -52,7 +52,7 @@ def batches(count: int) -> Iterator[MicroBatch]:
         yield MicroBatch(torch.tensor(number), last=number % 2 == 1, bad=((number, "why"),) if number == 1 else ())
 
 
-def test_a_batch_is_awaited_and_recorded_before_the_next_copy_starts() -> None:
+def test_a_batch_is_awaited_before_the_next_copy_starts() -> None:
     streams = Recorded()
     for item in CopyAhead(CPU, streams)(batches(3)):
         streams.said.append(("out", int(item.batch)))
@@ -73,7 +73,7 @@ def test_prefetched_batches_equal_those_without_prefetch(count: int) -> None:
     assert next(ahead, None) is None
 
 
-def test_an_error_in_the_next_batch_is_raised_after_the_current_batch_is_returned() -> None:
+def test_an_error_is_raised_after_the_current_batch() -> None:
     def read() -> Iterator[MicroBatch]:
         yield from batches(2)
         raise OSError("cannot read batch 2")
@@ -85,7 +85,7 @@ def test_an_error_in_the_next_batch_is_raised_after_the_current_batch_is_returne
     assert received == [0, 1]
 
 
-def test_every_tensor_of_a_batch_is_copied_and_recorded_on_the_stream() -> None:
+def test_all_tensors_of_a_batch_are_copied_and_recorded() -> None:
     streams = Recorded()
     whole = {"pair": Pair(torch.tensor(1), torch.tensor(2)), "list": [torch.tensor(3), "text"], "none": None}
     (item,) = Moving(CPU, streams)(iter([MicroBatch(whole, True)]))
@@ -110,8 +110,8 @@ def test_only_one_batch_is_read_ahead() -> None:
         assert read == list(range(number + 2))
 
 
-def test_the_source_of_a_copy_is_kept_until_the_copy_is_complete() -> None:
-    """Pinned memory freed during the copy would be overwritten by the next batch."""
+def test_the_source_is_kept_until_its_copy_is_complete() -> None:
+    """Pinned memory that is freed during the copy would be overwritten by the next batch."""
     alive: dict[int, weakref.ref[Tensor]] = {}
     joined: list[list[int]] = []
 
@@ -130,8 +130,8 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_complete() -> None:
 
     ahead = Moving(CPU, Watching())(sources())
     for number, _ in enumerate(ahead):
-        assert alive[number]() is not None, "the batch is returned while its copy may be in progress"
-        assert number == 0 or alive[number - 1]() is None, "the source is released after the wait"
+        assert alive[number]() is not None, "the source must be kept, because its copy may be in progress"
+        assert number == 0 or alive[number - 1]() is None, "the source must be released after the wait"
     assert joined == [[0], [1], [2], [3]]
 
 

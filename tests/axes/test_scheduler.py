@@ -1,4 +1,4 @@
-"""Schedules match torch's, are stateless except for plateau, and never have a learning rate of 0."""
+"""Schedules equal those of torch, are stateless except for plateau, and never reach a learning rate of 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runner.base.errors import ConfigError, IncompatibleResume, TaskFault
 from tests.rounding import allowed
 
 UPDATES = 60
-ROUNDED = allowed(torch.float64, UPDATES)  # torch updates some rates from those of the previous update
+ROUNDED = allowed(torch.float64, UPDATES)  # torch computes some rates from those of the previous update
 
 
 def curve_of(schedule: Schedule, updates: int = UPDATES) -> list[float]:
@@ -41,7 +41,7 @@ def curve_of(schedule: Schedule, updates: int = UPDATES) -> list[float]:
 
 
 def torch_curve(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
-    """Return the learning rates of torch's scheduler over `updates` updates, with a peak of 1."""
+    """Return the learning rates of a torch scheduler for `updates` updates, with a peak of 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = getattr(lr_scheduler, name)(optimizer, **options)
     rates = []
@@ -100,7 +100,7 @@ def test_a_schedule_equals_the_torch_scheduler(ours: Schedule, theirs: list[floa
 
 
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
-def test_one_cycle_equals_the_torch_scheduler_up_to_the_last_update(anneal: Any) -> None:
+def test_one_cycle_equals_the_torch_scheduler(anneal: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = lr_scheduler.OneCycleLR(
         optimizer, max_lr=1.0, total_steps=UPDATES, pct_start=0.3, anneal_strategy=anneal, cycle_momentum=False
@@ -117,7 +117,7 @@ def test_one_cycle_equals_the_torch_scheduler_up_to_the_last_update(anneal: Any)
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("cooldown", [0, 3])
-def test_plateau_equals_the_torch_scheduler_for_positive_metrics(mode: Any, cooldown: int) -> None:
+def test_plateau_equals_torch_for_positive_metrics(mode: Any, cooldown: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = lr_scheduler.ReduceLROnPlateau(
         optimizer, mode=mode, factor=0.5, patience=2, threshold=0.01, cooldown=cooldown, min_lr=0.1
@@ -134,7 +134,7 @@ def test_plateau_equals_the_torch_scheduler_for_positive_metrics(mode: Any, cool
     assert len(levels) > 3
 
 
-def test_a_slightly_worse_negative_metric_is_not_an_improvement() -> None:
+def test_a_slightly_worse_negative_metric_is_no_improvement() -> None:
     schedule = plateau(100, patience=0, threshold=0.1)
     for update, metric in enumerate([-1.0, -0.95]):
         schedule.observe(metric, update)
@@ -149,7 +149,7 @@ def test_plateau_ignores_metrics_during_warmup() -> None:
 
 
 def test_plateau_continues_from_its_saved_state() -> None:
-    """The state may be saved at any point: after an improvement, after bad metrics, or during the cooldown."""
+    """The state may be saved after an improvement, after bad metrics, or during the cooldown."""
     metrics = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.9, 0.9, 0.9]
 
     def fresh() -> Schedule:
@@ -175,15 +175,14 @@ def test_plateau_continues_from_its_saved_state() -> None:
 @pytest.mark.parametrize(
     ("saved", "factor"),
     [
-        ({}, 0.25),  # saved by an earlier version, whose state does not name the metric
+        ({}, 0.25),  # saved by an earlier version, in which the state did not name the metric
         ({"metric": "val/error", "mode": "min"}, 0.25),
         ({"metric": "val/loss", "mode": "min"}, 0.5),
         ({"metric": "val/error", "mode": "max"}, 0.5),
     ],
 )
-def test_plateau_restores_its_level_but_not_the_best_value_of_another_metric(
-    saved: dict[str, str], factor: float
-) -> None:
+def test_plateau_does_not_compare_different_metrics(saved: dict[str, str], factor: float) -> None:
+    """It restores its level, but not the best value of another metric."""
     schedule = plateau(9, metric="val/error", patience=0, gamma=0.5)
     schedule.load({"level": 0.5, "best": 0.1, "num_bad": 0, "rest": 0, **saved})
     schedule.observe(2.0, 1)
@@ -201,7 +200,7 @@ def test_the_state_of_another_schedule_is_rejected() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", SCHEDULERS)
 @given(updates=st.integers(1, 400), warmup=st.one_of(st.integers(0, 400), st.floats(0, 0.999)))
-def test_factors_are_above_0_and_at_most_1_for_every_update(option: str, updates: int, warmup: float) -> None:
+def test_factors_are_always_above_0_and_at_most_1(option: str, updates: int, warmup: float) -> None:
     if warmup > updates:
         with pytest.raises(ConfigError, match="at most the number of updates"):
             SCHEDULERS[option](updates, warmup=warmup)
@@ -212,7 +211,7 @@ def test_factors_are_above_0_and_at_most_1_for_every_update(option: str, updates
 
 
 @pytest.mark.parametrize("option", ["constant", "linear", "cosine", "plateau", "warm_restarts"])
-def test_warmup_is_linear_from_its_first_factor_to_the_peak(option: str) -> None:
+def test_warmup_is_linear_up_to_the_peak(option: str) -> None:
     factors = curve_of(SCHEDULERS[option](100, warmup=10))
     assert factors[:10] == pytest.approx([(update + 1) / 10 for update in range(10)])
     assert factors[10] == 1.0
@@ -240,7 +239,8 @@ def test_an_empty_interval_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
-def test_a_decay_begins_at_the_peak_and_the_stable_part_does_not_depend_on_the_length(shape: Any) -> None:
+def test_the_stable_part_does_not_depend_on_the_length(shape: Any) -> None:
+    """The decay begins at the peak."""
     short, long = (curve_of(wsd(updates, warmup=6, decay=20, shape=shape), updates) for updates in (60, 90))
     assert short[:40] == long[:40]
     assert short[6:41] == [1.0] * 35
@@ -269,7 +269,7 @@ CURVES = {
 
 
 @pytest.mark.parametrize(("text", "what"), CURVES.items())
-def test_an_invalid_schedule_of_a_task_is_rejected_before_training(text: str, what: str, tmp_path: Path) -> None:
+def test_an_invalid_custom_schedule_is_rejected_before_training(text: str, what: str, tmp_path: Path) -> None:
     lines = f"import torch\n\ndef mine(updates):\n    return {text}\n\nSCHEDULERS = {{'mine': mine}}\n"
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(lines)

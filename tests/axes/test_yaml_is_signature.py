@@ -1,4 +1,4 @@
-"""The YAML files of a group match the functions of its axis: names, keys, defaults and documentation."""
+"""The YAML files of a group match the functions of its axis in names, keys, defaults and documentation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OPTIONS = [(axis, file.stem) for axis in AXES for file in sorted((ROOT / "conf" 
 
 
 def table_of(axis: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the last mapping of functions defined in the file."""
+    """Return the last mapping of functions that the file defines."""
     module = importlib.import_module(f"runner.{FILES[axis].removesuffix('.py').replace('/', '.')}")
     tables = [
         value
         for name, value in vars(module).items()
         if name.isupper() and not name.startswith("_") and isinstance(value, Mapping)
     ]
-    assert tables, f"runner/{FILES[axis]} has a table of its options"
+    assert tables, f"runner/{FILES[axis]} has no table of its options"
     result: Mapping[str, Callable[..., Any]] = tables[-1]
     return result
 
@@ -40,7 +40,7 @@ def keys_of(axis: str, option: str) -> Any:
 
 
 def has_function(axis: str, option: str) -> bool:
-    """Return whether a function implements the option. The plan replaces an `auto` that no function implements."""
+    """Return whether a function implements the option. If none implements `auto`, the plan replaces it."""
     return option != "auto" or option in table_of(axis)
 
 
@@ -48,7 +48,7 @@ def without_lists(value: Any) -> Any:
     return tuple(map(without_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
-def test_every_axis_has_options_and_every_module_in_axes_is_an_axis() -> None:
+def test_axes_match_the_configuration_groups_and_modules() -> None:
     assert {axis for axis, _ in OPTIONS} == set(AXES)
     files = {path.stem for path in (ROOT / "runner" / "axes").glob("*.py")} - {"__init__"}
     assert files <= set(AXES)
@@ -61,7 +61,7 @@ def test_every_implemented_option_is_in_the_table(axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_table_maps_each_name_to_the_function_of_the_same_name(axis: str) -> None:
+def test_option_names_are_those_of_their_functions(axis: str) -> None:
     for option, function in table_of(axis).items():
         assert function.__name__ == option.replace("-", "_")
 
@@ -74,18 +74,18 @@ def test_yaml_keys_and_defaults_match_the_signature(axis: str, option: str) -> N
         return
     signature = read_functions(ROOT / "runner" / FILES[axis])[option.replace("-", "_")]
     given = keys_of(axis, option)
-    assert list(given) == list(signature.keys), "in the same order"
+    assert list(given) == list(signature.keys), "the keys must be in the same order"
     for name, key in signature.keys.items():
         assert key.default is not REQUIRED
         assert without_lists(given[name]) == without_lists(key.default), name
         assert type(given[name]) is type(key.default) or isinstance(given[name], list), name
         assert describe_mismatch(key.type, given[name]) is None, f"{name} {describe_mismatch(key.type, given[name])}"
-        assert key.help, f"the docstring of {option} says what {name} means"
+        assert key.help, f"the docstring of {option} must say what {name} means"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
-def test_a_yaml_file_documents_the_option_and_each_key(axis: str, option: str) -> None:
+def test_yaml_files_document_options_and_keys(axis: str, option: str) -> None:
     first, *lines = file_of(axis, option).read_text(encoding="utf-8").splitlines()
     assert first.startswith("# ")
     assert first.endswith(".")
@@ -93,10 +93,10 @@ def test_a_yaml_file_documents_the_option_and_each_key(axis: str, option: str) -
 
 
 @pytest.mark.parametrize("task", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
-def test_the_yaml_file_of_a_task_has_the_keys_and_defaults_of_its_build_function(task: str) -> None:
+def test_the_yaml_file_of_a_task_matches_its_build_function(task: str) -> None:
     build = read_functions(ROOT / "tasks" / task / "task.py")["build"]
     given = keys_of("task", task)
-    assert list(given) == list(build.keys), "in the same order"
+    assert list(given) == list(build.keys), "the keys must be in the same order"
     assert {name: without_lists(value) for name, value in given.items()} == {
         name: without_lists(key.default) for name, key in build.keys.items()
     }

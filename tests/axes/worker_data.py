@@ -1,4 +1,4 @@
-"""A dataset of numbers for worker processes; reading one of them may hang."""
+"""A dataset of numbers for worker processes, in which reading one number may hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """Returns the index itself; reading `hangs_at - 7` never returns."""
+    """Samples that are their own index; reading sample `hangs_at - 7` never returns."""
 
     def __init__(self, hangs_at: int) -> None:
         self.hangs_at = hangs_at
@@ -25,7 +25,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 class Readers:
-    """Returns the process that reads the sample, plus `offset`."""
+    """Samples that are the PID of the process that reads them, plus `offset`."""
 
     offset = 0
 
@@ -37,12 +37,12 @@ class Readers:
 
 
 class Owner:
-    """Like a task, it has a model, a method `collate`, and a dataset that holds a reference to it."""
+    """Like a task, this object has a model, a method `collate`, and a dataset that refers to it."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         self.model.no_pickle = lambda: None  # type: ignore[assignment]
-        self.transform = torch.nn.Identity()  # a module outside the model
+        self.transform = torch.nn.Identity()  # a module outside of the model
         self.first = self.model[0]
 
     def dataset(self) -> Samples:

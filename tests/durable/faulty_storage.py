@@ -1,4 +1,4 @@
-"""In-memory object storage with fault injection: `faulty://NAME`."""
+"""In-memory object storage that can inject faults, at `faulty://NAME`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-Fault = Callable[[str, str], None]  # (operation, path): raises
+Fault = Callable[[str, str], None]  # function of (operation, path) that may raise
 
 
 class FaultyStorage(MemoryFileSystem):
-    """Records each read or write and passes it to `fault`, which may raise.
+    """Record each read and write, and pass it to `fault`, which may raise an error.
 
-    half     a failing write stores the first half of the content
+    half     a write that fails stores the first half of the content
     changed  function of (path, content) that returns the content to store instead
     """
 

@@ -1,4 +1,4 @@
-"""Divide the snapshot of a single process into the snapshots of ranks that save a checkpoint together."""
+"""Divide the snapshot of one process into the snapshots of ranks that save a checkpoint together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANKS = 3
 
 
 def parts_of(given: Snapshot, num_ranks: int = RANKS, token: str = "abcd") -> list[Snapshot]:
-    """Return the part of each rank: rows of each tensor, possibly zero; scalars belong to rank 0."""
+    """Return the part of each rank, which has some rows of each tensor, possibly none. Scalars belong to rank 0."""
     facts = {**given.facts, "world_size": num_ranks}
     return [
         replace(

@@ -1,4 +1,4 @@
-"""Checkpoints: acknowledged ones are never lost, damaged ones are never loaded."""
+"""Acknowledged checkpoints are never lost, and damaged ones are never loaded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor of random bits: NaNs with payloads, infinities, denormals."""
+    """Return a tensor of random bits, such as NaNs with payloads, infinities and denormals."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
     size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)
@@ -143,7 +143,7 @@ def test_the_manifest_begins_with_its_own_hash(tmp_path: Path) -> None:
     assert names == ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 
 
-def test_unsupported_tensors_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_rejected_before_writing(tmp_path: Path) -> None:
     wrong = [
         Snapshot(1, {}, {"object": object()}, {}),
         Snapshot(1, {}, {}, {"object": {1, 2}}),
@@ -162,7 +162,7 @@ def test_all_files_are_private(tmp_path: Path) -> None:
     assert {entry.stat().st_mode & 0o777 for entry in path.iterdir()} == {0o600}
 
 
-def test_ranks_write_files_of_different_names() -> None:
+def test_ranks_write_files_with_different_names() -> None:
     stems = {checkpoint.rank_stem("random", rank) for rank in range(100)}
     assert len(stems) == 100
     assert "random-rank00003" in stems
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_every_truncation_and_every_addition_is_detected(tmp_path: Path) -> None:
+def test_truncations_and_additions_are_detected(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
@@ -257,7 +257,7 @@ def test_additional_files_and_links_are_rejected(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_malicious_manifest_with_a_valid_hash_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_malicious_manifest_with_valid_hash_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
@@ -278,7 +278,7 @@ def test_verification_never_raises_for_any_manifest(tmp_path: Path, text: bytes)
     assert verify(path)
 
 
-def test_files_that_change_after_verification_are_not_loaded(tmp_path: Path) -> None:
+def test_files_changed_after_verification_are_not_loaded(tmp_path: Path) -> None:
     loaded = checkpoint.load(save(tmp_path, snapshot(1)))
     damage(loaded.path)
     with pytest.raises(DataError, match="changed since"):
@@ -289,7 +289,7 @@ def test_files_that_change_after_verification_are_not_loaded(tmp_path: Path) -> 
         checkpoint.load(loaded.path)
 
 
-def test_a_file_that_is_not_safetensors_is_invalid(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_invalid(tmp_path: Path) -> None:
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     size, sha256 = files.write_new(path / "model.safetensors", [b"\xff" * 64])
     manifest = json.loads((path / "MANIFEST.json").read_text())
@@ -311,7 +311,8 @@ def test_without_checkpoints_a_run_starts_from_scratch(tmp_path: Path) -> None:
     assert files.list_names(tmp_path) == ["notes"]
 
 
-def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_path: Path) -> None:
+def test_the_newest_valid_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """Damaged checkpoints are moved aside."""
     for update in (1, 2, 3, 4):
         save(tmp_path, snapshot(update))
     damage(checkpoint_path(tmp_path, 4))
@@ -327,7 +328,8 @@ def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_p
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
 
 
-def test_exit_code_is_65_if_all_checkpoints_are_damaged_until_they_are_moved_aside(tmp_path: Path) -> None:
+def test_exit_code_is_65_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    """This changes only when the checkpoints are moved aside."""
     for update in (1, 2):
         damage(save(tmp_path, snapshot(update)))
     for _ in range(3):
@@ -348,9 +350,7 @@ def test_checkpoints_set_aside_by_a_fresh_start_are_ignored(tmp_path: Path) -> N
     assert verify(tmp_path / "earlier-update-0000000009-1") == []
 
 
-def test_an_unreadable_checkpoint_is_moved_aside_if_another_one_is_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_checkpoint_is_moved_if_another_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for update in (1, 2):
         save(tmp_path, snapshot(update))
     listdir = os.listdir
@@ -372,7 +372,7 @@ def test_an_unreadable_checkpoint_is_moved_aside_if_another_one_is_valid(
     assert checkpoint.load(changed).manifest["run_id"] == "another"
 
 
-def test_an_unreadable_checkpoint_is_not_moved_if_there_is_no_other(
+def test_an_unreadable_checkpoint_is_kept_if_it_is_the_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, snapshot(1))
@@ -388,9 +388,10 @@ def test_an_unreadable_checkpoint_is_not_moved_if_there_is_no_other(
     assert_is(recover(tmp_path).checkpoint, 1)
 
 
-def test_the_newest_checkpoint_is_found_while_another_process_saves_and_removes(
+def test_the_newest_checkpoint_is_found_during_saves_and_removals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another process saves and removes checkpoints at the same time."""
     save(tmp_path, snapshot(1))
     is_folder, looks = files.is_plain_directory, []
 
@@ -408,7 +409,7 @@ def test_the_newest_checkpoint_is_found_while_another_process_saves_and_removes(
     assert_is(checkpoint.load_newest(tmp_path), 4)
 
 
-def test_saving_an_update_again_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+def test_saving_an_update_again_replaces_only_damaged_checkpoints(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     inode = path.stat().st_ino
     assert save(tmp_path, snapshot(1)) == path
@@ -418,7 +419,7 @@ def test_saving_an_update_again_keeps_a_valid_checkpoint_and_replaces_a_damaged_
     assert files.list_names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
 
 
-# Fault injection: each system call in turn fails, or is the last call before the process is killed
+# Fault injection: each system call in turn fails, or is the last one before the process is killed
 
 
 KINDS = ["EIO", "ENOSPC", "killed before", "killed half way", "killed after"]
@@ -438,14 +439,14 @@ def count_operations(act: Callable[[], object]) -> int:
 
 
 def some(num_operations: int) -> list[int]:
-    """Return the indices of the operations that fail: a third of them by default."""
+    """Return the indices of the operations that fail: by default, a third of them."""
     count = num_operations if IS_LONG else num_operations // 3
     return random.Random(SEED).sample(range(num_operations), count)
 
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_an_error_during_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
     num_operations = count_operations(lambda: save(tmp_path / "counting", snapshot(2)))
     assert num_operations > 25
     for at in some(num_operations):
@@ -471,7 +472,7 @@ def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Pat
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path, kind: str) -> None:
+def test_an_error_during_retention_keeps_the_newest_two(tmp_path: Path, kind: str) -> None:
     def fill(directory: Path) -> Path:
         for update in (1, 2, 3, 4):
             save_quickly(directory, update)
@@ -492,7 +493,7 @@ def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path
         assert files.list_names(directory) == ["update-0000000003", "update-0000000004"]
 
 
-def test_all_files_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
+def test_files_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     faults = Faults()
@@ -514,7 +515,7 @@ def test_all_files_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) 
     assert ("fsync", str(directory)) in after
 
 
-def test_metric_rows_of_a_checkpoint_are_synced_before_it_gets_its_name(tmp_path: Path) -> None:
+def test_metric_rows_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
     faults = Faults()
     with faults.active(), files.AppendLog(tmp_path / "metrics") as log:
         log.write("a row")
@@ -525,12 +526,12 @@ def test_metric_rows_of_a_checkpoint_are_synced_before_it_gets_its_name(tmp_path
         del faults.trace[:]
         save(tmp_path / "checkpoints", snapshot(1), sync_first=log.sync)
         assert ("fsync", str(tmp_path / "metrics")) in faults.trace, (
-            "rows are synced even if the checkpoint already exists"
+            "rows must be synced even if the checkpoint already exists"
         )
     assert target.name == "update-0000000001"
 
 
-def test_a_checkpoint_whose_metric_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_saved_if_its_rows_cannot_be_synced(tmp_path: Path) -> None:
     def fail() -> None:
         raise StorageError("cannot sync", where="metrics.jsonl")
 
@@ -592,7 +593,7 @@ for _ in range({15 if IS_LONG else 5}):
 # Retention
 
 
-def test_an_old_checkpoint_is_renamed_before_its_files_are_removed(tmp_path: Path) -> None:
+def test_retention_renames_a_checkpoint_before_removing_files(tmp_path: Path) -> None:
     for update in (1, 2, 3):
         save_quickly(tmp_path, update)
     faults = Faults()
@@ -676,9 +677,8 @@ def test_a_save_is_attempted_three_times_in_new_folders(tmp_path: Path, monkeypa
     assert files.list_names(tmp_path) == ["update-0000000001"]
 
 
-def test_failed_saves_are_reported_and_the_third_consecutive_one_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_third_consecutive_failed_save_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every failed save is reported."""
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
     messages: list[StorageError] = []
@@ -743,9 +743,9 @@ def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pyte
     assert 0 < saved.write_s <= saved.total_s
 
 
-def test_failed_retention_is_reported_but_does_not_count_as_a_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_retention_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported, too."""
+
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot remove")
 
@@ -766,9 +766,9 @@ def test_an_internal_error_is_raised_in_the_training_thread(tmp_path: Path) -> N
     assert writer.wait() == 2
 
 
-def test_checkpoints_are_saved_synchronously_if_no_thread_can_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_saved_synchronously_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system may refuse to start a thread."""
+
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -800,7 +800,8 @@ def test_a_repeated_save_replaces_a_valid_one(tmp_path: Path) -> None:
     assert checkpoint.load(checkpoint_path(tmp_path, 1)).state == {"finished": True}
 
 
-def test_a_repeated_save_that_crashed_between_two_renames_is_undone(tmp_path: Path) -> None:
+def test_a_crashed_replacement_of_a_checkpoint_is_undone(tmp_path: Path) -> None:
+    """The crash is between the two renames."""
     save(tmp_path, snapshot(1))
     save(tmp_path, snapshot(2))
     checkpoint_path(tmp_path, 2).rename(tmp_path / "replaced-update-0000000002")

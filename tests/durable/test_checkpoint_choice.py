@@ -1,4 +1,4 @@
-"""Selection of a checkpoint of a run: best, last or by update."""
+"""Selection of a checkpoint of a run: the best one, the last one or that of an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.durable.directory import RunDirectory
 VALUES = {"checkpoint.best": "val/loss", "checkpoint.best_is": "min", "checkpoint.keep_best": 1}
 
 
-def saved(run: RunDirectory, update: int, bests: list[tuple[float, int]], **changes: Any) -> Path:
+def save_update(run: RunDirectory, update: int, bests: list[tuple[float, int]], **changes: Any) -> Path:
     state = {
         "phase": "train", "phase_update": update, "values": VALUES, "bests": [list(each) for each in bests],
         "metrics": {"val/loss": float(update)}, "evaluated_at": update,
@@ -29,9 +29,9 @@ def saved(run: RunDirectory, update: int, bests: list[tuple[float, int]], **chan
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     with RunDirectory.create_or_open(tmp_path, "mine") as directory:
-        saved(directory, 5, [(0.9, 5)])
-        saved(directory, 15, [(0.3, 15)])  # kept in memory, and written after that of update 20
-        saved(directory, 20, [(0.9, 5)])
+        save_update(directory, 5, [(0.9, 5)])
+        save_update(directory, 15, [(0.3, 15)])  # was kept in memory, and is written after that of update 20
+        save_update(directory, 20, [(0.9, 5)])
     return RunDirectory.find(tmp_path, "mine")
 
 
@@ -39,18 +39,18 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
     return find_best_checkpoints(load(checkpoint_path(run.checkpoints, update)))
 
 
-def test_the_list_of_best_checkpoints_includes_one_that_was_written_late(run: RunDirectory) -> None:
+def test_a_best_checkpoint_that_was_written_late_is_listed(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
-    assert bests(run, 5) == [(0.9, 5)], "later checkpoints are unknown at that update"
+    assert bests(run, 5) == [(0.9, 5)], "a checkpoint must not list later ones"
 
 
 @pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])
-def test_best_last_and_an_update_select_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
+def test_best_last_or_an_update_select_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
     assert choose_checkpoint(run, wanted).checkpoint.update == update
 
 
-def test_the_best_and_the_last_checkpoint_are_marked(run: RunDirectory) -> None:
+def test_the_best_and_the_last_checkpoint_are_labeled(run: RunDirectory) -> None:
     result = label_checkpoints([checkpoint_path(run.checkpoints, update) for update in (5, 15, 20)])
     first = {name: marked[0] for name, marked in result.items()}
     assert first == {"update-0000000015": "best", "update-0000000020": "last"}
@@ -64,13 +64,11 @@ def test_the_best_and_the_last_checkpoint_are_marked(run: RunDirectory) -> None:
         {"values": {**VALUES, "checkpoint.best_is": "max"}}, {"bests": [["x", 15]]}, {"bests": [[0.1, -3]]},
     ],
 )  # fmt: skip
-def test_best_checkpoints_of_another_phase_or_metric_are_not_compared(
-    changes: Mapping[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoints_of_other_phases_or_metrics_are_not_compared(changes: Mapping[str, Any], tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
-        saved(run, 5, [(0.9, 5)])
-        saved(run, 15, **{"bests": [(0.3, 15)], **changes})
-        saved(run, 20, [(0.9, 5)])
+        save_update(run, 5, [(0.9, 5)])
+        save_update(run, 15, **{"bests": [(0.3, 15)], **changes})
+        save_update(run, 20, [(0.9, 5)])
         assert bests(run, 20) == [(0.9, 5)]
 
 
@@ -84,24 +82,23 @@ def test_best_checkpoints_of_another_phase_or_metric_are_not_compared(
         ({"metrics": {"val/error": math.nan}}, [(0.4, 20)]),
     ],
 )
-def test_a_checkpoint_ranked_by_another_metric_is_ranked_by_its_recorded_evaluation(
+def test_after_a_change_of_metric_recorded_evaluations_are_compared(
     changes: Mapping[str, Any], expected: list[tuple[float, int]], tmp_path: Path
 ) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
-        saved(run, 5, [(0.2, 5)], metrics={"val/error": 0.7})
-        saved(run, 15, [(0.2, 5)], **{"metrics": {"val/error": 0.1}, **changes})
-        saved(run, 20, [(0.4, 20)], values={**VALUES, "checkpoint.best": "val/error"})
+        save_update(run, 5, [(0.2, 5)], metrics={"val/error": 0.7})
+        save_update(run, 15, [(0.2, 5)], **{"metrics": {"val/error": 0.1}, **changes})
+        save_update(run, 20, [(0.4, 20)], values={**VALUES, "checkpoint.best": "val/error"})
         assert bests(run, 20) == expected
 
 
 @pytest.mark.parametrize(("better", "expected"), [("min", [(0.1, 10), (0.2, 30)]), ("max", [(0.4, 20), (0.2, 30)])])
-def test_best_checkpoints_are_listed_best_first_up_to_the_number_kept(
-    better: str, expected: list[tuple[float, int]], tmp_path: Path
-) -> None:
+def test_best_checkpoints_are_listed_best_first(better: str, expected: list[tuple[float, int]], tmp_path: Path) -> None:
+    """At most `checkpoint.keep_best` checkpoints are listed."""
     values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
         for value, update in ((0.1, 10), (0.4, 20), (0.2, 30)):
-            saved(run, update, [(value, update)], values=values)
+            save_update(run, update, [(value, update)], values=values)
         assert bests(run, 30) == expected
 
 
@@ -110,12 +107,13 @@ def test_the_earliest_of_equally_good_checkpoints_is_selected(better: str, tmp_p
     values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
     with RunDirectory.create_or_open(tmp_path, "mine") as run:
         for update in (10, 20, 30):
-            saved(run, update, [(0.5, 10), (0.5, 20)][: update // 10], values=values)
+            save_update(run, update, [(0.5, 10), (0.5, 20)][: update // 10], values=values)
         assert bests(run, 30) == [(0.5, 10), (0.5, 20)]
         assert choose_checkpoint(run, "best").checkpoint.update == 10
 
 
-def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(run: RunDirectory) -> None:
+def test_a_damaged_best_checkpoint_is_skipped_unless_requested(run: RunDirectory) -> None:
+    """A message reports that it is skipped."""
     path = checkpoint_path(run.checkpoints, 15)
     (path / "model.safetensors").write_bytes(b"damaged")
     messages: list[str] = []
@@ -135,6 +133,6 @@ def test_selecting_a_missing_checkpoint_is_an_error(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("wanted", [None, "best", "last", "7"])
-def test_selecting_from_a_run_without_a_valid_checkpoint_is_an_error(wanted: str | None, tmp_path: Path) -> None:
+def test_selecting_from_a_run_without_checkpoints_is_an_error(wanted: str | None, tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path, "mine") as directory, pytest.raises(InputMissing):
         choose_checkpoint(directory, wanted)

@@ -1,4 +1,4 @@
-"""A checkpoint written by several ranks is valid only if all parts are durable, and is read like a single file."""
+"""A checkpoint of several ranks is valid only when all parts are durable, and can be read like a single file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.durable.parts import RANKS, parts_of
 from tests.faults.saver import snapshot
 
 
-def saved(directory: Path, update: int, num_ranks: int = RANKS) -> Path:
+def save_in_parts(directory: Path, update: int, num_ranks: int = RANKS) -> Path:
     first, *others = parts_of(snapshot(update), num_ranks)
     for other in others:
         save_part(directory, other)
@@ -42,8 +42,8 @@ def equal(result: dict[str, Tensor], expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-def test_sharded_checkpoints_are_read_like_complete_ones(tmp_path: Path, num_ranks: int) -> None:
-    path = saved(tmp_path, 1, num_ranks)
+def test_sharded_checkpoints_are_read_like_unsharded_ones(tmp_path: Path, num_ranks: int) -> None:
+    path = save_in_parts(tmp_path, 1, num_ranks)
     assert verify(path) == []
     result = load(path)
     assert result.stems == ("model", "optimizer", "random")
@@ -52,7 +52,7 @@ def test_sharded_checkpoints_are_read_like_complete_ones(tmp_path: Path, num_ran
     assert result.state == snapshot(1).state
     names = {file.name for file in path.iterdir()}
     assert len([name for name in names if name.startswith("model-part")]) == num_ranks
-    assert len(names) == 3 * num_ranks + 2, "the reports of ranks are removed"
+    assert len(names) == 3 * num_ranks + 2, "the reports of ranks must be removed"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -60,7 +60,7 @@ def test_a_rank_hashes_only_the_shards_that_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     """Rank 0 verifies all parts. If every rank did so, n ranks would read n * n parts."""
-    path = saved(tmp_path, 1, num_ranks)
+    path = save_in_parts(tmp_path, 1, num_ranks)
     hashed: list[str] = []
     hash_file = files.file_sha256
     monkeypatch.setattr(files, "file_sha256", lambda file: hashed.append(file.name) or hash_file(file))
@@ -74,8 +74,8 @@ def test_a_rank_hashes_only_the_shards_that_it_reads(
     assert len(files.read(path / "MANIFEST.json")) < 1000 + 600 * num_ranks
 
 
-def test_a_part_that_changed_after_its_verification_is_not_read(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, 2)
+def test_a_part_changed_after_verification_is_not_read(tmp_path: Path) -> None:
+    path = save_in_parts(tmp_path, 1, 2)
     stored = load(path, hashes_tensors=False).stored("model")
     changed = path / "model-part00001.safetensors"
     content = bytearray(changed.read_bytes())
@@ -87,14 +87,14 @@ def test_a_part_that_changed_after_its_verification_is_not_read(tmp_path: Path) 
         tensor.read()
 
 
-def test_the_size_of_a_shard_is_checked_even_if_its_hash_is_not(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, 2)
+def test_the_size_of_a_shard_is_checked_without_hashing(tmp_path: Path) -> None:
+    path = save_in_parts(tmp_path, 1, 2)
     (path / "model-part00001.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="bytes, but has 0"):
         load(path, hashes_tensors=False)
 
 
-def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) -> None:
+def test_a_checkpoint_exists_only_when_all_parts_are_durable(tmp_path: Path) -> None:
     first, second, third = parts_of(snapshot(1))
     with CheckpointWriter(tmp_path) as writer:
         writer.submit(first)
@@ -124,8 +124,9 @@ def test_ranks_write_checkpoints_while_training(tmp_path: Path) -> None:
     assert verify(checkpoint_path(tmp_path, 3)) == []
 
 
-def test_a_shard_that_cannot_be_written_fails_the_save_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
+def test_a_shard_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+    """The older checkpoint is kept."""
+    save_in_parts(tmp_path, 1)
     first, second, third = parts_of(snapshot(2), token="other")
     failures: list[StorageError] = []
 
@@ -141,7 +142,7 @@ def test_a_shard_that_cannot_be_written_fails_the_save_and_keeps_the_older_check
     assert len(failures) == 1
     assert "rank 2" in str(failures[0])
     assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
-    saved(tmp_path, 3)  # the next save succeeds
+    save_in_parts(tmp_path, 3)  # the next save succeeds
     assert recover(tmp_path).checkpoint is not None
 
 
@@ -167,13 +168,12 @@ def test_a_part_that_shrank_after_its_report_fails_the_save(tmp_path: Path) -> N
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("removes", [False, True])
-def test_each_damaged_or_missing_file_is_detected_and_the_older_checkpoint_is_used(
-    tmp_path: Path, removes: bool
-) -> None:
-    for name in sorted(file.name for file in saved(tmp_path / "first", 1).iterdir()):
+def test_damaged_or_missing_files_are_detected(tmp_path: Path, removes: bool) -> None:
+    """The older checkpoint is used instead."""
+    for name in sorted(file.name for file in save_in_parts(tmp_path / "first", 1).iterdir()):
         directory = tmp_path / name
-        saved(directory, 1)
-        file = saved(directory, 2) / name
+        save_in_parts(directory, 1)
+        file = save_in_parts(directory, 2) / name
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.unlink() if removes else file.write_bytes(bytes(content))
@@ -196,7 +196,7 @@ def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         [{"a": _piece(1)}, {"a": _piece(1, dtype=torch.int32)}],
     ],
 )
-def test_shards_that_do_not_fit_together_count_as_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
+def test_shards_that_do_not_match_count_as_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(len(parts))]
     for path, tensors in zip(paths, parts, strict=True):
         save_file(tensors, path)
@@ -214,7 +214,8 @@ def test_a_late_part_is_removed_at_the_next_start(tmp_path: Path) -> None:
     assert files.list_names(tmp_path) == []
 
 
-def test_a_failed_rank_is_reported_while_a_lower_rank_is_still_writing(tmp_path: Path) -> None:
+def test_a_failed_rank_is_reported_before_others_finish(tmp_path: Path) -> None:
+    """Ranks with lower numbers are still writing."""
     checkpoint_parts.report_failure(tmp_path, 2, "disk-full")
     with pytest.raises(StorageError) as caught:
         checkpoint_parts.collect_parts(tmp_path, CheckpointPart(0, 3, ""), timeout_s=0.0)

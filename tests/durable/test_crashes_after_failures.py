@@ -1,4 +1,4 @@
-"""Files that remain if a crash follows a failed save, or a part that was reported to rank 0."""
+"""Files that a crash leaves after a failed save, or after a part has been reported to rank 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.histories import check_checkpoints, on_disk, snapshot
 from tests.faults.recording import Faults, Quick, Recording
 
 
-def test_a_crash_after_a_save_whose_last_sync_fails_leaves_no_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_crash_after_a_failed_sync_leaves_no_damaged_checkpoint(tmp_path: Path) -> None:
     """The checkpoint already has its final name, which must be removed before its files."""
     run = tmp_path / "run"
     with files.use_system(Quick()):
@@ -35,7 +35,7 @@ def test_a_crash_after_a_save_whose_last_sync_fails_leaves_no_damaged_checkpoint
             check_checkpoints(found, 1)
 
 
-def test_a_report_that_survives_a_crash_has_all_files_of_its_part(tmp_path: Path) -> None:
+def test_a_report_that_survives_a_crash_has_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     recording = Recording(tmp_path / "run")
     with files.use_system(recording):

@@ -1,4 +1,4 @@
-"""The run directory: names, locking and finding runs."""
+"""The run directory: its names, its lock, and how runs are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_run(root: Path, name: str, age: float = 0.0) -> Path:
-    """Create a run whose run.json was last written `age` seconds ago."""
+    """Create a run whose run.json was written `age` seconds ago."""
     with RunDirectory.create_or_open(root, name) as run:
         run.write("run.json", "{}")
         then = run.run_json.stat().st_mtime - age
@@ -41,7 +41,7 @@ def test_plain_names_are_allowed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../a", "a/b", "/tmp/a", ".hidden", "-a", "_a", "a b", "a\n", "a\0", "ä", "~", "last"]
 )
-def test_invalid_names_are_refused_and_nothing_is_created(tmp_path: Path, name: str) -> None:
+def test_invalid_names_are_rejected_without_creating_anything(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RunDirectory.create_or_open(tmp_path / "outputs", name)
     assert caught.value.exit_code == Exit.CONFIG
@@ -49,7 +49,7 @@ def test_invalid_names_are_refused_and_nothing_is_created(tmp_path: Path, name: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_outside_the_root_is_refused(tmp_path: Path) -> None:
+def test_a_run_outside_the_root_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "gpt").symlink_to(tmp_path / "elsewhere")
@@ -91,7 +91,7 @@ def test_an_invalid_lock_file_does_not_prevent_locking(tmp_path: Path) -> None:
     RunDirectory.create_or_open(tmp_path, "gpt").release()
 
 
-def test_opening_removes_leftovers_of_a_crash_and_nothing_else(tmp_path: Path) -> None:
+def test_opening_removes_only_leftovers_of_a_crash(tmp_path: Path) -> None:
     path = make_run(tmp_path, "gpt")
     (path / ".tmp-run.json-0a1b").write_text("{")
     RunDirectory.create_or_open(tmp_path, "gpt").release()
@@ -138,7 +138,7 @@ def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
         (path / "metrics.jsonl").touch()
         os.utime(path / "metrics.jsonl", (0, 0))
         (path / "events.jsonl").write_text('{"kind": "start", "update": 0}\n')
-    assert RunDirectory.find(tmp_path).name == "failed-2", "there is no other run"
+    assert RunDirectory.find(tmp_path).name == "failed-2", "all runs failed, so the last one must be found"
     if sign.startswith("checkpoints"):
         (trained / sign).mkdir()
     else:
@@ -150,7 +150,8 @@ def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
     assert [path.name for path in list_runs(tmp_path)] == ["failed-2", "failed-1", "trained"]
 
 
-def test_a_run_is_found_by_name_and_by_path_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_a_run_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is found by its name or its path."""
     make_run(tmp_path / "outputs", "gpt")
     with RunDirectory.create_or_open(tmp_path / "outputs", "gpt"):
         assert RunDirectory.find(tmp_path / "outputs", "gpt").name == "gpt"
@@ -169,14 +170,14 @@ def test_a_missing_run_lists_existing_runs(tmp_path: Path, run: str) -> None:
     assert ("mean gpt-1?" in str(caught.value)) == (run == "gbt-1")
 
 
-def test_the_error_reports_that_there_are_no_runs(tmp_path: Path) -> None:
+def test_the_error_states_that_there_are_no_runs(tmp_path: Path) -> None:
     for run in ("last", "gpt"):
         with pytest.raises(InputMissing, match="accel-run train"):
             RunDirectory.find(tmp_path / "outputs", run)
     assert not (tmp_path / "outputs").exists()
 
 
-def test_only_reproducible_files_can_be_written_without_the_lock(tmp_path: Path) -> None:
+def test_only_reproducible_files_are_written_without_the_lock(tmp_path: Path) -> None:
     make_run(tmp_path, "gpt")
     result = RunDirectory.find(tmp_path, "gpt")
     result.write("report.html", "<p>")
@@ -208,11 +209,12 @@ def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
         ("a/" + "x" * 300, False), ("x" * 300 + "/a", False),
     ],
 )  # fmt: skip
-def test_every_component_of_a_path_in_a_run_must_be_a_plain_name(path: str, is_plain: bool) -> None:
+def test_path_components_in_a_run_must_be_plain_names(path: str, is_plain: bool) -> None:
     assert is_safe_path(path) == is_plain
 
 
-def test_a_run_whose_lock_file_was_replaced_by_another_process_ends(tmp_path: Path) -> None:
+def test_a_run_ends_if_its_lock_file_was_replaced(tmp_path: Path) -> None:
+    """Another process has locked the run."""
     with RunDirectory.create_or_open(tmp_path, "one") as first:
         first.check_location(pytest.fail)
         for lock in first.path.glob("*lock*"):
@@ -222,7 +224,7 @@ def test_a_run_whose_lock_file_was_replaced_by_another_process_ends(tmp_path: Pa
 
 
 @pytest.mark.parametrize("missing", ["run.json", "metrics.jsonl"])
-def test_the_modification_time_of_a_run_is_that_of_its_newest_file(missing: str, tmp_path: Path) -> None:
+def test_a_run_was_modified_when_its_newest_file_was(missing: str, tmp_path: Path) -> None:
     for number, name in enumerate(("run.json", "metrics.jsonl"), start=1):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (number, number))
@@ -234,7 +236,7 @@ def test_the_modification_time_of_a_run_is_that_of_its_newest_file(missing: str,
     assert last_modified(tmp_path) == 0
 
 
-def test_last_does_not_select_the_run_that_is_being_created(tmp_path: Path) -> None:
+def test_last_does_not_select_a_run_being_created(tmp_path: Path) -> None:
     make_run(tmp_path, "earlier", age=60.0)
     with RunDirectory.create_or_open(tmp_path, "later") as later:
         later.write("run.json", "{}")

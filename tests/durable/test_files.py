@@ -36,13 +36,13 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_failed_sync_of_the_file_system_raises_the_error_of_the_operating_system() -> None:
+def test_a_failed_file_system_sync_raises_the_system_error() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as raised:
         System().sync_file_system(-1)
     assert raised.value.errno == errno.EBADF
 
 
-def test_a_written_file_contains_the_given_data_and_is_private(tmp_path: Path) -> None:
+def test_a_written_file_has_the_content_and_is_private(tmp_path: Path) -> None:
     files.atomic_write(tmp_path / "run.json", '{"ä": 1}')
     files.atomic_write(tmp_path / "run.json", b"second")
     assert (tmp_path / "run.json").read_bytes() == b"second"
@@ -51,9 +51,7 @@ def test_a_written_file_contains_the_given_data_and_is_private(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
-def test_a_failed_write_leaves_the_old_content_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     path = tmp_path / "run.json"
     files.atomic_write(path, "old")
     with monkeypatch.context() as patch:
@@ -123,7 +121,7 @@ def test_pieces_of_any_size_are_written_in_order(tmp_path: Path, sizes: list[int
     assert (tmp_path / "data").read_bytes() == whole
 
 
-def test_writeback_of_a_large_file_starts_before_the_sync(tmp_path: Path) -> None:
+def test_writeback_of_large_files_starts_before_the_sync(tmp_path: Path) -> None:
     class Watching(System):
         def __init__(self) -> None:
             self.begun: list[tuple[int, int]] = []
@@ -195,7 +193,7 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["val/loss", "val/größe", 'a "quoted" name', "\U0001f642"])
-def test_rows_with_a_key_are_read_without_parsing_other_rows(
+def test_rows_with_a_key_are_read_without_parsing_others(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed = []
@@ -209,7 +207,7 @@ def test_rows_with_a_key_are_read_without_parsing_other_rows(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + f'{{{json.dumps(key)}: \n{{"update": 6')
     assert list(files.read_rows(path, key)) == [rows[1], rows[3]]
-    assert len(parsed) == 5, "those that contain its text"
+    assert len(parsed) == 5, "only lines that contain the text of the key must be parsed"
     assert list(files.read_rows(path)) == rows
 
 
@@ -305,7 +303,7 @@ def test_an_incomplete_last_line_is_removed(tmp_path: Path, whole: str, torn: st
     assert (tmp_path / "log").read_text() == whole + "next\n"
 
 
-def test_a_failed_flush_neither_splits_nor_loses_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_neither_splits_nor_loses_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = files.AppendLog(tmp_path / "log")
     log.write("first")
     log.flush()
@@ -360,7 +358,8 @@ def test_lines_written_by_several_threads_are_not_mixed(tmp_path: Path) -> None:
     assert sorted(lines) == [word * 20 for word in "abcd" for _ in range(200)]
 
 
-def test_a_lock_ends_with_its_process_even_if_a_forked_child_lives_on(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """A forked child that still runs does not hold the lock."""
     script = f"""
 import os, sys, time
 from pathlib import Path
@@ -394,14 +393,15 @@ os._exit(0)
             os.kill(child, 9)
 
 
-def test_a_released_lock_can_be_taken_again_and_a_second_release_does_nothing(tmp_path: Path) -> None:
+def test_a_released_lock_can_be_taken_again(tmp_path: Path) -> None:
+    """Releasing a lock twice does nothing."""
     lock = files.Lock(tmp_path / ".lock", "first")
     with pytest.raises(files.LockHeld) as caught:
         files.Lock(tmp_path / ".lock", "second")
     assert caught.value.note == "first"
     lock.release()
     again = files.Lock(tmp_path / ".lock", "third")
-    lock.release()  # its descriptor may belong to another file by now
+    lock.release()  # its descriptor may belong to another file now
     with pytest.raises(files.LockHeld) as caught:
         files.Lock(tmp_path / ".lock", "fourth")
     assert caught.value.note == "third"
@@ -445,7 +445,7 @@ class RefusesToSync(System):
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC])
-def test_a_failed_file_system_sync_is_an_error_and_keeps_the_old_content(tmp_path: Path, reason: int) -> None:
+def test_a_failed_file_system_sync_keeps_the_old_content(tmp_path: Path, reason: int) -> None:
     paths = [tmp_path / str(number) for number in range(20)]
     files.atomic_write_all(dict.fromkeys(paths, b"old"))
     with files.use_system(RefusesToSync(reason)), pytest.raises(StorageError):
@@ -455,7 +455,7 @@ def test_a_failed_file_system_sync_is_an_error_and_keeps_the_old_content(tmp_pat
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM])
-def test_each_file_is_synced_if_syncfs_is_not_supported(tmp_path: Path, reason: int) -> None:
+def test_each_file_is_synced_if_syncfs_is_unsupported(tmp_path: Path, reason: int) -> None:
     synced = []
 
     class Counting(RefusesToSync):
@@ -480,8 +480,8 @@ log.close()
 """
 
 
-def test_remaining_rows_are_written_at_exit_even_if_the_log_has_descriptor_0(tmp_path: Path) -> None:
-    """If standard input is closed at the start, the first opened file gets descriptor 0."""
+def test_rows_are_written_at_exit_to_descriptor_0(tmp_path: Path) -> None:
+    """If a process starts without standard input, the first file that it opens gets descriptor 0."""
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", WITHOUT_INPUT, path], cwd=ROOT, check=True)
     assert path.read_text() == "a row\n"

@@ -1,4 +1,4 @@
-"""Blocks in which a file is written and hashed."""
+"""The blocks in which a file is written and hashed."""
 
 from __future__ import annotations
 

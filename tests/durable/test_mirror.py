@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage: valid only if complete, and never blocking training."""
+"""Copies of checkpoints in object storage are valid only if complete, and never block training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _new_storage() -> Iterator[None]:
 
 
 class Unsynced(System):
-    """The file system without fsync: these tests simulate no power loss."""
+    """The file system without fsync, because these tests simulate no power loss."""
 
     def fsync(self, descriptor: int) -> None:
         pass
@@ -70,8 +70,8 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def fetched(mirror: Mirror, root: Path) -> tuple[RunDirectory, list[str]]:
-    """Return an empty machine after a fetch, and the warnings."""
+def fetch_to_empty_machine(mirror: Mirror, root: Path) -> tuple[RunDirectory, list[str]]:
+    """Fetch the run to an empty machine. Return its folder and the warnings."""
     run, warnings = machine(root), []
     fetch_checkpoints(mirror, run, lambda _: None, warnings.append)
     return run, warnings
@@ -90,7 +90,7 @@ def numbers(mirror: Mirror) -> list[int]:
 def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1, 2)
-        there, warnings = fetched(mirror, tmp_path / "b")
+        there, warnings = fetch_to_empty_machine(mirror, tmp_path / "b")
         with there:
             assert warnings == []
             assert content(checkpoint_path(there.checkpoints, 2)) == content(checkpoint_path(run.checkpoints, 2))
@@ -98,11 +98,11 @@ def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path
             assert [path.name for path in there.checkpoints.iterdir()] == ["update-0000000002"]
 
 
-def test_metrics_in_a_copy_end_at_its_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
+def test_copied_metrics_end_at_the_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
-        run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued since that checkpoint
+        run.write("metrics.jsonl", b"123456789\n" * 7)  # training has continued after the checkpoint
         copied(mirror, run, 1)
-        with fetched(mirror, tmp_path / "b")[0] as there:
+        with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
             assert there.metrics.read_bytes() == b"123456789\n"
 
 
@@ -123,7 +123,7 @@ def cut(operation: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
-def test_an_upload_truncated_anywhere_is_never_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
+def test_a_truncated_upload_is_never_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1)
         FaultyStorage.calls.clear()
@@ -141,11 +141,11 @@ def test_an_upload_truncated_anywhere_is_never_valid(mirror: Mirror, tmp_path: P
             for name in mirror.checkpoints(UID):
                 local = content(checkpoint_path(run.checkpoints, mirrored_update(name)))
                 assert all(mirror.store.read(f"{UID}/{name}/{file}", 1 << 20) == data for file, data in local.items())
-            copied(mirror, run, 2)  # the next attempt works
+            copied(mirror, run, 2)  # the next attempt succeeds
             assert numbers(mirror) == [2, 1]
 
 
-def test_a_retry_sends_only_missing_files(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_retry_uploads_only_missing_files(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         FaultyStorage.fault = staticmethod(lambda operation, path: cut(operation) if "state" in path else None)
         with pytest.raises(MirrorError):
@@ -157,11 +157,11 @@ def test_a_retry_sends_only_missing_files(mirror: Mirror, tmp_path: Path) -> Non
         assert sent == ["state.json", "metrics.jsonl", "MANIFEST.json", "owner.json"]
 
 
-def test_a_download_truncated_anywhere_leaves_no_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_truncated_download_leaves_no_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     FaultyStorage.calls.clear()
-    fetched(mirror, tmp_path / "b")[0].release()
+    fetch_to_empty_machine(mirror, tmp_path / "b")[0].release()
     for number in range(len(FaultyStorage.calls)):
         FaultyStorage.fault = staticmethod(failing_at(number))
         with machine(tmp_path / f"c{number}") as there:
@@ -175,9 +175,7 @@ def test_a_download_truncated_anywhere_leaves_no_checkpoint(mirror: Mirror, tmp_
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "MANIFEST.json", "metrics.jsonl"])
-def test_data_corrupted_during_a_transfer_is_detected_and_copied_again(
-    mirror: Mirror, tmp_path: Path, name: str
-) -> None:
+def test_data_corrupted_by_a_transfer_is_copied_again(mirror: Mirror, tmp_path: Path, name: str) -> None:
     def flipped(path: str, data: bytes) -> bytes:
         return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if path.endswith(name) else data
 
@@ -187,7 +185,7 @@ def test_data_corrupted_during_a_transfer_is_detected_and_copied_again(
             copied(mirror, run, 1)
         FaultyStorage.changed = staticmethod(lambda _, data: data)
         copied(mirror, run, 1)
-        with fetched(mirror, tmp_path / "b")[0] as there:
+        with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
             assert content(checkpoint_path(there.checkpoints, 1)) == content(checkpoint_path(run.checkpoints, 1))
 
 
@@ -209,23 +207,24 @@ def test_a_damaged_copy_is_skipped_for_an_older_one(mirror: Mirror, tmp_path: Pa
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1, 2)
     damage(2, name, removes=removes)
-    there, warnings = fetched(mirror, tmp_path / "b")
+    there, warnings = fetch_to_empty_machine(mirror, tmp_path / "b")
     with there:
         newest = load_newest(there.checkpoints)
         assert newest is not None
         assert newest.update == 1
-        assert len(warnings) == (0 if removes and name == "MANIFEST.json" else 1)  # no manifest: never complete
+        # without a manifest, the copy never was complete
+        assert len(warnings) == (0 if removes and name == "MANIFEST.json" else 1)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "MANIFEST.json"])
-def test_a_run_does_not_start_from_scratch_if_all_copies_are_damaged(mirror: Mirror, tmp_path: Path, name: str) -> None:
+def test_a_run_does_not_start_over_if_all_copies_are_damaged(mirror: Mirror, tmp_path: Path, name: str) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1, 2)
         damage(1, name)
         damage(2, name)
         with pytest.raises(DataError):
-            fetched(mirror, tmp_path / "b")
-        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)  # valid local checkpoints exist
+            fetch_to_empty_machine(mirror, tmp_path / "b")
+        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)  # uses the valid local checkpoints
 
 
 def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
@@ -245,19 +244,20 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(mirror: Mirror, tmp_
         assert content(checkpoint_path(run.checkpoints, 2)) == intact
 
 
-def test_the_mirror_of_another_run_with_the_same_name_is_rejected(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_of_another_run_is_rejected(mirror: Mirror, tmp_path: Path) -> None:
+    """The other run has the same name."""
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     with machine(tmp_path / "b", 1, uid=OTHER) as other, pytest.raises(IncompatibleResume):
         fetch_checkpoints(mirror, other, lambda _: None, lambda _: None)
 
 
-def test_a_damaged_owner_file_is_not_needed_to_resume(mirror: Mirror, tmp_path: Path) -> None:
+def test_resuming_works_with_a_damaged_owner_file(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     mirror.store.write("owner.json", b'{"run_uid": "')
     assert mirror.owner() == MirrorOwner(UID)
-    with fetched(mirror, tmp_path / "b")[0] as there:
+    with fetch_to_empty_machine(mirror, tmp_path / "b")[0] as there:
         assert load_newest(there.checkpoints) is not None
 
 
@@ -283,7 +283,7 @@ def test_checkpoints_saved_before_and_during_a_run_are_copied(mirror: Mirror, tm
 
 
 class Gate:
-    """Blocks the upload of one update's model until opened."""
+    """A fault that blocks the upload of one update's model until `opened` is set."""
 
     def __init__(self, update: int) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -297,7 +297,7 @@ class Gate:
 
 @contextmanager
 def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, MirrorThread]]:
-    """Yield a run whose first checkpoint upload is blocked until the gate is opened."""
+    """Yield a run whose first upload is blocked until the gate is opened."""
     gate = Gate(1)
     FaultyStorage.fault = staticmethod(gate)
     with machine(folder / "a", 1) as run:
@@ -307,14 +307,15 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
         yield gate, run, copies
 
 
-def test_a_slow_mirror_copies_the_newest_checkpoint_and_counts_those_it_skips(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_slow_mirror_copies_the_newest_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
+    """It counts those that it skips."""
     with stalled(mirror, tmp_path) as (gate, run, copies):
-        for update in range(2, 7):  # must not block on the mirror
+        for update in range(2, 7):  # saving must not wait for the mirror
             path = add(run, update)
             assert path is not None
             copies.notify(path)
             retain(run.checkpoints, KEEP, copies.in_use())
-        assert checkpoint_path(run.checkpoints, 1).is_dir()  # it is being uploaded
+        assert checkpoint_path(run.checkpoints, 1).is_dir()  # this checkpoint is still being uploaded
         gate.opened.set()
         copies.finish(LONG_S)
         order = [path for operation, path in FaultyStorage.calls if operation == "write" and "model." in path]
@@ -323,7 +324,7 @@ def test_a_slow_mirror_copies_the_newest_checkpoint_and_counts_those_it_skips(mi
         assert numbers(mirror)[:2] == [6, 5]
 
 
-def test_a_mirror_that_never_answers_does_not_block_the_end_of_a_run(mirror: Mirror, tmp_path: Path) -> None:
+def test_an_unresponsive_mirror_does_not_block_the_end(mirror: Mirror, tmp_path: Path) -> None:
     with stalled(mirror, tmp_path) as (gate, _, copies):
         line = copies.finish(0.0)
         assert "0 of 1" in line
@@ -331,7 +332,7 @@ def test_a_mirror_that_never_answers_does_not_block_the_end_of_a_run(mirror: Mir
         gate.opened.set()
 
 
-def test_a_checkpoint_that_is_saved_while_the_thread_lists_the_folder_is_copied(
+def test_a_checkpoint_saved_during_a_listing_is_copied(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[Path | None] = []
@@ -375,7 +376,8 @@ def test_throttling_delays_copies_but_loses_none(mirror: Mirror, tmp_path: Path)
         assert len(warnings) <= 1 + copies.state.failed  # one warning per series of failures
 
 
-def test_the_mirror_keeps_the_checkpoints_on_disk_and_at_least_two(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_mirror_keeps_what_retention_keeps(mirror: Mirror, tmp_path: Path) -> None:
+    """If there are no local checkpoints, it keeps two."""
     with machine(tmp_path / "a", *range(1, 8)) as run:
         copied(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")
@@ -393,9 +395,10 @@ def test_the_mirror_keeps_the_checkpoints_on_disk_and_at_least_two(mirror: Mirro
         assert numbers(mirror) == [7, 6]
 
 
-def test_invalid_credentials_are_reported_immediately_and_not_written_to_files(
+def test_invalid_credentials_are_reported_but_not_stored(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are reported immediately."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c4n4ry/S3cr3t+Key9")
 
     def denied(operation: str, path: str) -> None:
@@ -412,7 +415,7 @@ def test_invalid_credentials_are_reported_immediately_and_not_written_to_files(
         copies.finish(0.0)
         for each in threading.enumerate():
             if each.name == "mirror":
-                each.join()  # it may still write mirror.json
+                each.join()  # the thread may still write mirror.json
         texts = [str(raised.value), *warnings, *(file.read_text() for file in run.path.glob("*.json*"))]
         assert len(texts) > 2
         assert not any("c4n4ry" in text for text in texts)
@@ -435,7 +438,7 @@ def test_a_second_process_takes_over_and_the_first_stops(mirror: Mirror, tmp_pat
         second.finish(LONG_S)
 
 
-def test_copies_of_different_checkpoints_of_the_same_update_are_never_mixed(mirror: Mirror, tmp_path: Path) -> None:
+def test_copies_of_one_update_by_two_runs_are_not_mixed(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b") as other:
         given = replace(snapshot(11), update=1)
         save(other.checkpoints, replace(given, facts={**given.facts, "run_uid": UID, "metrics_bytes": 0}))
@@ -447,10 +450,11 @@ def test_copies_of_different_checkpoints_of_the_same_update_are_never_mixed(mirr
             assert load(checkpoint_path(tmp_path / name, 1)).update == 1
 
 
-def test_a_mirror_with_newer_checkpoints_after_an_outage_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_with_newer_checkpoints_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
+    """The mirror was not reachable when the run started."""
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 5) as ahead:
         copied(mirror, ahead, 5)
-        FaultyStorage.fault = staticmethod(failing_at(0))  # only at the start
+        FaultyStorage.fault = staticmethod(failing_at(0))  # fails only at the start
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
         copies.start(is_required=False)
@@ -461,7 +465,7 @@ def test_a_mirror_with_newer_checkpoints_after_an_outage_is_not_claimed(mirror: 
             mirror.check_owner(UID, "another")
 
 
-def test_the_error_for_a_protocol_names_the_missing_package() -> None:
+def test_an_unsupported_protocol_names_the_missing_package() -> None:
     with pytest.raises(MissingPackage) as raised:
         MirrorStore("nosuch://bucket", "mine")
     assert "s3fs" in str(raised.value)

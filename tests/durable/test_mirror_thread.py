@@ -1,4 +1,4 @@
-"""The thread of a mirror: reports, retries and skipped copies; and the conversion of file system errors by a store."""
+"""The thread of a mirror reports, retries and skips copies; a store converts errors of its file system."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _new_storage() -> Iterator[None]:
 
 
 def fail(action: Callable[[str, str], object] | None) -> None:
-    """From now on, call `action` for each operation; None: no operation fails."""
+    """Call `action` for each later operation. None: no operation fails."""
     FaultyStorage.fault = staticmethod(lambda operation, path: action(operation, path) and None if action else None)
 
 
 class Copies:
-    """A thread that copies a run. It records warnings and the pauses after failures, which are skipped."""
+    """A thread that copies a run. It records warnings, and the pauses after failures instead of waiting."""
 
     def __init__(self, mirror: Mirror, run: RunDirectory, patch: pytest.MonkeyPatch, **options: Any) -> None:
         self.warnings: list[str] = []
@@ -103,7 +103,7 @@ def test_repeated_failures_warn_once_and_pause_longer(
         copies.thread.start(is_required=False)
         copies.finish()
         assert numbers(mirror) == [1]
-        assert copies.pauses == [0.0, 5.0, 30.0, 30.0, 30.0, 30.0], "the first warning is from the start"
+        assert copies.pauses == [0.0, 5.0, 30.0, 30.0, 30.0, 30.0], "the first failure is at the start"
         assert len(copies.warnings) == 1
         assert "cut during" in copies.warnings[0]
         assert (copies.recorded["failed"], copies.recorded["problem"]) == (6, "")
@@ -171,7 +171,7 @@ def test_a_replaced_checkpoint_is_copied_again(mirror: Mirror, tmp_path: Path, m
         assert "1 of 1" in summary
 
 
-def test_checkpoints_removed_before_they_were_copied_are_counted(
+def test_checkpoints_removed_before_their_copy_are_counted(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
@@ -203,9 +203,11 @@ def test_a_run_trains_without_copies_if_no_thread_can_start(
         assert copies.recorded["problem"].startswith("ended: ")
 
 
-def test_an_error_in_the_mirror_thread_ends_the_copies_but_not_the_run(
+def test_an_error_in_the_mirror_thread_does_not_end_the_run(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It ends only the copies."""
+
     def broken(*_: object) -> None:
         raise ZeroDivisionError("of the store")
 
@@ -219,7 +221,7 @@ def test_an_error_in_the_mirror_thread_ends_the_copies_but_not_the_run(
         assert "0 of 1" in summary
 
 
-def test_the_end_of_a_run_reports_that_it_waits_for_copies(
+def test_waiting_for_copies_at_the_end_is_reported(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
@@ -242,9 +244,10 @@ def test_the_end_of_a_run_reports_that_it_waits_for_copies(
 
 
 @pytest.mark.parametrize(("ahead", "is_claimed"), [(None, True), (1, True), (2, False)])
-def test_a_mirror_unreachable_at_the_start_is_claimed_later_unless_it_has_newer_checkpoints(
+def test_a_mirror_unreachable_at_the_start_is_claimed_later(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int | None, is_claimed: bool
 ) -> None:
+    """This requires that it has no newer checkpoints."""
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 2) as other:
         if ahead is not None:
             copied(mirror, other, ahead)
@@ -283,7 +286,7 @@ def test_a_run_without_a_mirror_copies_nothing() -> None:
 # ---------------------------------------------------------------- the mirror
 
 
-def test_a_mirror_without_an_owner_is_rejected_if_it_contains_several_runs(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_mirror_with_several_runs_must_have_an_owner(mirror: Mirror, tmp_path: Path) -> None:
     assert mirror.owner() == MirrorOwner(None)
     for uid in (UID, OTHER):
         mirror.store.write(f"{uid}/update-0000000001-0123456789abcdef/state.json", b"{}")
@@ -305,7 +308,7 @@ def test_a_writer_that_is_not_a_string_is_unknown(mirror: Mirror) -> None:
     assert mirror.owner() == MirrorOwner(UID, None)
 
 
-def test_folders_with_other_names_in_a_mirror_are_not_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
+def test_folders_with_other_names_are_not_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2) as run:
         copied(mirror, run, 1, 2)
     complete = mirror.checkpoints(UID)
@@ -318,23 +321,22 @@ def test_folders_with_other_names_in_a_mirror_are_not_checkpoints(mirror: Mirror
     assert mirror.candidates(UID) == [partial, *complete]
 
 
-def test_pruning_keeps_the_newest_the_selected_and_any_newer_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
+def test_pruning_keeps_newest_selected_and_newer_copies(mirror: Mirror, tmp_path: Path) -> None:
+    """Copies may be newer than the checkpoints of this process."""
     with machine(tmp_path, *range(1, 6)) as run:
         copied(mirror, run, *range(1, 6))
     of_update = {mirrored_update(name): name for name in mirror.checkpoints(UID)}
     running = "update-0000000009-0123456789abcdef"
     mirror.store.write(f"{UID}/{running}/model.safetensors", b"is being uploaded by another process")
     removed = mirror.prune(UID, [of_update[1]], 0)
-    assert sorted(removed) == [of_update[2], of_update[3]], "at least two are kept"
+    assert sorted(removed) == [of_update[2], of_update[3]], "the newest two must be kept"
     assert mirror.store.names(UID) == [of_update[1], of_update[4], of_update[5], running]
     assert mirror.prune(UID, [], 3) == []
     assert mirror.prune(UID, [], 2) == [of_update[1]]
 
 
-def test_the_number_of_requests_for_pruning_does_not_grow_with_the_number_of_copies(
-    mirror: Mirror, tmp_path: Path
-) -> None:
-    """Copies are pruned after each copy; otherwise, one copy could need a thousand requests if a run keeps many."""
+def test_pruning_needs_a_constant_number_of_requests(mirror: Mirror, tmp_path: Path) -> None:
+    """Otherwise, each upload to a mirror with many copies could need a thousand requests."""
 
     def requests(names: list[str]) -> int:
         FaultyStorage.calls.clear()
@@ -350,7 +352,7 @@ def test_the_number_of_requests_for_pruning_does_not_grow_with_the_number_of_cop
     assert counts[0] == counts[1]
 
 
-def test_pruning_removes_the_manifest_of_a_copy_first(mirror: Mirror, tmp_path: Path) -> None:
+def test_pruning_removes_the_manifest_first(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path, 1, 2, 3) as run:
         copied(mirror, run, 1, 2, 3)
     FaultyStorage.calls.clear()
@@ -380,7 +382,8 @@ def test_the_best_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> 
                 assert content(path) == content(checkpoint_path(run.checkpoints, update))
 
 
-def test_incomplete_metrics_are_reported_and_the_checkpoint_is_used(mirror: Mirror, tmp_path: Path) -> None:
+def test_incomplete_metrics_do_not_prevent_a_resume(mirror: Mirror, tmp_path: Path) -> None:
+    """A warning reports them."""
     with machine(tmp_path / "a", 2) as run:
         copied(mirror, run, 2)
         (name,) = mirror.checkpoints(UID)
@@ -415,7 +418,7 @@ def test_a_manifest_with_a_path_is_damaged(mirror: Mirror, tmp_path: Path, name:
 # ---------------------------------------------------------------- the store
 
 
-def test_a_store_lists_reads_and_removes_only_files_in_its_folder() -> None:
+def test_a_store_accesses_only_files_in_its_folder() -> None:
     store, other = MirrorStore(f"{ROOT}/", "mine"), MirrorStore(ROOT, "other")
     assert store.shown == f"{ROOT}/mine"
     assert (store.names(), store.names("a"), store.size("a/x"), store.read("a/x", 3)) == ([], [], None, None)
@@ -447,7 +450,7 @@ class CredentialRetrievalError(Exception):
 
 
 class Unauthenticated(Exception):
-    """An error class whose name does not indicate a permission problem."""
+    """An error class whose name does not indicate that permission is missing."""
 
 
 class HttpAuthError(Exception):
@@ -471,7 +474,7 @@ class HttpError(Exception):
 
 
 class RefreshError(Exception):
-    """Raised by google-auth for a key that cannot be used."""
+    """The error that google-auth raises for a key that cannot be used."""
 
 
 @pytest.mark.parametrize(
@@ -484,7 +487,7 @@ class RefreshError(Exception):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_file_system_errors_are_converted_to_mirror_errors(error: Exception, is_permission: bool) -> None:
+def test_file_system_errors_become_mirror_errors(error: Exception, is_permission: bool) -> None:
     def raises(operation: str, path: str) -> None:
         raise error
 
@@ -502,7 +505,7 @@ def test_file_system_errors_are_converted_to_mirror_errors(error: Exception, is_
         assert caught.value.__cause__ is error
 
 
-def test_an_error_of_the_runner_is_not_converted() -> None:
+def test_errors_of_the_runner_are_not_converted() -> None:
     def raises(operation: str, path: str) -> None:
         raise own
 

@@ -1,4 +1,4 @@
-"""A crash while a run returns to an earlier checkpoint loses nothing."""
+"""If a crash interrupts the return to an earlier checkpoint, nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.faults.histories import RETURN, check, snapshot
 from tests.faults.recording import Quick
 
 
-def test_checkpoints_are_not_restored_if_a_newer_one_was_saved_meanwhile(tmp_path: Path) -> None:
+def test_checkpoints_stay_aside_if_a_newer_one_was_saved(tmp_path: Path) -> None:
+    """The resumed run fails only after this save."""
     reported: list[str] = []
     with files.use_system(Quick()):
         RETURN.prepare(tmp_path)
@@ -24,7 +25,7 @@ def test_checkpoints_are_not_restored_if_a_newer_one_was_saved_meanwhile(tmp_pat
         with pytest.raises(ConfigError), rewind_run(run, "1", reported.append):
             save(run.checkpoints, snapshot(4))
             raise ConfigError(Problem("is refused", "task", "use another one"))
-    assert len(reported) == 1, "nothing is reported as restored"
+    assert len(reported) == 1, "only the rewind must be reported, no restored checkpoint"
     assert [path.name for path in newest_first(run.checkpoints)] == ["update-0000000004", "update-0000000001"]
 
 

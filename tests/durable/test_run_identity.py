@@ -1,4 +1,4 @@
-"""A checkpoint belongs to the run that wrote it, even if either has been moved."""
+"""A checkpoint belongs to the run that wrote it, even if the run or the checkpoint has been moved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.durable.run_identity import RunIdentity, generate_uid, is_valid_uid,
 from runner.records.run_record import RunRecord
 from tests.durable.test_checkpoint import snapshot
 
-# Constant, so that all test processes agree.
+# a constant, so that all test processes agree
 MINE, OTHERS = ("6dd94ac0ffcca0ce3a530174dfec9b81", "5d9677014f13f3579791c3923b7cc493")
 RUN = RunIdentity(frozenset({"mine"}), MINE)
 
@@ -26,7 +26,7 @@ def saved(folder: Path, update: int, **facts: Any) -> LoadedCheckpoint:
     return checkpoint.load(save(folder, dataclasses.replace(snapshot(update), facts=facts)))
 
 
-def test_uids_are_unique_and_any_bit_flip_makes_them_invalid() -> None:
+def test_uids_are_unique_and_bit_flips_make_them_invalid() -> None:
     uid = generate_uid()
     assert generate_uid() != uid
     assert is_valid_uid(uid)
@@ -45,10 +45,10 @@ def test_an_invalid_uid_is_ignored(tmp_path: Path, value: Any) -> None:
     assert read_identity(record, "mine").adopted == {OTHERS}
     assert read_identity(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
     loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
-    assert verify(loaded.path, RUN) == [], "as in checkpoints of an earlier version"
+    assert verify(loaded.path, RUN) == [], "checkpoints of an earlier version have no UID, and must be accepted"
 
 
-def test_the_owner_of_a_run_directory_is_in_its_run_json(tmp_path: Path) -> None:
+def test_the_identity_of_a_run_is_in_its_run_json(tmp_path: Path) -> None:
     directory = RunDirectory.join(tmp_path / "renamed")
     assert directory.owner == RunIdentity()
     directory.path.mkdir()
@@ -57,7 +57,7 @@ def test_the_owner_of_a_run_directory_is_in_its_run_json(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["mine", "renamed"])
-def test_a_checkpoint_with_the_uid_of_the_run_is_accepted_after_a_rename(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_of_a_renamed_run_is_accepted(tmp_path: Path, name: str) -> None:
     saved(tmp_path, 1, run_id=name, run_uid=MINE)
     assert recover(tmp_path, RUN).checkpoint is not None
 
@@ -65,12 +65,13 @@ def test_a_checkpoint_with_the_uid_of_the_run_is_accepted_after_a_rename(tmp_pat
 @pytest.mark.parametrize(
     "run", [RunIdentity(), RunIdentity(frozenset({"mine"})), RunIdentity(RUN.names, MINE, frozenset({OTHERS}))]
 )
-def test_another_uid_is_accepted_if_unknown_or_adopted(tmp_path: Path, run: RunIdentity) -> None:
+def test_an_unknown_or_adopted_uid_is_accepted(tmp_path: Path, run: RunIdentity) -> None:
     saved(tmp_path, 1, run_id="mine", run_uid=OTHERS)
     assert recover(tmp_path, run).checkpoint is not None
 
 
-def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected(tmp_path: Path) -> None:
+    """It stays in the folder."""
     saved(tmp_path, 1, run_id="mine", run_uid=MINE)
     saved(tmp_path, 2, run_id="mine", run_uid=OTHERS)
     for _ in range(2):

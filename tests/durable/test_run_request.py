@@ -1,4 +1,4 @@
-"""The settings of a run come from its own files and are never guessed."""
+"""The settings of a run are read from its own files and never guessed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRUSTED = Request(task_file=Path("/where/task.py"))
 
 
 def run_with_record(folder: Path, record: str) -> RunDirectory:
-    """Return a run directory with this run.json."""
+    """Create a run directory with this run.json."""
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(record)
     return RunDirectory.join(folder)
@@ -34,12 +34,12 @@ def run_with_record(folder: Path, record: str) -> RunDirectory:
         '{"task": "gpt", "overrides": [], "folder": "/\\ud800"}',
     ],
 )
-def test_a_damaged_record_is_an_error_instead_of_a_different_task(tmp_path: Path, record: str) -> None:
+def test_a_damaged_record_does_not_select_another_task(tmp_path: Path, record: str) -> None:
     with pytest.raises(DataError, match="the settings of run damaged are unknown"):
         load_run_request(run_with_record(tmp_path / "damaged", record), tmp_path, TRUSTED)
 
 
-def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
+def test_a_record_may_have_no_overrides(tmp_path: Path) -> None:
     run = run_with_record(tmp_path / "run", '{"task": "gpt", "overrides": [], "task_file": null}')
     assert load_run_request(run, tmp_path, Request()) == RunRequest((), None, None)
 
@@ -65,7 +65,7 @@ def test_paths_of_a_run_refer_to_its_working_directory(tmp_path: Path) -> None:
     assert RunRequest(overrides, None, None, None).with_absolute_paths().overrides == overrides
 
 
-def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
+def test_a_foreign_run_folder_does_not_select_code(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
     (tmp_path / "outputs").mkdir()
@@ -78,7 +78,7 @@ def test_a_run_folder_from_elsewhere_does_not_choose_the_code_that_runs(tmp_path
         load_run_request(inner, tmp_path / "outputs", Request())
     (run.path / "sweep.json").touch()
     assert load_run_request(inner, tmp_path / "outputs", Request()).task_file == task, (
-        "a trial of the user's sweep is the user's run"
+        "a trial of the user's own sweep must be accepted"
     )
     (run.path / "away").symlink_to(run_with_record(tmp_path / "away", record).path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):

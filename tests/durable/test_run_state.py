@@ -1,4 +1,4 @@
-"""The state of a run follows from its record and from whether its process is alive."""
+"""The state of a run depends on its record, and on whether its process is alive."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
-    """A live process with the recorded PID is ignored, because the PID was reused."""
+    """A live process with the recorded PID is ignored, because the PID has been reused."""
     for pid in (os.getpid(), 2**22 + 1):
         result = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
         assert (result.word, result.exit_code) == (word, 3)
 
 
-def test_a_run_is_running_while_its_process_lives_and_killed_afterwards() -> None:
+def test_a_run_without_a_process_was_killed() -> None:
+    """While its process lives, it is running."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         record = running(process.pid)
         by_clock = {**record, "birth": None, "started": datetime.now(UTC).isoformat()}
@@ -51,7 +52,7 @@ def test_a_run_is_running_while_its_process_lives_and_killed_afterwards() -> Non
     assert state_of(record).word == state_of(by_clock).word == "killed"
 
 
-def test_a_process_with_a_reused_pid_is_not_taken_for_the_run() -> None:
+def test_a_process_with_a_reused_pid_is_ignored() -> None:
     assert state_of(running(os.getpid(), birth="another")).word == "killed"
     assert state_of(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
 

@@ -1,4 +1,4 @@
-"""Tensors are read from safetensors files row by row, and files that the library rejects are rejected."""
+"""safetensors files are read row by row; files that the safetensors library rejects are rejected here, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def test_tensors_and_their_rows_equal_those_read_by_safetensors(file: Path) -> None:
+def test_tensors_and_rows_equal_those_read_by_safetensors(file: Path) -> None:
     stored = open_tensors(file)
     assert stored.keys() == TENSORS.keys()
     for name, expected in load_file(file).items():
@@ -59,7 +59,7 @@ def test_tensors_and_their_rows_equal_those_read_by_safetensors(file: Path) -> N
 
 
 @pytest.mark.parametrize("max_bytes", [1, 20, 1 << 20])
-def test_streaming_gives_the_bytes_that_safetensors_writes(file: Path, max_bytes: int) -> None:
+def test_streaming_gives_the_bytes_of_the_safetensors_library(file: Path, max_bytes: int) -> None:
     chunks = [*stream_tensors(open_tensors(file), max_bytes)]
     largest_row = max(row.nbytes for _, _, rows in chunks for row in (rows if rows.dim() else [rows]))
     assert max(rows.nbytes for _, _, rows in chunks) <= max(max_bytes, largest_row)
@@ -118,7 +118,8 @@ def test_invalid_files_are_rejected(name: str, file: Path) -> None:
         open_tensors(file)
 
 
-def test_a_file_that_shrinks_after_opening_raises_an_error_instead_of_crashing(file: Path) -> None:
+def test_a_file_that_shrinks_after_opening_does_not_crash(file: Path) -> None:
+    """Reading raises an error."""
     stored = open_tensors(file)
     file.write_bytes(file.read_bytes()[:600])
     with pytest.raises(DataError):
@@ -128,7 +129,7 @@ def test_a_file_that_shrinks_after_opening_raises_an_error_instead_of_crashing(f
         stored["deep"].read()
 
 
-def test_bytes_of_a_strided_view_with_one_element_equal_those_of_a_copy() -> None:
-    """The only dimension of the view keeps the stride of the column."""
+def test_a_strided_view_of_one_element_has_the_bytes_of_a_copy() -> None:
+    """Its only dimension keeps the stride of the column that it is taken from."""
     column = torch.arange(6.0).view(3, 2)[:1, 0]
     assert bytes(view_bytes(column)) == bytes(view_bytes(column.clone()))

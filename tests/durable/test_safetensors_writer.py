@@ -1,4 +1,4 @@
-"""Tensor files: the bytes are those of the safetensors library, and saving needs only one copy of the state."""
+"""The written bytes are those of the safetensors library, and a save needs only one copy of the state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_the_bytes_equal_those_of_the_safetensors_library(drawn: dict[str, tuple
     assert b"".join(serialize_tensors(tensors)) == bytes_of(tensors)
 
 
-def test_names_of_a_large_model_are_ordered_as_by_safetensors() -> None:
+def test_tensor_names_are_ordered_as_by_the_library() -> None:
+    """The order matters for large models, which have many names."""
     names = [f"blocks.{number}.{part}" for number in range(24) for part in ("weight", "bias", "running_mean")]
     random.Random(0).shuffle(names)
     tensors = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
@@ -115,7 +116,7 @@ def test_the_first_copy_uses_preallocated_memory() -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     room = HostBuffer()
     room.prepare(int(1.01 * nbytes), torch.device("cpu"))
-    room.clear()  # waits for the allocation
+    room.clear()  # this waits for the allocation
     before = room.nbytes
     assert before >= nbytes
     copies = [room.copy(tensor) for tensor in tensors]
@@ -124,7 +125,9 @@ def test_the_first_copy_uses_preallocated_memory() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "host-buffer"]
 
 
-def test_the_first_copy_allocates_its_memory_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_copy_allocates_memory_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system may refuse to start a thread."""
+
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -143,7 +146,7 @@ def test_small_states_are_not_preallocated() -> None:
     assert room.nbytes == 0
 
 
-def test_the_memory_of_a_copy_is_not_inherited_by_a_forked_child() -> None:
+def test_forked_children_do_not_inherit_the_copy() -> None:
     kept, flags = HostBuffer().copy(torch.ones(4_000_000)), [""]
     place = kept.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -179,5 +182,5 @@ print((host_peak_gib() - before) * 2**30 / sum(tensor.nbytes for tensor in copie
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # 210 MB of state: one copy, and some blocks of 8 MiB
+    # of the 210 MB of state, memory holds one copy and some blocks of 8 MiB
     assert 0.95 < float(done.stdout) < 1.2

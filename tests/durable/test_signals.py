@@ -1,4 +1,4 @@
-"""Signal handling: stop requests and restored handlers."""
+"""Signal handlers request a stop, and are restored afterwards."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_ignored_signal_stays_ignored_and_others_are_handled(
         signal.signal(number, before)
 
 
-def test_a_warning_signal_does_not_count_as_the_first_stop_request() -> None:
+def test_a_warning_signal_is_not_the_first_stop_request() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""When a function that changes names in a run folder returns, the names are durable or nothing depends on them."""
+"""When a function that changes names in a run folder returns, the names are durable, or nothing depends on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.faults.recording import Faults, Killed, Quick, Recording
 
 
 def copy_of(source: Path) -> Callable[[Path], None]:
-    """Return a function that copies the files of a checkpoint durably into a folder."""
+    """Return a function that durably copies the files of a checkpoint to a folder."""
 
     def fill(folder: Path) -> None:
         for path in sorted(source.iterdir()):
@@ -60,7 +60,7 @@ def removes_all_but_two(run: Path) -> None:
 
 
 def recording_of(act: Callable[[Path], object], folder: Path, *, root: str = "run") -> Recording:
-    """Record the operations of `act` in a folder with the durable checkpoints 1, 2 and 3."""
+    """Record the operations of `act` in a folder that has the durable checkpoints 1, 2 and 3."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
             save(folder / "run", snapshot(number))
@@ -81,7 +81,7 @@ def crashes_of(recording: Recording, *, after: int | None = None) -> Iterator[St
 
 
 def check_visible_checkpoints(recording: Recording, root: Path) -> None:
-    """Assert that each checkpoint that is visible after a crash is complete."""
+    """Check that each checkpoint that is visible after a crash is complete."""
     for state in crashes_of(recording):
         with on_disk(state, root) as found:
             for path in checkpoint.newest_first(found):
@@ -93,7 +93,7 @@ def check_visible_checkpoints(recording: Recording, root: Path) -> None:
     [installs_another, restores, sets_newer_aside, sets_all_aside, recovers_replaced, saves_again, removes_all_but_two],
     ids=lambda act: act.__name__,
 )
-def test_the_names_of_checkpoints_are_durable_when_a_function_returns(
+def test_names_of_checkpoints_are_durable_when_a_function_returns(
     act: Callable[[Path], object], tmp_path: Path
 ) -> None:
     def visible(tree: object) -> dict[str, bytes | None]:
@@ -107,13 +107,13 @@ def test_the_names_of_checkpoints_are_durable_when_a_function_returns(
 
 
 @pytest.mark.parametrize("act", [installs_another, removes_all_but_two], ids=lambda act: act.__name__)
-def test_a_visible_checkpoint_is_complete_after_a_crash(act: Callable[[Path], object], tmp_path: Path) -> None:
+def test_visible_checkpoints_are_complete_after_a_crash(act: Callable[[Path], object], tmp_path: Path) -> None:
     recording = recording_of(act, tmp_path)
     check_visible_checkpoints(recording, tmp_path / "state")
 
 
-def test_a_checkpoint_is_not_removed_before_its_hidden_name_is_durable(tmp_path: Path) -> None:
-    """The call after a failed sync finds the hidden name, which a crash can still revert."""
+def test_a_hidden_name_is_durable_before_the_checkpoint_is_removed(tmp_path: Path) -> None:
+    """After a failed sync, the next call finds the hidden name, which a crash can still revert."""
 
     with files.use_system(Quick()):
         for number in (1, 2, 3):
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_not_removed_before_its_hidden_name_is_durable(tmp_path:
     check_visible_checkpoints(recording, tmp_path / "state")
 
 
-def test_a_replaced_checkpoint_is_removed_after_the_new_one_is_durable(tmp_path: Path) -> None:
+def test_a_replacement_is_durable_before_the_old_checkpoint_is_removed(tmp_path: Path) -> None:
     """The process that replaced the checkpoint was killed before it could sync the new name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
@@ -150,8 +150,8 @@ def test_a_replaced_checkpoint_is_removed_after_the_new_one_is_durable(tmp_path:
             check_loaded(newest)
 
 
-def test_a_checkpoint_loses_its_name_before_its_files_are_removed(tmp_path: Path) -> None:
-    """The process that hid the checkpoint was killed before it could sync the name."""
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path) -> None:
+    """The process that hid the checkpoint was killed before it could sync the hidden name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):
             save(tmp_path / "run", snapshot(number))
@@ -165,8 +165,8 @@ def test_a_checkpoint_loses_its_name_before_its_files_are_removed(tmp_path: Path
 
 
 @pytest.mark.parametrize("existing", ["", "a", "a/b/run/checkpoints"])
-def test_the_folder_of_a_run_is_durable_when_it_is_open(existing: str, tmp_path: Path) -> None:
-    """Some folders may exist: the process that created them was killed before it synced their names."""
+def test_the_folder_of_an_open_run_is_durable(existing: str, tmp_path: Path) -> None:
+    """Some folders may already exist, because their process was killed before it synced the names."""
     (tmp_path / "disk").mkdir()
     recording = Recording(tmp_path / "disk")
     for folder in [*reversed(Path(existing).parents), Path(existing)][1:]:
@@ -178,18 +178,19 @@ def test_the_folder_of_a_run_is_durable_when_it_is_open(existing: str, tmp_path:
 
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
-def test_a_parent_folder_that_cannot_be_synced_is_an_error_unless_another_user_owns_it(
+def test_unsynced_parents_are_an_error_unless_permission_is_missing(
     kind: str, is_refused: bool, tmp_path: Path
 ) -> None:
     faults = Faults({0: kind})
     (tmp_path / "one").mkdir()
     with faults.active(), pytest.raises(StorageError) if is_refused else nullcontext():
         files.sync_ancestors(tmp_path / "one")
-    assert faults.trace == [("open", str(tmp_path))], "no further parents"
+    assert faults.trace == [("open", str(tmp_path))], "only the parent must be opened"
 
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("EIO", True), ("EACCES", False)])
-def test_a_run_can_be_created_below_folders_that_cannot_be_read(kind: str, is_refused: bool, tmp_path: Path) -> None:
+def test_unreadable_parent_folders_do_not_prevent_a_run(kind: str, is_refused: bool, tmp_path: Path) -> None:
+    """Other errors of the sync do."""
     (tmp_path / "home").mkdir()
     with Faults({0: kind}).active() as faults, pytest.raises(StorageError) if is_refused else nullcontext():
         files.make_directory(tmp_path / "home" / "outputs")
@@ -197,7 +198,7 @@ def test_a_run_can_be_created_below_folders_that_cannot_be_read(kind: str, is_re
     assert faults.trace[0] == ("open", str(tmp_path))
 
 
-def test_folders_can_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+def test_folders_can_be_created_in_unreadable_folders(tmp_path: Path) -> None:
     with Faults().active() as counted:
         files.make_directory(tmp_path / "one" / "outputs")
     opened = [number for number, (operation, path) in enumerate(counted.trace) if operation == "open"]
@@ -208,15 +209,15 @@ def test_folders_can_be_created_in_a_folder_that_cannot_be_read(tmp_path: Path) 
     assert len(opened) > 2
 
 
-def test_a_run_whose_folder_cannot_be_synced_is_not_opened(tmp_path: Path) -> None:
-    for counted in (Faults(), Faults()):  # the first attempt creates the folder
+def test_a_run_with_an_unsynced_folder_is_not_opened(tmp_path: Path) -> None:
+    for counted in (Faults(), Faults()):  # the first iteration creates the folder
         with counted.active(), RunDirectory.create_or_open(tmp_path, "run"):
             pass
     last = max(number for number, (operation, _) in enumerate(counted.trace) if operation == "fsync")
     with Faults({last: "EIO"}).active(), pytest.raises(CannotCreate):
         RunDirectory.create_or_open(tmp_path, "run")
     with RunDirectory.create_or_open(tmp_path, "run"):
-        pass  # the run is not locked anymore
+        pass  # the failed attempt has released the lock
 
 
 def written_together(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files, folders, runs and checkpoints that `weights=` accepts, and a specific error for each that it rejects."""
+"""Files, folders, runs and checkpoints that `weights=` accepts, and the error for each that it rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AVERAGE = {"averaging": {"weight": torch.ones(3)}}
 
 
 def make_run(root: Path, *updates: int, values: dict[str, Any] | None = None, stems: Any = None) -> Path:
-    """Create the run `mine` with these checkpoints; return its folder."""
+    """Create the run `mine` with these checkpoints, and return its folder."""
     with files.use_system(Quick()), RunDirectory.create_or_open(root, "mine") as run:
         run.write("run.json", "{}")
         for update in updates:
@@ -51,7 +51,7 @@ def fill(folder: Path, *names: str) -> Path:
     return folder
 
 
-def found(value: Any, root: Path) -> WeightSource:
+def resolve(value: Any, root: Path) -> WeightSource:
     return find_weights(str(value), root)
 
 
@@ -65,11 +65,11 @@ def error_of(value: Any, root: Path) -> AccelRunError:
 # ---------------------------------------------------------------- runs and checkpoints
 
 
-def test_a_run_is_found_by_name_by_path_and_as_last(tmp_path: Path) -> None:
+def test_a_run_can_be_given_by_name_path_or_last(tmp_path: Path) -> None:
     run = make_run(tmp_path, 3, 5)
     expected = checkpoint_path(run / "checkpoints", 5)
     for value in ("mine", "last", run):
-        source = found(value, tmp_path)
+        source = resolve(value, tmp_path)
         assert source.files == load(expected).file_paths("model")
         assert expected.name in source.shown
         assert {"mine", "last"} <= {*re.findall(r"\w+", source.shown)}
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_found_by_path(tmp_path: Path, monkeypatch: pytest.Monke
     earlier = checkpoint_path(run / "checkpoints", 3)
     monkeypatch.chdir(earlier.parent)
     for value in (earlier, earlier.name):
-        source = found(value, tmp_path)
+        source = resolve(value, tmp_path)
         assert source.files == load(earlier).file_paths("model")
         assert earlier.name in source.shown
 
@@ -92,7 +92,7 @@ def test_files_of_a_sharded_checkpoint_are_joined(tmp_path: Path) -> None:
         for other in others:
             save_part(tmp_path, other)
         save(tmp_path, first)
-    source = found(checkpoint_path(tmp_path, 4), tmp_path)
+    source = resolve(checkpoint_path(tmp_path, 4), tmp_path)
     assert source.is_joined
     assert len(source.files) > 1
 
@@ -106,23 +106,21 @@ def test_files_of_a_sharded_checkpoint_are_joined(tmp_path: Path) -> None:
         ({"averaging.evaluate": "true"}, "optimizer_average"),
     ],
 )
-def test_the_weights_that_evaluation_uses_are_the_averaged_ones(
-    values: dict[str, Any], stem: str, tmp_path: Path
-) -> None:
+def test_weights_include_the_average_used_by_evaluation(values: dict[str, Any], stem: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, 3, values=values, stems={**AVERAGE, "optimizer_average": AVERAGE["averaging"]})
     checkpoint = load(checkpoint_path(run / "checkpoints", 3))
     assert averaged_stem(checkpoint) == stem
-    source = found("mine", tmp_path)
+    source = resolve("mine", tmp_path)
     assert source.average == checkpoint.file_paths(stem)
     assert source.files == checkpoint.file_paths("model")
 
 
 @pytest.mark.parametrize("values", [{"averaging.evaluate": True}, {}, {"averaging.evaluate": False}])
-def test_weights_are_not_replaced_if_they_were_not_averaged(values: dict[str, Any], tmp_path: Path) -> None:
+def test_averages_unused_by_evaluation_are_ignored(values: dict[str, Any], tmp_path: Path) -> None:
     stems = AVERAGE if values != {"averaging.evaluate": True} else {}
     run = make_run(tmp_path, 3, values=values, stems=stems)
     assert averaged_stem(load(checkpoint_path(run / "checkpoints", 3))) is None
-    assert found("mine", tmp_path).average == ()
+    assert resolve("mine", tmp_path).average == ()
 
 
 @pytest.mark.parametrize(
@@ -134,28 +132,26 @@ def test_weights_are_not_replaced_if_they_were_not_averaged(values: dict[str, An
         ({"adapter.checkpoint": "adapter"}, False),
     ],
 )
-def test_an_adapter_without_its_model_is_not_a_source_of_weights(
-    values: dict[str, Any], is_refused: bool, tmp_path: Path
-) -> None:
+def test_an_adapter_without_its_model_is_rejected(values: dict[str, Any], is_refused: bool, tmp_path: Path) -> None:
     make_run(tmp_path, 3, values=values)
     if is_refused:
         with pytest.raises(ConfigError):
-            found("mine", tmp_path)
+            resolve("mine", tmp_path)
     else:
-        assert found("mine", tmp_path).files
+        assert resolve("mine", tmp_path).files
 
 
 @pytest.mark.parametrize("value", ["last", "other", "./missing", "missing.safetensors", "no/such/folder"])
-def test_a_path_that_does_not_exist_is_reported_as_a_missing_input(value: str, tmp_path: Path) -> None:
+def test_a_missing_path_is_reported_as_a_missing_input(value: str, tmp_path: Path) -> None:
     with pytest.raises(InputMissing) as caught:
-        found(value, tmp_path)
+        resolve(value, tmp_path)
     assert caught.value.problems[0].where == f"weights={value}"
 
 
-def test_existing_runs_are_listed_for_a_name_that_does_not_exist(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_existing_runs(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
     with pytest.raises(InputMissing) as caught:
-        found("mien", tmp_path)
+        resolve("mien", tmp_path)
     assert "mine" in caught.value.problems[0].fix
 
 
@@ -165,7 +161,7 @@ def test_existing_runs_are_listed_for_a_name_that_does_not_exist(tmp_path: Path)
 def test_a_file_can_be_a_source_of_weights(tmp_path: Path) -> None:
     folder = fill(tmp_path / "a", "one.safetensors", "model.safetensors")
     (tmp_path / "link").symlink_to(folder / "one.safetensors")
-    source = found(tmp_path / "link", tmp_path)
+    source = resolve(tmp_path / "link", tmp_path)
     assert source == WeightSource(str(tmp_path / "link"), (folder / "one.safetensors",))
 
 
@@ -181,12 +177,10 @@ def test_a_file_can_be_a_source_of_weights(tmp_path: Path) -> None:
         (["x-1-of-1.safetensors"], ["x-1-of-1.safetensors"]),
     ],
 )  # fmt: skip
-def test_a_folder_stands_for_its_model_file_or_all_of_its_shards(
-    names: list[str], expected: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_means_its_model_file_or_all_shards(names: list[str], expected: list[str], tmp_path: Path) -> None:
     folder = fill(tmp_path / "a", *names)
     (folder / "README.md").write_text("")
-    source = found(folder, tmp_path)
+    source = resolve(folder, tmp_path)
     assert source.files == tuple(folder / name for name in expected)
     assert str(folder) in source.shown
     assert source.index is None
@@ -206,7 +200,7 @@ def test_a_folder_stands_for_its_model_file_or_all_of_its_shards(
         (["config.json"], ConfigError, []),
     ],
 )
-def test_an_ambiguous_or_incomplete_folder_is_rejected(
+def test_ambiguous_or_incomplete_folders_are_rejected(
     names: list[str], kind: type[AccelRunError], mentions: list[str], tmp_path: Path
 ) -> None:
     folder = fill(tmp_path / "a", *names)
@@ -232,18 +226,19 @@ def test_an_index_names_the_file_of_each_tensor(names: list[str], tmp_path: Path
         content = {"weight_map": MAP if name == names[-1] else {"a": "three.safetensors"}}
         with_index(folder, content, f"{name}.safetensors.index.json")
     for value in (folder, folder / f"{names[-1]}.safetensors.index.json"):
-        source = found(value, tmp_path)
+        source = resolve(value, tmp_path)
         assert source.files == (folder / "one.safetensors", folder / "two.safetensors")
         assert source.index == MAP
         assert "2" in source.shown.removeprefix(str(folder))
 
 
-def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Path) -> None:
+def test_a_single_file_is_preferred_to_an_index(tmp_path: Path) -> None:
+    """transformers does the same."""
     folder = with_index(
         fill(tmp_path / "a", "model.safetensors", "one.safetensors", "two.safetensors"), {"weight_map": MAP}
     )
-    assert found(folder, tmp_path).files == (folder / "model.safetensors",)
-    assert found(folder / "model.safetensors.index.json", tmp_path).index == MAP
+    assert resolve(folder, tmp_path).files == (folder / "model.safetensors",)
+    assert resolve(folder / "model.safetensors.index.json", tmp_path).index == MAP
 
 
 @pytest.mark.parametrize(
@@ -256,13 +251,13 @@ def test_a_file_with_other_content_is_not_an_index(content: Any, tmp_path: Path)
     assert type(error_of(folder, tmp_path)) is DataError
 
 
-def test_an_index_that_cannot_be_read_is_reported_as_unreadable(tmp_path: Path) -> None:
+def test_an_unreadable_index_is_reported_as_unreadable(tmp_path: Path) -> None:
     folder = fill(tmp_path / "a")
     with (folder / "model.safetensors.index.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
     with pytest.raises(AccelRunError) as caught:
-        found(folder, tmp_path)
-    assert not isinstance(caught.value.__cause__, ValueError), "not the error of a file without an index"
+        resolve(folder, tmp_path)
+    assert not isinstance(caught.value.__cause__, ValueError), "the error must not be that of a file without an index"
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", ".", ".."])
@@ -271,7 +266,7 @@ def test_an_index_cannot_refer_to_files_outside_its_folder(name: str, tmp_path: 
     assert type(error_of(folder, tmp_path)) is SecurityRefusal
 
 
-def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
+def test_files_in_an_index_must_exist(tmp_path: Path) -> None:
     folder = with_index(fill(tmp_path / "a", "one.safetensors"), {"weight_map": MAP})
     error = error_of(folder, tmp_path)
     assert type(error) is DataError
@@ -310,7 +305,7 @@ def test_a_run_can_start_from_a_checkpoint_or_another_run(tmp_path: Path) -> Non
         ("resume=fresh", False),
     ],
 )
-def test_a_run_name_in_an_override_is_replaced_by_its_path(
+def test_a_run_name_in_an_override_becomes_its_path(
     override: str, is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "outputs", 3)
@@ -320,7 +315,7 @@ def test_a_run_name_in_an_override_is_replaced_by_its_path(
     assert resolve_run_names(["seed=1", override], Path("outputs")) == ("seed=1", expected)
 
 
-def test_the_start_of_a_new_run_is_checked_before_it_begins(tmp_path: Path) -> None:
+def test_the_weights_of_a_new_run_are_checked_before_it_starts(tmp_path: Path) -> None:
     def settings(*overrides: str) -> Any:
         return compose(Request((f"output_root={tmp_path}", *overrides))).settings
 
@@ -335,4 +330,4 @@ def test_the_start_of_a_new_run_is_checked_before_it_begins(tmp_path: Path) -> N
     for missing in ("weights=other", "resume=other"):
         with pytest.raises(InputMissing):
             check_start(settings(missing), "new")
-        check_start(settings(missing), "mine")  # which resumes from its own checkpoints
+        check_start(settings(missing), "mine")  # a resumed run uses its own checkpoints
