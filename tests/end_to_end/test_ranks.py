@@ -503,6 +503,18 @@ def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
+def test_a_lost_rank_ends_only_its_own_pipeline_of_those_that_the_plan_has_formed(
+    server: ForkServer, folder: Path, expected: dict[int, float]
+) -> None:
+    """The setting is stages=auto; the plan takes the number from the split."""
+    four = "parallelism=pipeline parallelism.world_size=4 parallelism.split=[2,2]"
+    args = f"{BASE} {four} task.fault=kill task.at=7 checkpoint.every=3updates"
+    assert_success(server.run(args.replace("run=r", "run=again"), folder, {"ONCE": str(folder / "once")}))
+    assert len(plan(folder, "again")["ranks"]) == 2, "those of the other pipeline"
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
+
+
 # A virtual clock for due checkpoints, which each update advances by a second.
 CLOCK = """
 from runner.engine.checkpoints import save_policy
