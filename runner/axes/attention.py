@@ -37,7 +37,7 @@ class Attention:
     reason: str = ""
 
     def context(self) -> AbstractContextManager[None]:
-        """Return the context for a forward pass; enter a new one each time (costs 24 us; nothing for auto)."""
+        """Return a new context for a forward pass; costs 24 us, or nothing for auto."""
         return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NULL_CONTEXT
 
 

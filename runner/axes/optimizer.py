@@ -53,7 +53,7 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay.
 
-    Raises ConfigError if the kernel cannot be used or a name matches nothing.
+    Raises ConfigError if the kernel cannot be used or a name in lr_scales matches no parameter.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -76,7 +76,7 @@ def adam(
     """Adam; weight decay, if any, is added to the gradient (L2).
 
     weight_decay  L2 penalty, added to the gradient
-    Raises ConfigError if the kernel cannot be used or a name matches nothing.
+    Raises ConfigError if the kernel cannot be used or a name in lr_scales matches no parameter.
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -99,7 +99,8 @@ def sgd(
     """SGD with momentum.
 
     weight_decay  L2 penalty, added to the gradient
-    Raises ConfigError if the kernel cannot be used, a name matches nothing, or nesterov is set without momentum.
+    Raises ConfigError if the kernel cannot be used, if a name in lr_scales matches no parameter, or if nesterov is set
+    without momentum.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
     """
     if nesterov and not momentum:
@@ -130,7 +131,7 @@ def adamw8bit(
     The state of parameters with fewer than 4096 values stays in float32.
 
     library       kernel library; auto: bitsandbytes, else torchao, which takes seconds to compile at its first update
-    Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
+    Raises ConfigError if no installed library supports it on this device, or a name in lr_scales matches no parameter.
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -168,7 +169,7 @@ def nadam(
     weight_decay    L2 penalty, added to the gradient; with decoupled=true, decoupled weight decay instead
     momentum_decay  decay of the momentum schedule
     decoupled       decoupled weight decay, as in AdamW
-    Raises ConfigError if a name matches nothing.
+    Raises ConfigError if a name in lr_scales matches no parameter.
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -188,13 +189,13 @@ def rmsprop(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """RMSprop: the gradient divided by a running mean of its magnitude.
+    """RMSprop: divides the gradient by the root mean square of recent gradients.
 
     weight_decay  L2 penalty, added to the gradient
     alpha         decay rate of the running average of the squared gradient
     eps           added to the square root of the running average
     centered      normalize by an estimate of the gradient's variance
-    Raises ConfigError if a name matches nothing.
+    Raises ConfigError if a name in lr_scales matches no parameter.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6, 2012.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -218,7 +219,7 @@ def adafactor(
     beta2_decay   exponent of the update number in the decay of the running mean of the squared gradient
     eps           lower bound of the parameter scale that multiplies the learning rate
     max_update    root mean square above which an update is scaled down
-    Raises ConfigError if a name matches nothing or the parameters are sharded.
+    Raises ConfigError if a name in lr_scales matches no parameter, or the parameters are sharded.
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
     """
     _refuse_shards(parameters, "adafactor")
@@ -235,12 +236,12 @@ def lion(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Lion: updates by the sign of the momentum, so each value changes by the learning rate; half the state of AdamW.
+    """Lion: changes each weight by the learning rate times the sign of its momentum; needs half the state of AdamW.
 
     lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
     weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
     betas         weight of the momentum in the update, and decay rate of the momentum
-    Raises ConfigError if a name matches nothing.
+    Raises ConfigError if a name in lr_scales matches no parameter.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, NeurIPS 2023, program 1.
     """
     return Lion(_groups(parameters, lr, weight_decay, decay_1d, lr_scales), betas=(betas[0], betas[1]))
@@ -269,7 +270,7 @@ def muon(
     adamw_for     modules or parameters whose matrices use AdamW instead: embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
-    Raises ConfigError if a name matches nothing or the parameters are sharded.
+    Raises ConfigError if a name in lr_scales or adamw_for matches no parameter, or the parameters are sharded.
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
     _refuse_shards(parameters, "muon")
@@ -302,10 +303,11 @@ def schedulefree(
     Use scheduler=constant with a warm-up; the optimizer requires both.
 
     lr               learning rate after the warm-up; two to ten times that of AdamW with a schedule
-    betas            interpolation between the last weights and their average; decay rate of the squared gradients
+    betas            weight of the average when it is interpolated with the last weights; decay rate of the running
+                     average of the squared gradients
     r                the weight of update n in the average is proportional to n to the power of r
     weight_lr_power  the weight is also proportional to the largest learning rate so far, to this power
-    Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
+    Raises MissingPackage if schedulefree is not installed, ConfigError if a name in lr_scales matches no parameter.
     Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024.
     """
     check_installed("schedulefree", "schedulefree")
@@ -331,7 +333,7 @@ class Lion(Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weight)
                 momentum = state["exp_avg"]
-                # The momentum changes last: the update uses the old one.
+                # The momentum changes last, because the update uses its old value.
                 weight.mul_(1.0 - group["lr"] * group["weight_decay"])
                 weight.add_(momentum.lerp(weight.grad, 1.0 - update_decay).sign_(), alpha=-group["lr"])
                 momentum.lerp_(weight.grad, 1.0 - momentum_decay)
@@ -477,7 +479,7 @@ def _refuse_shards(parameters: Parameters, option: str) -> None:
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:
     """Return torch's kernel flags: the requested kernel, or the best available one.
 
-    takes_shards  torch has a sharding strategy for the fused kernel: in 2.13 for Adam and AdamW, but not for SGD
+    takes_shards  whether torch has a sharding strategy for the fused kernel; 2.13 has one for Adam and AdamW only
     """
     obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:

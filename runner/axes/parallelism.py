@@ -5,8 +5,8 @@ Keys of several options:
 world_size  number of ranks; auto: one per GPU
 batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
 restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
-timeout_s   seconds after which a rank that does not respond is considered lost; on GPUs, not less than the sum of the
-            watchdog's limits
+timeout_s   seconds after which a rank that does not respond is considered lost; on GPUs, the sum of the watchdog's
+            limits is used if it is larger
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def ddp(
 
     Gradients are summed over the ranks and divided by the total number of items.
 
-    shares      how an update is divided among the ranks: equally, by memory, by measured speed, or as in [19,13]
+    shares      how an update is divided among the ranks: equally, by memory, by measured speed, or in a ratio such as
+                [19,13]
     """
     return Replicated(world, is_lockstep=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
@@ -62,8 +63,8 @@ def fsdp(
     """Fully sharded data parallel: each rank holds a shard of parameters, gradients and optimizer state.
 
     world_size             number of ranks; auto: one per GPU; more than one rank needs torch 2.13
-    shares                 how an update is divided among the ranks: equally, or as in [19,13]; parameters are always
-                           sharded evenly
+    shares                 how an update is divided among the ranks: equally, or in a ratio such as [19,13]; parameters
+                           are always sharded evenly
     shard_size             number of ranks that together hold one copy of the model: all; a number that divides
                            world_size; auto: the ranks of one machine if all machines have equally many ranks, the
                            shards fit, and an update is not predicted to be slower than with all; otherwise all

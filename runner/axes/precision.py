@@ -117,7 +117,7 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         """Undo the scaling of the gradients; call it once per update, after the last backward pass.
 
-        overflow  combines this rank's overflow flag with those of all ranks: either all skip the update or none does
+        overflow  combines this rank's overflow flag with those of all ranks, so that all skip the update or none does
         """
 
     def step(
@@ -194,7 +194,8 @@ class Precision:
 class ScaledHalf(Precision):
     """float16 with a loss scale that is reduced at each overflow; the update with the overflow is skipped.
 
-    A skipped update also restores the earlier batch norm statistics, which would otherwise stay infinite.
+    Batch norm statistics are then reset to their values before the update, because the overflow may have made them
+    infinite.
     """
 
     def __init__(

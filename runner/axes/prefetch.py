@@ -98,8 +98,8 @@ class CopyAhead(Prefetch):
                 return None
             with self.streams.copying():
                 moved = following._replace(batch=map_tensors(self._move, following.batch))
-            # Keeps the page-locked batch until its copy is complete. Only a safeguard, because torch itself does not
-            # reuse such memory earlier.
+            # This keeps the page-locked batch until its copy is complete. It is only a safeguard, because torch itself
+            # does not reuse such memory earlier.
             source = following
             return moved
 
@@ -108,12 +108,12 @@ class CopyAhead(Prefetch):
         failure: Exception | None = None
         while next_batch is not None:
             self.streams.join()
-            lap("transfer")  # time that the computation waits for the copy, which started an update earlier
+            lap("transfer")  # time that the computation waits for the copy, which started one batch earlier
             map_tensors(self.streams.hold, next_batch.batch)
             ready, previous_source = next_batch, source
             try:
                 next_batch = start()
-            except Exception as error:  # of the next batch: the current one is complete, so its update can run
+            except Exception as error:  # the next batch failed; the current one is complete, so its update can run
                 next_batch, failure = None, error
             yield ready
             del previous_source

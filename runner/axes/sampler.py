@@ -1,4 +1,4 @@
-"""Samplers: which samples an update has, as a function of (seed, epoch, position in the epoch)."""
+"""Samplers select the samples of each update, as a function of the seed, the epoch and the position in the epoch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainingSamples:
 
         order        (seed, epoch) -> the samples of the epoch, (num_samples,); it must depend on nothing else
         num_samples  samples in an epoch; None: as many as there are
-        content      arrays that the order depends on; a resumed run must have the same
+        content      arrays that the order depends on; they must be the same in a resumed run
         Raises TaskFault if the order of an epoch has another length or contains indices outside of the dataset; the
         order is checked when the epoch is drawn.
         """
@@ -83,9 +83,9 @@ def sequential(samples: TrainingSamples) -> Sampler:
 def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples: PositiveInt | None = None) -> Sampler:
     """Draw samples with probabilities proportional to the task's `sample_weights`.
 
-    replacement  a sample may be drawn more than once in an epoch
+    replacement  allow a sample to be drawn more than once in an epoch
     num_samples  samples drawn in an epoch; null: as many as the dataset has
-    Source: without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
+    Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006 (without replacement).
     """
     weights = samples.weights()
     if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
@@ -167,9 +167,9 @@ def mixture(
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
-    """Put samples of similar length into the same update, drawing each once per epoch, by the task's `sample_lengths`.
+    """Put samples of similar length, as returned by the task's `sample_lengths`, into the same update.
 
-    Updates come in random order.
+    Each sample is drawn once per epoch. The updates come in random order.
 
     bucket  lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """
@@ -275,7 +275,7 @@ class TokenBudget(Sampler):
 
 
 def _cuts(lengths: Sequence[int], max_samples: int, tokens: int) -> list[int]:
-    """Return the bounds of consecutive batches: as long as possible within both limits."""
+    """Return the bounds of consecutive batches that are as long as both limits allow."""
     cuts, longest = [0], 0
     for place, length in enumerate(lengths):
         longest = max(longest, length)

@@ -261,7 +261,7 @@ def wsd(
 ) -> Schedule:
     """Warm-up, stable, decay: decay only at the end, so that a run can be extended from a checkpoint at the peak.
 
-    decay         length of the final decay in updates, at most all after the warm-up; below 1: fraction of all updates
+    decay         updates of the final decay, at most all updates after the warm-up; below 1: fraction of all updates
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
     Source: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, NeurIPS 2024.
     """
@@ -278,9 +278,9 @@ def wsd(
 
 
 def inverse_sqrt(updates: int, *, warmup: Count | Factor = 0.02) -> Schedule:
-    """Decay with the inverse square root of the update after the warm-up, independent of the length of the run.
+    """Decay with the inverse square root of the update number after the warm-up, whatever the length of the run.
 
-    Source: Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 5.3, with the peak as learning rate.
+    Source: Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 5.3; scaled so that lr is the peak.
     """
     start = _warmup(warmup, updates)
     peak = max(1, start)
@@ -290,7 +290,7 @@ def inverse_sqrt(updates: int, *, warmup: Count | Factor = 0.02) -> Schedule:
 def polynomial(
     updates: int, *, warmup: Count | Factor = 0.02, power: Positive = 2.0, final_factor: Fraction = 0.0
 ) -> Schedule:
-    """Decay with a power of the remaining fraction of updates after the warm-up.
+    """Decay, after the warm-up, with a power of the remaining fraction of updates.
 
     power         1: a straight line; above 1: faster decay at first
     Source: torch.optim.lr_scheduler.PolynomialLR.

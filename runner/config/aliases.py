@@ -21,8 +21,8 @@ _TASK_SETTING = "it belongs to the task; use task.NAME=VALUE for a parameter of 
 PHASE_ADVICE = "phases=[NAME], where NAME is one of the task's phases, which accel-run plan lists"
 _RENDEZVOUS_SETTING = "ranks on one machine find each other; for several machines, see docs/scale.md"
 
-# Suggestion -> equivalent keys of other trainers; {} is replaced by the given value. Names of groups that are common
-# there, such as trainer in trainer.max_epochs, are ignored.
+# Suggestion -> equivalent keys of other trainers; {} is replaced by the given value. Group names that are common in
+# other trainers, such as trainer in trainer.max_epochs, are ignored.
 _EQUIVALENTS: Mapping[str, str] = {
     "accel-run benchmark suite=ladder to compare settings, or backend=fast for cuDNN's search": "benchmark",
     _BATCH: "batch_size bs batchsize b"

@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def location(self) -> str:
-        """File or module, and table, of an option of the task or a package; empty for a shipped one."""
+        """Return the file or module, and the table, of an option of the task or a package; empty for a shipped one."""
         return self.reference.rpartition(":")[0]
 
 
@@ -237,7 +237,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
 def _find_long_warmups(configuration: Configuration) -> list[Problem]:
     """Return a problem for each shipped schedule whose warm-up is longer than its phase.
 
-    Only for phases with a length in updates: a length in epochs is converted to updates only once the data is loaded.
+    Phases whose length is in epochs are left out, because epochs are converted to updates only when the data is loaded.
     The schedule itself then checks its warm-up.
     """
     problems = []

@@ -60,7 +60,7 @@ HOOK_TABLE, HOOK = "HOOKS", "hook"
 TECHNIQUE_TABLE, TECHNIQUE = "TECHNIQUES", "technique"
 RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # used by `benchmark` itself
 _HOOK_FILE = PACKAGE / "engine" / "hooks" / "hook.py"
-_HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # that hooks of a task may define
+_HOOK_METHODS = ("begin", "before_step", "after_update", "after_evaluation", "end")  # methods of hooks of a task
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # in an override, these values are not parsed as strings
@@ -152,7 +152,7 @@ def table_group(table: str) -> str:
 
 
 def omit_consequences(problems: Sequence[Problem]) -> list[Problem]:
-    """Leave out problems of unknown options if their group's table has an invalid entry, which may define them."""
+    """Leave out the problems of unknown options if an entry of their group's table is invalid: it may define them."""
     groups = [of.group for table, of in OPTION_TABLES.items() if any(f": {table}[" in each.where for each in problems)]
     unknown = tuple(f"unknown {group};" for group in groups)
     return [problem for problem in problems if not problem.what.startswith(unknown)]

@@ -201,7 +201,7 @@ def _check_size(events: Iterable[Event], where: str) -> None:
             nodes += 1
             sizes |= {anchor: 1} if anchor else {}
         if depth > MAX_DEPTH:
-            raise ConfigError(Problem(f"must be nested at most {MAX_DEPTH} deep", where))
+            raise ConfigError(Problem(f"must be nested at most {MAX_DEPTH} levels deep", where))
         if nodes > MAX_NODES:
             raise ConfigError(Problem(f"must have at most {MAX_NODES} values after aliases are expanded", where))
         if documents > 1:

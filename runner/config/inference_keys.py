@@ -1,4 +1,4 @@
-"""Find the settings `inference.KEY` of a task file, without importing it or the files from which it inherits."""
+"""Find the settings `inference.KEY` of a task file, without importing it or the files of its base classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def inference_keys(source: Path) -> Keys:
     """Return the keys `inference.KEY` of a task file: the parameters of `predict`, or those for `predict_batch`.
 
     All classes that the file defines or calls are searched, with the methods that they inherit from files in the same
-    folder and from adapters. Modules are excluded, because `inference` calls the methods of the task.
+    folder and from adapters. Classes of modules are excluded, because `inference` calls the methods of the task.
     """
     keys: dict[str, Key] = {}
     calls = (node.func for node in list_nodes(source) if isinstance(node, ast.Call))
@@ -40,7 +40,7 @@ def _find_method(source: Path, name: str, method: str) -> Keys | None:
 
 
 def _is_module(source: Path, name: str) -> bool:
-    """Return whether a class derives from one named Module, such as nn.Module, or LightningModule."""
+    """Return whether a class derives from a class whose name ends with Module: nn.Module or LightningModule."""
     bases = (ast.unparse(base) for file, kind in _lineage(source, name) for base in read_classes(file)[kind].bases)
     return any(base.endswith("Module") for base in bases)
 

@@ -37,7 +37,7 @@ class PhaseKeys:
     keys: Keys
 
     def tuned_option(self, group: str, run_options: Mapping[str, str]) -> str:
-        """Return the option, within the group, that the declared values are for."""
+        """Return the option of the group for which the phase declares its values."""
         return str(self.declared.settings.get(group, run_options[group]))
 
     def has_key(self, name: str) -> bool:
@@ -102,7 +102,7 @@ def find_functions(
     """Return group -> name of the function that implements the chosen option. Raises ConfigError if there is none."""
     results = {group: _find_function(group, choices[group], composed.get(group) or {}, request) for group in AXES}
     functions = {group: function for group, function in results.items() if isinstance(function, str)}
-    if len(functions) < len(results):  # the keys of the option are unknown, so each of them would be reported
+    if len(functions) < len(results):  # the keys of an unknown option would all be reported as unknown
         raise ConfigError([*problems, *(function for function in results.values() if isinstance(function, Problem))])
     return functions
 

@@ -78,7 +78,7 @@ class Setting:
 
     @property
     def strength(self) -> tuple[bool, bool, Rank]:
-        """Return the sort key of precedence: a key given for the whole run overrides what a task sets for a phase."""
+        """Return the sort key of precedence. On the command line, a key of the run overrides the task's phases."""
         return self.rank == Rank.COMMAND_LINE, self.for_phase, self.rank
 
 
@@ -88,7 +88,8 @@ Merged = Mapping[str, Setting]
 def merge(settings: Iterable[Setting], lengths: tuple[str, str] = LENGTHS) -> dict[str, Setting]:
     """Return the setting that wins for each key.
 
-    Updates and epochs exclude each other: a source that sets one of them resets the other one of weaker sources.
+    Updates and epochs are mutually exclusive: a source that sets one of them resets the other one, if a weaker source
+    has set it.
     """
     merged: dict[str, Setting] = {}
     for _, equals in groupby(sorted(settings, key=lambda each: each.strength), key=lambda each: each.strength):
@@ -280,7 +281,7 @@ def command_line_setting(key: str, value: Any, argument: str) -> Setting:
 
 
 def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
-    """Yield the setting under the key that it sets: itself, a mapping that contains it, or several keys of a group."""
+    """Yield the setting under the keys that it sets: its own key, the mapping that contains it, or keys of a group."""
     key, value = setting.key, setting.value
     if not isinstance(value, dict):
         key = MAIN_KEYS.get(key, key)

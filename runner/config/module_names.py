@@ -1,4 +1,4 @@
-"""Names of modules and parameters in settings: which parameters a prefix selects, and what to write instead."""
+"""Match module and parameter names in settings with parameters of the model, and suggest names if none match."""
 
 from __future__ import annotations
 

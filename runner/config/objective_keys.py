@@ -1,4 +1,4 @@
-"""The keys `objective.NAME.KEY`, which change on the command line what OBJECTIVES of a task file declares."""
+"""The keys `objective.NAME.KEY`, with which the command line overrides the OBJECTIVES of a task file."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _PARSER = OverridesParser.create()
 def parse_override(argument: str) -> Override:
     """Parse an override. Unlike in Hydra, non-ASCII letters and `=` need no quotes, because paths contain them.
 
-    Raises one of INVALID, also for `key==value`.
+    Raises an exception of INVALID if the argument cannot be parsed or has the form `key==value`.
     """
     key, _, value = argument.partition("=")
     is_plain = value.isascii() and "=" not in value

@@ -1,4 +1,4 @@
-"""Parse overrides in Hydra's grammar; report those that cannot be used, with what to type instead."""
+"""Parse overrides in Hydra's grammar; report those that cannot be used, with a suggestion."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             break
         # Rejected here, because the parser would take seconds.
         if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:
-            what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
-            problems.append(Problem(f"{what}; it has {len(argument):,} characters", argument, "put it into a file"))
+            limits = f"at most {MAX_ARGUMENT_CHARACTERS:,} characters and {MAX_DEPTH} levels of nested brackets"
+            what = f"must have {limits}; it has {len(argument):,} characters"
+            problems.append(Problem(what, argument, "put it into a file"))
             continue
         try:
             override = parse_override(argument)

@@ -73,7 +73,7 @@ def parse_phases(
 
 
 def name_phases(problem: Problem, phases: Sequence[DeclaredPhase]) -> Problem:
-    """Name the phases of the task in the advice for `--phase 2`, in order: the number may count from 0 or from 1."""
+    """Name the phases of the task, in order, in the advice for `--phase 2`, which may count from 0 or from 1."""
     if not phases or problem.fix != f"use {PHASE_ADVICE}":
         return problem
     names = [phase.name for phase in phases]

@@ -38,7 +38,7 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     """Return a suggestion for a key of another tool, or for a key of the command that differs only in case.
 
-    An empty string if there is none.
+    Returns an empty string if there is none.
     """
     for own in (name.lower(), f"inference.{name.lower()}"):
         if own in command_keys:
@@ -55,7 +55,7 @@ def suggest_option(group: str, option: str, available: Collection[str]) -> str:
 
 
 def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
-    """Return the suggestion with `...` for each value that its setting would refuse: what is suggested must work."""
+    """Return the suggestion with `...` instead of each value that its setting would refuse: a suggestion must work."""
 
     def checked(match: re.Match[str]) -> str:
         key, value = match["key"], match["value"]

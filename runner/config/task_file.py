@@ -201,7 +201,7 @@ def _explain_not_literal(name: str, value: ast.expr, source: Path) -> Problem:
 
 
 def _find_misspelled_names(tree: ast.Module, methods: Iterable[_Method], source: Path) -> Iterator[str]:
-    """Yield a note for each table, and each method of a Task, whose name has a typo and that the file does not use."""
+    """Yield a note for each table or method of a Task whose name looks like a typo and is not used in the file."""
     used = find_used_names(source)
     tables = {*_LITERALS, "OBJECTIVES", *TABLES}
     members = [name.partition(".")[2] for name in read_functions(_TASK_CONTRACT) if name.startswith("Task.")]
