@@ -1,23 +1,34 @@
-"""Run every collective that strategies use, on two ranks over the stand-in's NCCL, and check the results."""
+"""Programs of two ranks over the stand-in's NCCL: every collective that strategies use, and the end of a group."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from tests.waiting import wait_until
 
-def _run(rank: int, store: Path) -> None:
-    import _stand_in
 
-    other, device = 1 - rank, torch.device("cuda", rank)
+def join(rank: int, store: Path) -> torch.device:
+    """Join a process group of two ranks; return the rank's device."""
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl", store=FileStore(str(store), 2), rank=rank, world_size=2)
+    return device
+
+
+def collect(rank: int, store: Path) -> None:
+    """Check the result of each collective."""
+    import _stand_in
+
+    other, device = 1 - rank, join(rank, store)
 
     def numbers(*values: float) -> torch.Tensor:
         return torch.tensor(values, device=device)
@@ -53,6 +64,16 @@ def _run(rank: int, store: Path) -> None:
     assert share.tolist() == [[3.0], [21.0]][rank]
     dist.reduce_scatter(share, [mine[:1].clone(), mine[1:].clone()])
     assert share.tolist() == [[3.0], [21.0]][rank]
+    wholes, shares = [empty(4), empty(2)], [empty(1), empty(2)]
+    # lint-tests: private: fsdp and DTensor use it
+    with dist.distributed_c10d._coalescing_manager(device=device):
+        dist.all_gather_into_tensor(wholes[0], mine)
+        dist.all_gather_into_tensor(wholes[1], mine[:1])
+    assert [whole.tolist() for whole in wholes] == [[*both[0], *both[1]], [both[0][0], both[1][0]]]
+    with dist.distributed_c10d._coalescing_manager(device=device):  # lint-tests: private: as above
+        dist.reduce_scatter_tensor(shares[0], mine)
+        dist.reduce_scatter_tensor(shares[1], mine.repeat(2))
+    assert [share.tolist() for share in shares] == [[[3.0], [21.0]][rank], [3.0, 21.0]]
     tensor = empty(2)
     dist.all_to_all_single(tensor, mine)
     assert tensor.tolist() == [pair[rank] for pair in both]
@@ -79,16 +100,37 @@ def _run(rank: int, store: Path) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Run each rank in a fork."""
+def leave(rank: int, store: Path) -> None:
+    """Rank 1 destroys the group only once rank 0 waits for it."""
+    join(rank, store)
+    is_leaving = store.with_name("rank 1 is leaving")
+    if rank:
+        wait_until(lambda: b"destroyed/0" in store.read_bytes(), "rank 0")
+        is_leaving.touch()
+    dist.destroy_process_group()
+    assert is_leaving.exists()
+
+
+def leave_early(rank: int, store: Path) -> None:
+    """Rank 0 destroys the group after a collective that rank 1 does not join."""
+    device = join(rank, store)
+    if rank == 0:
+        # lint-tests: private: torch has no public function that sets the timeout of an existing group
+        dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=100))
+        dist.all_reduce(torch.ones(1, device=device), async_op=True)
+        dist.destroy_process_group()
+
+
+def run_ranks(program: Callable[[int, Path], None], expected: Sequence[int] = (0, 0)) -> None:
+    """Run a program in a fork for each rank; exit with a message if the exit codes are not the expected ones."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                _run(rank, Path(folder) / "store")
+                program(rank, Path(folder) / "store")
                 os._exit(0)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
+    if codes != [*expected]:
         sys.exit(f"exit codes by rank: {codes}")

@@ -26,7 +26,6 @@ def seen(stand_in: StandIn) -> Seen:
     return {result["name"]: result for result in map(json.loads, lines)}
 
 
-@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind])
 def test_a_planted_misuse_is_reported_by_its_kind(name: str, seen: Seen) -> None:
     kinds = {text.partition(":")[0] for text in seen[name]["misuses"]}
@@ -209,7 +208,17 @@ def test_softmax_of_float16_in_float32_equals_softmax_of_a_float32_copy(stand_in
 
 
 def test_collectives_are_correct_on_a_separate_stream(stand_in: StandIn) -> None:
-    stand_in.program("a100x2", "from tests.stand_ins.collectives import main; main()")
+    stand_in.program("a100x2", "from tests.stand_ins.collectives import run_ranks, collect; run_ranks(collect)")
+
+
+def test_destroying_a_process_group_waits_until_all_ranks_destroy_it(stand_in: StandIn) -> None:
+    stand_in.program("a100x2", "from tests.stand_ins.collectives import run_ranks, leave; run_ranks(leave)")
+
+
+def test_destroying_a_process_group_waits_for_kernels_that_another_rank_never_joins(stand_in: StandIn) -> None:
+    """As with NCCL, only the watchdog ends this wait: by ending the process."""
+    text = "from tests.stand_ins.collectives import run_ranks, leave_early; run_ranks(leave_early, [-SIGABRT, 0])"
+    stand_in.program("a100x2", f"from signal import SIGABRT; {text}")
 
 
 VISIBLE = """
@@ -223,6 +232,23 @@ assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 3070"
 @pytest.mark.parametrize("named", ["1", "GPU-00000000-0000-4000-8000-000000000001"])
 def test_only_devices_in_cuda_visible_devices_exist(named: str, stand_in: StandIn) -> None:
     stand_in.program("pair", VISIBLE, {"CUDA_VISIBLE_DEVICES": named})
+
+
+RANGES = """
+import torch, _stand_in
+with torch.autograd.profiler.emit_nvtx(), torch.cuda.nvtx.range("update"):
+    with torch.profiler.record_function("forward"):
+        torch.ones(2, 2, device="cuda").mul(3)
+    torch.zeros(2, device="cuda")
+assert torch.cuda.nvtx.range_push("after") == torch.cuda.nvtx.range_pop() == 0
+paths = {tuple(name.partition(",")[0] for name in path.split("/")) for path in _stand_in.ranges()}
+assert paths >= {("update",), ("update", "forward"), ("update", "forward", "aten::mul"), ("after",)}, paths
+assert ("update", "aten::zeros") in paths and ("update", "aten::mul") not in paths, paths
+"""
+
+
+def test_nvtx_ranges_contain_the_operators_that_they_enclose(stand_in: StandIn) -> None:
+    stand_in.program("a100", RANGES)
 
 
 @pytest.mark.slow

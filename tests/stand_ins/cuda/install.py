@@ -161,6 +161,9 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
     for name, function in bindings.items():
         setattr(torch._C, name, function)
     torch.cuda._cudart = CudaRuntime(native)
+    torch.cuda.nvtx._nvtx = types.SimpleNamespace(
+        rangePushA=native.push_range, rangePop=native.pop_range, markA=lambda message: None
+    )
     torch.cuda._is_in_bad_fork = bindings["_cuda_isInBadFork"]
     torch.cuda._exchange_device = bindings["_cuda_exchangeDevice"]
     torch.cuda._maybe_exchange_device = bindings["_cuda_maybeExchangeDevice"]

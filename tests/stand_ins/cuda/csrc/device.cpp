@@ -113,6 +113,8 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+thread_local std::vector<std::string> open_ranges;  // path of each open range
+
 // A generator with a seed and an offset, like CUDA's Philox: each operation that draws random numbers takes the next
 // offset. The numbers come from a CPU generator that is seeded with both.
 class Generator final : public c10::GeneratorImpl {
@@ -218,8 +220,8 @@ struct Profiling final : torch::profiler::impl::ProfilerStubs {
     return static_cast<float>((*static_cast<double*>(ended->get()) - *static_cast<double*>(begun->get())) * 1e6);
   }
   void mark(const char*) const override {}
-  void rangePush(const char*) const override {}
-  void rangePop() const override {}
+  void rangePush(const char* name) const override { push_range(name); }
+  void rangePop() const override { pop_range(); }
   bool enabled() const override { return true; }
   void onEachDevice(std::function<void(int)> call) const override {
     for (int device = 0; device < state().num_devices; ++device) call(device);
@@ -239,6 +241,19 @@ const bool allocators_are_set = [] {
 const at::CUDAHooksInterface* cuda_hooks() {
   static auto* hooks = new Hooks(at::CUDAHooksArgs{});
   return hooks;
+}
+
+int push_range(const char* name) {
+  open_ranges.push_back(open_ranges.empty() ? name : open_ranges.back() + "/" + name);
+  Lock lock(state().mutex);
+  ++state().ranges[open_ranges.back()];
+  return static_cast<int>(open_ranges.size()) - 1;
+}
+
+int pop_range() {
+  if (open_ranges.empty()) return -1;
+  open_ranges.pop_back();
+  return static_cast<int>(open_ranges.size());
 }
 
 // Returns the CPU generator for one operation, derived from `generator` or from the device's default generator.

@@ -452,6 +452,7 @@ PYBIND11_MODULE(_stand_in, module) {
     state().counters = {};  // a child process has its own counters
     state().contexts.clear();
     state().launches.clear();
+    state().ranges.clear();
     state().side_launches.clear();
     state().overlapped.clear();
     state().in_flight.clear();
@@ -462,6 +463,9 @@ PYBIND11_MODULE(_stand_in, module) {
   module.def("clear_misuses", +[] { Lock lock(state().mutex); state().misuses.clear(); });
   module.def("counts", &counts);
   module.def("launches", +[] { Lock lock(state().mutex); return state().launches; });
+  module.def("push_range", &push_range);
+  module.def("pop_range", &pop_range);
+  module.def("ranges", +[] { Lock lock(state().mutex); return state().ranges; });
   module.def("leave_error", &leave_error);
   module.def("fail_after", +[](int64_t operations, std::string text) {
     Lock lock(state().mutex);
@@ -483,7 +487,8 @@ PYBIND11_MODULE(_stand_in, module) {
             return c10::make_intrusive<ProcessGroupNCCL>(
                 gloo.cast<c10::intrusive_ptr<Backend>>(), std::move(store), rank, size, std::move(options));
           }),
-          py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"));
+          py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def("_set_default_timeout", &ProcessGroupNCCL::setTimeout);
   module.attr("ProcessGroupNCCL").attr("Options") = module.attr("Options");
 }
 

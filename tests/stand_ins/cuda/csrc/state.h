@@ -95,6 +95,7 @@ struct State {
   // operation of a side stream -> operations that default streams launched before one waited for it
   std::map<std::string, int64_t> overlapped;
   std::vector<InFlight> in_flight;
+  std::map<std::string, int64_t> ranges;  // "outer range/inner range" of NVTX -> number of times that it was entered
   std::map<std::string, int64_t> host_waits;  // operation -> number of times that it made the host wait for a device
   int sync_debug_mode = 0;  // 0 off, 1 warn, 2 error: torch.cuda.set_sync_debug_mode
   std::string device_error;  // raised at the next synchronization and by all later calls
@@ -124,6 +125,9 @@ void stream_waits_for(StreamKey stream, const Clock& clock);
 void host_waits(const Clock& clock, const char* operation, bool flagged);
 void host_waits_for_device(int device);
 void raise_device_error();
+// Open and close a range of NVTX on this thread; both return the number of ranges that enclose it, -1 if none is open.
+int push_range(const char* name);
+int pop_range();
 // A runtime call failed: CUDA keeps the error for this thread, and the next kernel launch raises it.
 void leave_error(std::string text);
 
