@@ -175,13 +175,28 @@ def contexts(args: str) -> Iterator[Result]:
     yield args, result == [int(device[-1])], f"contexts on {result}"
 
 
+def contexts_by_process(text: str) -> dict[int, list[int]]:
+    """Parse the file HOLLOW_CONTEXTS: PID -> devices on which the process created a context, in order."""
+    found: dict[int, list[int]] = {}
+    for line in text.splitlines():
+        pid, device = map(int, line.split())
+        found.setdefault(pid, []).append(device)
+    return found
+
+
 def ranks(args: str) -> Iterator[Result]:
-    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; collectives do nothing."""
+    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; collectives do nothing.
+
+    Each rank has a context on its own GPU, and no process has contexts on both.
+    """
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     run(["train", "updates=4", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *args.split()])
     record = json.loads((out / "r" / "run.json").read_text())
     updates = record["phases"]["train"]["updates"]
     yield "updates", updates == 4, f"{updates} of 4"
+    found = sorted(contexts_by_process(Path(os.environ["HOLLOW_CONTEXTS"]).read_text()).values())
+    has_one = all(len(devices) == 1 for devices in found)
+    yield "contexts", has_one and [0] in found and [1] in found, f"contexts by process: {found}"
 
 
 HOST_BUFFER = """
@@ -369,7 +384,8 @@ def main(folder: Path, only: str) -> int:
         shutil.rmtree(scratch, ignore_errors=True)  # runs and compiled kernels of an earlier call
         scratch.mkdir(parents=True)
         env = environment(folder, **changes) | settings
-        env |= {"HOLLOW_SCRATCH": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
+        env |= {"HOLLOW_SCRATCH": str(scratch), "HOLLOW_CONTEXTS": str(scratch / "contexts")}
+        env |= {"TRITON_CACHE_DIR": str(scratch / "triton")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "OMP_NUM_THREADS": "1"}
         line = [sys.executable, __file__, "--one", name, *arguments]
         with (scratch / "err").open("w") as errors:

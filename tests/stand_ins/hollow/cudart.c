@@ -2,16 +2,19 @@
 // are zeros. All of torch's host code runs: allocator, contexts, fork rules, choice of kernels, autocast.
 //
 // HOLLOW_GPUS=2  HOLLOW_MIB=8192  HOLLOW_CAPABILITY=8.0  describe the devices.
+// HOLLOW_CONTEXTS=FILE  lists each context: the PID of its process and its device.
 // All other functions succeed and do nothing (stubs.py).
 
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 #undef cudaGetDeviceProperties
 #undef cudaEventElapsedTime
 #undef cudaStreamGetCaptureInfo
@@ -56,11 +59,21 @@ static cudaError_t begin(void) {
   return cudaSuccess;
 }
 
+// Written when the context is created, because ranks end by os._exit. O_APPEND keeps the lines of processes apart.
+static void list_context(int device) {
+  char *path = getenv("HOLLOW_CONTEXTS"), line[32];
+  int file = path ? open(path, O_WRONLY | O_CREAT | O_APPEND, 0600) : -1;
+  if (file < 0) return;
+  write(file, line, snprintf(line, sizeof line, "%d %d\n", getpid(), device));
+  close(file);
+}
+
 static cudaError_t use_context(void) {
   cudaError_t error = begin();
   if (!error && !has_context[current]) {
     has_context[current] = 1;
     used[current] += CONTEXT;
+    list_context(current);
   }
   return error;
 }
