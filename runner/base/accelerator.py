@@ -140,6 +140,12 @@ class Metal(Accelerator):
         super().__init__(device)
         self._torch = torch.mps
 
+    def total_bytes(self) -> int | None:
+        return self._torch.recommended_max_memory()
+
+    def current_memory(self) -> DeviceMemory | None:
+        return DeviceMemory(self._torch.current_allocated_memory(), self._torch.driver_allocated_memory())
+
     def empty_cache(self) -> None:
         self._torch.empty_cache()
 

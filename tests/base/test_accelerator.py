@@ -172,6 +172,16 @@ def test_attention_kernels_of_an_amd_gpu_are_not_subject_to_nvidia_rules(
     assert "gfx1030" in refusal_reason("flash", torch.bfloat16, GPU)
 
 
+def test_an_apple_gpu_reports_its_memory_but_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"current_allocated_memory": 1, "driver_allocated_memory": 2, "recommended_max_memory": 3}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.mps, name, lambda value=value: value)
+    gpu = get_accelerator(APPLE)
+    assert gpu.current_memory() == DeviceMemory(allocated=1, reserved=2)
+    assert gpu.total_bytes() == 3
+    assert gpu.peak_memory() is None
+
+
 def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.tensor([7], dtype=torch.uint8)]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
