@@ -161,7 +161,7 @@ def _work(session: pytest.Session, files: Files, queue: int, sending: Connection
     config.workeroutput = output  # type: ignore[attr-defined]
     syrupy: Any = config.pluginmanager.get_plugin("syrupy")
     syrupy.pytest_sessionfinish(session, 0)
-    sending.send(("counted", {**output, "tallies": tallies.packed()}))
+    sending.send(("counted", {**output, "tallies": tallies.pack()}))
 
 
 def _numbers(queue: int) -> Iterator[int]:

@@ -128,7 +128,7 @@ def _param(scheme: str) -> Any:
 def cloud(
     request: pytest.FixtureRequest, storage_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CloudServer]:
-    with cloud_servers.started(request.param, monkeypatch) as result:
+    with cloud_servers.start_server(request.param, monkeypatch) as result:
         yield result
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_azure_key_is_reported_before_a_new_run_trains(
     storage_threads: None, machines: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = cloud_servers.ACCOUNT_KEY[::-1].lstrip("=") + "=="
-    with cloud_servers.started("abfs", monkeypatch) as server:
+    with cloud_servers.start_server("abfs", monkeypatch) as server:
         cloud_servers.replace_azure_key(monkeypatch, wrong)
         assert main([*WORDS, f"checkpoint.mirror={server.url()}"]) == 77
     assert not list(machines.rglob("*.safetensors"))

@@ -126,7 +126,7 @@ def _states() -> Iterator[tuple[str, Attack]]:
             "precision", "meter", "random", "random_of_ranks", "saving", "shares", "bests", "evaluated_at", "skipped_before", "metrics", "values",
             "optimizer", "schedule")  # fmt: skip
 
-    def changed(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    def change_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
         folder = newest(run)
         state = json.loads((folder / STATE).read_text())
         change(state)
@@ -143,12 +143,13 @@ def _states() -> Iterator[tuple[str, Attack]]:
         state[path[-1]] = value
 
     for key in keys:
-        yield f"state lacks {key}", partial(changed, change=partial(lambda state, key: state.pop(key), key=key))
+        yield f"state lacks {key}", partial(change_state, change=partial(lambda state, key: state.pop(key), key=key))
         for value in STRANGE:
             yield (
                 f"state's {key} is {value!r:.20}",
                 partial(
-                    changed, change=partial(lambda state, key, value: state.update({key: value}), key=key, value=value)
+                    change_state,
+                    change=partial(lambda state, key, value: state.update({key: value}), key=key, value=value),
                 ),
             )
     paths: tuple[tuple[Any, ...], ...] = (
@@ -159,14 +160,17 @@ def _states() -> Iterator[tuple[str, Attack]]:
     )  # fmt: skip
     for path in paths:
         for value in STRANGE:
-            yield f"state's {path} is {value!r:.20}", partial(changed, change=partial(inner, path=path, value=value))
+            yield (
+                f"state's {path} is {value!r:.20}",
+                partial(change_state, change=partial(inner, path=path, value=value)),
+            )
     yield (
         "numpy reads beyond its state",
-        partial(changed, change=partial(inner, path=("random", "numpy", 2), value=10**6)),
+        partial(change_state, change=partial(inner, path=("random", "numpy", 2), value=10**6)),
     )
     yield (
         "python reads beyond its state",
-        partial(changed, change=lambda state: inner(state, ("random", "python", 1, -1), 10**6)),
+        partial(change_state, change=lambda state: inner(state, ("random", "python", 1, -1), 10**6)),
     )
     for title, content in {
         "empty": b"",
@@ -179,7 +183,7 @@ def _states() -> Iterator[tuple[str, Attack]]:
 
 
 def _tensors() -> Iterator[tuple[str, Attack]]:
-    def rewritten(run: Path, stem: str, change: Callable[[dict[str, Any], bytes], tuple[Any, bytes]]) -> None:
+    def rewrite_tensors(run: Path, stem: str, change: Callable[[dict[str, Any], bytes], tuple[Any, bytes]]) -> None:
         file = newest(run) / f"{stem}.safetensors"
         content = file.read_bytes()
         length = struct.unpack("<Q", content[:8])[0]
@@ -216,7 +220,7 @@ def _tensors() -> Iterator[tuple[str, Attack]]:
             "no tensors": lambda header, data: ({}, b""), "one tensor less": lambda header, data: ({name: header[name] for name in list(header)[1:]}, data),
             "another name": lambda header, data: ({f"\x1b[2J{name}": value for name, value in header.items()}, data),
         }.items():  # fmt: skip
-            yield f"{stem} has {title}", partial(rewritten, stem=stem, change=change)
+            yield f"{stem} has {title}", partial(rewrite_tensors, stem=stem, change=change)
 
 
 def _kinds_of_files(outside: Path) -> Iterator[tuple[str, Attack]]:
@@ -228,7 +232,7 @@ def _kinds_of_files(outside: Path) -> Iterator[tuple[str, Attack]]:
             raise PermissionError("only root makes devices")
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
 
-    def bound(path: Path) -> None:
+    def bind_socket(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as one:
             before = Path.cwd()
             os.chdir(path.parent)
@@ -237,7 +241,7 @@ def _kinds_of_files(outside: Path) -> Iterator[tuple[str, Attack]]:
             finally:
                 os.chdir(before)
 
-    def replaced(run: Path, name: str, make: Callable[[Path], None]) -> None:
+    def replace_file(run: Path, name: str, make: Callable[[Path], None]) -> None:
         path = newest(run) / name.removeprefix("checkpoint/") if name.startswith("checkpoint/") else run / name
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f"was-{path.name}"))
@@ -253,7 +257,7 @@ def _kinds_of_files(outside: Path) -> Iterator[tuple[str, Attack]]:
         "a link to itself": lambda path: path.symlink_to(path.name),
         "a hard link": lambda path: path.hardlink_to(outside / "canary"),
         "a pipe": pipe,
-        "a socket": bound,
+        "a socket": bind_socket,
         "a device": device,
         "a folder": lambda path: path.mkdir(),
     }
@@ -261,15 +265,15 @@ def _kinds_of_files(outside: Path) -> Iterator[tuple[str, Attack]]:
                  "console.log", "events.jsonl", "gpu.csv", "error.json", "plan.json", ".lock", "config.yaml", "report.html", "predictions",
                  "plots", "export", "checkpoints", "profile"):  # fmt: skip
         for title, make in kinds.items():
-            yield f"{name} is {title}", partial(replaced, name=name, make=make)
+            yield f"{name} is {title}", partial(replace_file, name=name, make=make)
 
 
 def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
-    def recorded(run: Path, key: str, value: Any) -> None:
+    def change_record(run: Path, key: str, value: Any) -> None:
         record = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps({**record, key: value}))
 
-    def appended(run: Path, name: str, line: bytes) -> None:
+    def append_line(run: Path, name: str, line: bytes) -> None:
         with (run / name).open("ab") as file:
             file.write(line + b"\n")
 
@@ -278,7 +282,7 @@ def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
         evil.write_text(
             f"from pathlib import Path\nPath({str(outside)!r}, 'was-run').touch()\nfrom runner import Task\n\ndef build(): ...\n"
         )
-        recorded(run, "task_file", str(evil))
+        change_record(run, "task_file", str(evil))
 
     yield "run.json names code in the run", code
     for key in (
@@ -305,7 +309,7 @@ def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
             ["api_key=hunter2hunter2"],
             ["task=../../x"],
         ):
-            yield f"run.json's {key} is {value!r:.20}", partial(recorded, key=key, value=value)
+            yield f"run.json's {key} is {value!r:.20}", partial(change_record, key=key, value=value)
     for line in (
         b"[" * 100_000,
         b"null",
@@ -316,4 +320,4 @@ def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
         b"9" * 10_000,
     ):
         for name in ("metrics.jsonl", "events.jsonl", "run.json", "error.json", "plan.json"):
-            yield f"{name} ends with {line!r:.20}", partial(appended, name=name, line=line)
+            yield f"{name} ends with {line!r:.20}", partial(append_line, name=name, line=line)

@@ -1,4 +1,4 @@
-"""Fake secrets, one for each variable name and each format: a search for them finds what leaks."""
+"""Fake secrets, one for each variable name and each format. Tests search for them to find leaks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SHAPES = (
 KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}
 
 
-def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
+def make_secret(shape: str, dice: random.Random) -> tuple[str, list[str]]:
     """Return a text of this shape, and the parts of it that must not be visible."""
     text, parts = "", []
     for piece in shape.replace("}", "{").split("{"):
@@ -80,14 +80,14 @@ def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
                 + dice.choice(DIGITS)
                 + dice.choice("abcdef" if kind == "hex" else DIGITS)
             )
-            parts += [part] if len(part) > 14 else []  # shorter parts identify an account, they are not the secret
+            parts += [part] if len(part) > 14 else []  # shorter parts identify an account and are not secret
             text += part
         else:
             text += piece
     return text, parts
 
 
-def of_names(dice: random.Random) -> dict[str, str]:
+def make_values(dice: random.Random) -> dict[str, str]:
     """Return a value for each name: in turn plain, with characters that output formats escape, and inside a URL."""
     result = {}
     for number, name in enumerate(NAMES):

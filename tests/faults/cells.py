@@ -1,7 +1,8 @@
 """Cells of the resume matrix: what a run computes, how it is interrupted, and what changes on resume.
 
-A cell is one level on each axis. `drawn` returns a random cell of the whole product. `covering` greedily selects a few
-cells that cover as many pairs of levels as possible within few courses, because each course needs a reference run.
+A cell is one level on each axis. Its course consists of the levels that define what the run computes; each course needs
+an uninterrupted reference run. `draw_levels` returns a random cell. `cover_pairs` greedily selects cells of a few
+courses that cover as many pairs of levels as possible.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# What a run computes. Each combination has one uninterrupted reference run.
+# What a run computes. A combination of these levels is a course.
 COURSE_AXES: dict[str, dict[str, str]] = {
     "precision": {
         "fp32": "precision=fp32",
@@ -142,13 +143,13 @@ class Cell:
         return []
 
 
-def can_be(levels: Levels) -> bool:
+def can_be_combined(levels: Levels) -> bool:
     """Return whether the levels can be combined."""
     cell = Cell(levels, 0)
     if cell["keeps"] == "own generator" and cell["ranks"].startswith("pipeline"):
-        return False  # its loss draws from a buffer of the first layer, which is on another rank
+        return False  # the loss draws from a buffer of the first layer, which is on another rank
     if cell["keeps"] == "batch norm" and cell["ranks"] != "one" and (cell["data"] != "whole" or "+1" in cell["ranks"]):
-        return False  # it cannot train on a micro-batch of one sample
+        return False  # batch norm cannot train on a micro-batch of one sample
     if cell["end"] == "rank" and cell["ranks"] == "one":
         return False
     if not cell.is_exact and (cell["precision"] != "fp32" or cell["keeps"] != "layer norm"):
@@ -162,7 +163,7 @@ def pairs(levels: Levels) -> Iterator[tuple[int, str, int, str]]:
         yield one, left, other, right
 
 
-def drawn(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels:
+def draw_levels(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels:
     """Return a random cell, of the given course if any; rare: probability of spawned workers, which cost seconds."""
     while True:
         levels = list(course)
@@ -171,11 +172,11 @@ def drawn(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels
             if axis == "workers" and rng.random() >= rare:
                 choices.remove("spawn")
             levels.append(rng.choice(choices))
-        if can_be(tuple(levels)):
+        if can_be_combined(tuple(levels)):
             return tuple(levels)
 
 
-def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
+def cover_pairs(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
     """Return `count` cells of `num_courses` courses, chosen greedily to cover many pairs of levels.
 
     Gains are divided by the cost of a run, so few cells have many ranks.
@@ -192,13 +193,14 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
 
     width = len(COURSE_AXES)
     ranks = ranks_of(rng, num_courses)
-    courses = [best([levels[:width] for levels in some(rng, rank)]) for rank in ranks]
+    courses = [best([levels[:width] for levels in draw_some(rng, rank)]) for rank in ranks]
     cells = [
-        Cell(best([drawn(rng, course, rare=0.0) for _ in range(40)]), number) for number, course in enumerate(courses)
+        Cell(best([draw_levels(rng, course, rare=0.0) for _ in range(40)]), number)
+        for number, course in enumerate(courses)
     ]
     while len(cells) < count:
         rare = 1.0 if len(cells) == num_courses else 0.0  # spawned workers in one cell only
-        candidates = [drawn(rng, course, rare) for course in courses for _ in range(15)]
+        candidates = [draw_levels(rng, course, rare) for course in courses for _ in range(15)]
         cells.append(Cell(best(candidates), len(cells)))
     return cells[:count]
 
@@ -237,10 +239,10 @@ def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
 COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # approximate cost of a run, relative to one process
 
 
-def some(rng: random.Random, ranks: str) -> list[Levels]:
+def draw_some(rng: random.Random, ranks: str) -> list[Levels]:
     """Return a few cells of these ranks at random."""
     result: list[Levels] = []
     while len(result) < 30:
-        levels = drawn(rng)
+        levels = draw_levels(rng)
         result += [levels] if levels[1] == ranks else []
     return result

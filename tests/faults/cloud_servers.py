@@ -38,7 +38,7 @@ class CloudServer:
 
 
 def reason_to_skip(scheme: str) -> str:
-    """Return what must be installed for a server, "" if everything is there."""
+    """Return what must be installed for a server, or "" if everything is installed."""
     packages = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "gcp_storage_emulator"), "abfs": ("adlfs",)}[scheme]
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if scheme == "abfs" and shutil.which("azurite-blob") is None:
@@ -46,7 +46,7 @@ def reason_to_skip(scheme: str) -> str:
     return f"needs {', '.join(missing)}" if missing else ""
 
 
-def started(scheme: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[CloudServer]:
+def start_server(scheme: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[CloudServer]:
     """Start a server, and set its address and credentials in the environment."""
     servers: dict[str, Callable[[pytest.MonkeyPatch], AbstractContextManager[CloudServer]]] = {
         "s3": _s3, "gs": _google, "abfs": _azure,

@@ -1,7 +1,8 @@
 """Fixtures that set the number and the seed of injected faults, and the table of counts at the end.
 
-Environment variables: ACCEL_RUN_FAULTS=long selects the long form, ACCEL_RUN_SEED the seed, ACCEL_RUN_COUNT one count
-for all suites. ACCEL_RUN_TALLY=FILE appends the counts as JSON lines. `scripts/faults.sh` sets them.
+Environment variables: ACCEL_RUN_FAULTS=long selects the long form, with many more injections. ACCEL_RUN_SEED sets the
+seed, ACCEL_RUN_COUNT one count for all suites. ACCEL_RUN_TALLY=FILE appends the counts as JSON lines.
+`scripts/faults.sh` sets these variables.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def states(
     live = set(range(len(operations) + 1) if points is None else points)
     for index, disk in _points(start, operations):
         if index in live:
-            yield from _new(_extreme(index, disk), seen)
+            yield from _filter_new(_extreme_states(index, disk), seen)
     for number in itertools.count():  # only points whose last draws found new states
         each = max(_NUM_DRAWS, (count - len(seen)) // max(1, len(live)))
         for index, disk in _points(start, operations):
@@ -122,13 +122,13 @@ def states(
                 return
             if index in live:
                 num_seen = len(seen)
-                drawn = _drawn(index, disk, random.Random(f"{seed} {index} {number}"))
-                yield from itertools.islice(_new(itertools.islice(drawn, each), seen), count - len(seen))
+                drawn = _draw_states(index, disk, random.Random(f"{seed} {index} {number}"))
+                yield from itertools.islice(_filter_new(itertools.islice(drawn, each), seen), count - len(seen))
                 if len(seen) - num_seen <= each // 40:
                     live.remove(index)
 
 
-def _new(result: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[State]:
+def _filter_new(result: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[State]:
     for state in result:
         if state.identity not in seen:
             seen.add(state.identity)
@@ -179,7 +179,7 @@ def _garbage(content: bytearray, write: Write) -> None:
 
 
 def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
-    """Keep each block, or replace it by zeros or garbage."""
+    """Keep each block, or replace it with zeros or garbage."""
 
     def leave(content: bytearray, write: Write) -> None:
         _grow(content, write)
@@ -194,7 +194,7 @@ def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
     return leave
 
 
-def _some_of_it(chance: random.Random) -> Callable[[bytearray, Write], None]:
+def _some_prefix(chance: random.Random) -> Callable[[bytearray, Write], None]:
     """Keep the write up to some byte or some block."""
 
     def leave(content: bytearray, write: Write) -> None:
@@ -224,7 +224,7 @@ DATA = {"no data": _none, "all data": _everything, "half of the data": _half}
 STRICT_DATA = DATA | {"zeros": _zeros, "garbage": _garbage}
 
 
-def _extreme(index: int, disk: _Disk) -> Iterator[State]:
+def _extreme_states(index: int, disk: _Disk) -> Iterator[State]:
     """Yield states in which all uncertain changes are treated alike, or all but one name."""
     for messages, leaves in STRICT_DATA.items():
         yield _strict(index, disk, Choice(f"all names, {messages}", lambda _: True, leaves))
@@ -239,15 +239,15 @@ def _extreme(index: int, disk: _Disk) -> Iterator[State]:
             )
 
 
-def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
+def _draw_states(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
     """Yield an infinite sequence of random states."""
     for number in itertools.count():
         kept = chance.choice((0.1, 0.5, 0.9))
         names = [chance.random() < kept for _ in range(disk.num_uncertain)]
-        ways = [_none, _everything, _zeros, _some_blocks(chance), _some_of_it(chance)]
+        ways = [_none, _everything, _zeros, _some_blocks(chance), _some_prefix(chance)]
         yield _strict(index, disk, Choice(f"draw {number}", names.__getitem__, _any(chance, ways)))
         length = chance.choice(disk.lengths)
-        ways = [_none, _everything, _some_of_it(chance)]
+        ways = [_none, _everything, _some_prefix(chance)]
         messages = f"draw {number}, {length} of the journal"
         yield _ext4(index, disk, Choice(messages, partial(operator.gt, length), _any(chance, ways)))
 
@@ -270,7 +270,7 @@ class _Change:
     what: Naming | Write | Truncate
     place: int = -1  # index in the journal of names and lengths
     is_certain: bool = False
-    is_uncertain: bool = False  # a sync of it failed: later syncs do not help
+    is_uncertain: bool = False  # a sync of the change failed, so later syncs do not make it durable
 
 
 @dataclass
@@ -290,7 +290,7 @@ class _Disk:
         self.journal: list[_Change] = []
         self._folders: dict[int, dict[str, int]] = {n: dict(c) for n, c in start.items() if isinstance(c, dict)}
         self._files: dict[int, _File] = {node: _File(c) for node, c in start.items() if isinstance(c, bytes)}
-        self._reaches: dict[int, int] = {}  # node -> length of the journal that includes all changes of it
+        self._reaches: dict[int, int] = {}  # node -> length of the journal that includes all its changes
 
     @property
     def lengths(self) -> range:
@@ -373,7 +373,7 @@ class _Disk:
 
 
 def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool) -> bytes:
-    """Return the content of the file; is_ordered: nothing survives behind missing data."""
+    """Return the content of the file; is_ordered: nothing survives after missing data."""
     content, longest, is_short = bytearray(file.base), 1 << 40, False
     for change in file.changes:
         match change.what:

@@ -34,7 +34,7 @@ class Pair:
         return self.folder / "checkpoints"
 
     def put(self, contents: Mapping[str, Content]) -> None:
-        """Replace the content of the folder by these checkpoints, by name."""
+        """Replace the content of the folder with these checkpoints, by name."""
         shutil.rmtree(self.directory, ignore_errors=True)
         for name, content in contents.items():
             (self.directory / name).mkdir(parents=True)
@@ -49,27 +49,27 @@ def name_of(update: int) -> str:
 # Damage to one file
 
 
-def flipped(data: bytes, generator: random.Random) -> bytes:
+def flip_bits(data: bytes, generator: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(generator.choice((1, 1, 1, 2, 64))):
         changed[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
 
-def truncated(data: bytes, generator: random.Random) -> bytes:
+def truncate(data: bytes, generator: random.Random) -> bytes:
     return data[: generator.choice((0, 1, len(data) - 1, generator.randrange(len(data))))]
 
 
-def lengthened(data: bytes, generator: random.Random) -> bytes:
+def lengthen(data: bytes, generator: random.Random) -> bytes:
     return data + generator.choice((b"\0", b"\n", b"\0" * 512, generator.randbytes(7), data))
 
 
-def zeroed(data: bytes, generator: random.Random) -> bytes:
+def zero_block(data: bytes, generator: random.Random) -> bytes:
     start, length = _block(data, generator)
     return data[:start] + bytes(length) + data[start + length :]
 
 
-def swapped(data: bytes, generator: random.Random) -> bytes:
+def swap_blocks(data: bytes, generator: random.Random) -> bytes:
     size = min(generator.choice((1, 16, 128, 512)), len(data) // 2)
     count = len(data) // size
     one, other = sorted(generator.sample(range(count), 2))
@@ -79,12 +79,12 @@ def swapped(data: bytes, generator: random.Random) -> bytes:
     return bytes(changed)
 
 
-def doubled(data: bytes, generator: random.Random) -> bytes:
+def double_block(data: bytes, generator: random.Random) -> bytes:
     start, length = _block(data, generator)
     return data[: start + length] + data[start:]
 
 
-def left_out(data: bytes, generator: random.Random) -> bytes:
+def drop_block(data: bytes, generator: random.Random) -> bytes:
     start, length = _block(data, generator)
     return data[:start] + data[start + length :]
 
@@ -94,33 +94,34 @@ def random_bytes(data: bytes, generator: random.Random) -> bytes:
 
 
 ON_A_FILE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    flipped, flipped, flipped, truncated, truncated, lengthened, zeroed, swapped, doubled, left_out, random_bytes,
+    flip_bits, flip_bits, flip_bits, truncate, truncate, lengthen, zero_block, swap_blocks, double_block, drop_block,
+    random_bytes,
 )  # fmt: skip
 
 
 # Damage to one checkpoint of two
 
 
-def file_damaged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def damage_file(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     content = dict(pair.originals[update])
     name, change = generator.choice(sorted(content)), generator.choice(ON_A_FILE)
     content[name] = change(content[name], generator)
     return f"{change.__name__} {name}", content
 
 
-def file_missing(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def remove_file(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     content = dict(pair.originals[update])
     name = generator.choice(sorted(content))
     del content[name]
     return f"without {name}", content
 
 
-def file_added(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def add_file(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     name = generator.choice(("more.safetensors", "MANIFEST.json.bak", ".hidden", "model", "a b", "é"))
     return f"with {name}", pair.originals[update] | {name: generator.choice((b"", b"{}", b"\0" * 99))}
 
 
-def file_renamed(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def rename_file(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     content = dict(pair.originals[update])
     name = generator.choice(sorted(content))
     other = generator.choice((name.upper(), name + "~", "x-" + name, name.replace(".", "-")))
@@ -128,24 +129,24 @@ def file_renamed(pair: Pair, update: int, generator: random.Random) -> tuple[str
     return f"{name} is called {other}", content
 
 
-def files_exchanged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def exchange_files(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     content = dict(pair.originals[update])
     one, other = generator.sample(sorted(content), 2)
     content[one], content[other] = content[other], content[one]
     return f"{one} and {other} exchanged", content
 
 
-def files_mixed(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def mix_files(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     theirs = pair.originals[OLD + NEW - update]
     names = generator.sample(sorted(theirs), generator.randint(1, len(theirs) - 1))
     return f"{names} are those of the other", pair.originals[update] | {name: theirs[name] for name in names}
 
 
-def replaced_by_the_other(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def replace_by_the_other(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     return "is the other", dict(pair.originals[OLD + NEW - update])
 
 
-def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+def forge_manifest(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
     """Change the manifest and recompute its hash, as a bug in a program might."""
     content = dict(pair.originals[update])
     manifest = json.loads(content["MANIFEST.json"])
@@ -163,7 +164,7 @@ def _sized(size: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
 _FORGERIES: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], Any]], ...] = (
     *((f"size {size}", _sized(size)) for size in (0, -1, 1 << 40, 1 << 80, 1e300, True, None, "9")),
     ("an entry twice", lambda manifest, entry: manifest["files"].append(dict(entry))),
-    ("an entry less", lambda manifest, entry: manifest["files"].remove(entry)),
+    ("one entry missing", lambda manifest, entry: manifest["files"].remove(entry)),
     ("no files", lambda manifest, _: manifest["files"].clear()),
     ("another hash", lambda _, entry: entry.__setitem__("sha256", "0" * 64)),
     ("another name", lambda _, entry: entry.__setitem__("name", "../" + entry["name"])),
@@ -173,8 +174,8 @@ _FORGERIES: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], Any]], .
 )
 
 ON_A_CHECKPOINT: tuple[Callable[[Pair, int, random.Random], tuple[str, Content]], ...] = (
-    *([file_damaged] * 8), file_missing, file_added, file_renamed, files_exchanged, files_mixed, files_mixed,
-    replaced_by_the_other, manifest_forged,
+    *([damage_file] * 8), remove_file, add_file, rename_file, exchange_files, mix_files, mix_files,
+    replace_by_the_other, forge_manifest,
 )  # fmt: skip
 
 

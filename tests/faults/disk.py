@@ -23,7 +23,7 @@ NO_LOG_FLUSH = 2
 
 
 class Disk:
-    """The disk, which may be mounted at `path`; create it with `powered`."""
+    """The disk, which may be mounted at `path`; create it with `power_on`."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Disk:
             os.close(loop)  # released at unmount
 
     def cut(self) -> None:
-        """Cut the power: nothing reaches the disk any more, and what was not on it is lost."""
+        """Cut the power: nothing reaches the disk any more, and data that were not on it are lost."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.ioctl(descriptor, SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -77,8 +77,8 @@ class Disk:
 
 
 @contextmanager
-def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
-    """Yield a disk to format and mount at the folder `path`, visible to this process and its children only.
+def power_on(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
+    """Yield a disk to format and mount at the folder `path`, visible only to this process and its children.
 
     Call it in a subprocess, because the process stays in a separate mount namespace.
     Raises OSError if the system does not permit it.
@@ -94,13 +94,13 @@ def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
         disk.close()
 
 
-def reason_against() -> str:
-    """Return why the disk cannot be used on this machine, "" if it can. Call it in a fork of the fork server."""
+def reason_to_skip() -> str:
+    """Return why the disk cannot be used on this machine, or "" if it can. Call this in a fork of the fork server."""
     if os.geteuid() != 0:
         return "needs root for mount and loop devices"
     path = Path("/tmp") if Path("/tmp").is_dir() else Path("/")
     try:
-        with powered(path) as disk:
+        with power_on(path) as disk:
             disk.format("", 4096)
             disk.cut()
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,13 +1,13 @@
-"""Ends an accel-run command at the place given by FAULT (environment, JSON); the fork server imports this module first.
+"""End an accel-run command at the place given by FAULT (environment, JSON). The fork server imports this module first.
 
-at      "update" (during it), "begin" (before one, also after the last), "evaluation", "build", "save", "recovery";
-        or how to break the product: "drops state", "restarts", "resumes older"
+at      "update" (during an update), "begin" (before one, or after the last), "evaluation", "build", "save", "recovery";
+        or a way to break the product: "drops state", "restarts", "resumes older"
 number  update of the phase; evaluation of this process; file operation since the start of the save or of the process
 save    which save of this process
 phase   for "update" and "begin"
-by      SIGKILL also ends the launcher, "rank" only this rank; SIGTERM goes to the launcher; "raise": the task raises
-rank    the rank that does it
-wait    wait for a checkpoint first; a number: for this one
+by      SIGKILL also ends the launcher, "rank" only this rank; SIGTERM is sent to the launcher; "raise" raises an error
+rank    rank that ends or raises
+wait    wait for a checkpoint first; a number: for the checkpoint of this update
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Counting(System):
     operations = saves = in_save = 0
 
 
-def _counted(name: str) -> Any:
+def _count_calls(name: str) -> Any:
     real = getattr(System, name)
 
     def call(self: Counting, *given: Any) -> Any:
@@ -85,7 +85,7 @@ def _counted(name: str) -> Any:
 
 
 for _name in [name for name in vars(System) if not name.startswith("_")]:
-    setattr(Counting, _name, _counted(_name))
+    setattr(Counting, _name, _count_calls(_name))
 
 if FAULT.get("at") in ("save", "recovery"):
     _through = files.use_system(Counting())

@@ -32,9 +32,9 @@ ROWS = [f'{{"update": {number}, "loss": {1 / (number + 1):.17g}}}\n'.encode() fo
 class History:
     """A sequence of file operations of a run.
 
-    act      performs them in a folder, and reports what it has promised
-    check    raises if a folder does not keep what was promised
-    prepare  creates the durable state before
+    act      performs the operations in a folder, and reports what it promises
+    check    raises if the folder does not contain what was promised
+    prepare  creates the durable state before `act`
     """
 
     name: str
@@ -102,7 +102,9 @@ def check_checkpoints(
     assert result >= acknowledged, f"update {result} was found, but {acknowledged} was acknowledged"
     if recovery.checkpoint:
         check_loaded(recovery.checkpoint)
-    assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], "not removed"
+    assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], (
+        "temporary files are left"
+    )
     save(directory, snapshot(result + 1))
     retain(directory, 2)
     newest = recover(directory).checkpoint
@@ -147,12 +149,12 @@ def _checkpoints(root: Path) -> Path:
 
 
 def _open_run(root: Path) -> Path:
-    """Return the folder of the checkpoints of the run, opened as every start of it does."""
+    """Open the run as every start does, and return its folder of checkpoints."""
     with RunDirectory.create_or_open(root / "runs", "one") as run:
         return run.checkpoints
 
 
-def _saved(directory: Path, *updates: int) -> None:
+def _save_all(directory: Path, *updates: int) -> None:
     for update in updates:
         save(directory, snapshot(update))
 
@@ -193,7 +195,7 @@ def _check_saved(root: Path, promised: Mapping[str, Any]) -> None:
 
 def _one_valid_two_damaged(root: Path) -> None:
     directory = _open_run(root)
-    _saved(directory, 1, 2, 3)
+    _save_all(directory, 1, 2, 3)
     damage(checkpoint_path(directory, 2))
     damage(checkpoint_path(directory, 3), checkpoint.STATE)
 
@@ -222,8 +224,8 @@ def _check_beside_damaged(root: Path, promised: Mapping[str, Any]) -> None:
     check_checkpoints(_checkpoints(root), promised.get("update", 1), damaged=frozenset({2, 3}))
 
 
-def _saved_twice(root: Path) -> None:
-    _saved(_open_run(root), 1, 2)
+def _save_two(root: Path) -> None:
+    _save_all(_open_run(root), 1, 2)
 
 
 def _save_again(root: Path, promise: Promise) -> None:
@@ -241,7 +243,7 @@ def _check_saved_again(root: Path, promised: Mapping[str, Any]) -> None:
 def _leftovers_of_kills(root: Path) -> None:
     """Create what a killed save and a killed retention leave behind."""
     directory = _open_run(root)
-    _saved(directory, 1, 2, 3)
+    _save_all(directory, 1, 2, 3)
     checkpoint_path(directory, 1).rename(directory / ".tmp-old-update-0000000001-ab")
     (directory / ".tmp-update-0000000004-cd").mkdir()
     (directory / ".tmp-update-0000000004-cd" / "model.safetensors").write_bytes(b"half")
@@ -263,7 +265,7 @@ def _recover_and_save(root: Path, promise: Promise, last: int) -> None:
 
 def _three_and_a_damaged_one(root: Path) -> None:
     directory = _open_run(root)
-    _saved(directory, 7, 8, 9)
+    _save_all(directory, 7, 8, 9)
     checkpoint_path(directory, 7).rename(directory / "damaged-update-0000000007-1")
 
 
@@ -352,7 +354,7 @@ def _append_and_cut(root: Path, promise: Promise) -> None:
         promise("after the cut", True)
 
 
-def _torn(root: Path) -> None:
+def _write_torn_log(root: Path) -> None:
     (root / "metrics.jsonl").write_bytes(ROWS[0] + ROWS[1] + ROWS[2][:11])
 
 
@@ -372,9 +374,7 @@ def _check_log(root: Path, promised: Mapping[str, Any]) -> None:
         assert log.length == len(content)
         assert not content or content.endswith(b"\n"), f"the last line is incomplete: {content[-30:]!r}"
         rows = b"".join(ROWS[: promised.get("rows", 0)])
-        assert content.startswith(rows), (
-            f"of the rows on disk {len(rows)} bytes were promised, but there is {content!r}"
-        )
+        assert content.startswith(rows), f"{len(rows)} bytes of rows were promised, but the file contains {content!r}"
         if promised.get("not"):
             assert ROWS[2] not in content, "truncated rows reappeared"
         if promised.get("after the cut"):
@@ -439,7 +439,7 @@ def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
     assert (run / "metrics.jsonl").read_bytes()[:counted] == rows[:counted]
 
 
-RETURN = History("going back and returning", _go_back_and_return, _check_return, _three_saved_with_rows)
+RETURN = History("a rewind that is undone", _go_back_and_return, _check_return, _three_saved_with_rows)
 HISTORIES = [
     History("saves with retention", _save_and_retain, _check_saved),
     History("saves in parts", _save_in_parts, _check_saved),
@@ -448,13 +448,13 @@ HISTORIES = [
     History(
         "recovery from damaged checkpoints", _recover_and_continue_saving, _check_beside_damaged, _one_valid_two_damaged
     ),
-    History("saves in the place of another", _save_again, _check_saved_again, _saved_twice),
+    History("saves that replace another", _save_again, _check_saved_again, _save_two),
     History("leftovers of kills are removed", _remove_leftovers_and_save, _check_saved, _leftovers_of_kills),
     History("a fresh start", _start_fresh, _check_fresh, _three_and_a_damaged_one),
     History("several files at once", _write_several_at_once, _check_several),
     History("small files", _write_small_files, _check_small_files),
     History("a log", _append_and_cut, _check_log),
-    History("a log with a torn line", _append_after_a_torn_line, _check_log, _torn),
+    History("a log with a torn line", _append_after_a_torn_line, _check_log, _write_torn_log),
     History("rows and saves", _rows_and_saves, _check_rows),
     RETURN,
 ]
@@ -528,7 +528,7 @@ SHORT = [
     History("the first save in parts", _save_the_first_in_parts, BY_NAME["saves in parts"].check, _opened),
     History("a row and a save", _one_row_and_save, BY_NAME["rows and saves"].check),
     *(BY_NAME[name] for name in ("small files", "a log", "a log with a torn line", "a fresh start")),
-    BY_NAME["saves in the place of another"],
+    BY_NAME["saves that replace another"],
     History("a save over a damaged one", _save_over_the_damaged, _check_over_the_damaged, _one_valid_one_damaged),
 ]
 

@@ -1,4 +1,4 @@
-"""Kill saving processes and complete runs at random events and check what is left. Runs in a fork of the fork server.
+"""Kill saving processes and complete runs at random operations and check the files. Runs in a fork of the fork server.
 
 A process kills itself at its n-th file operation, or another process kills it when that operation is reported to it. No
 test depends on a clock.

@@ -1,6 +1,6 @@
 """Invalid configurations: typos, impossible values, fragments of grammars, malformed YAML."""
 
-# ruff: noqa: E501, RUF001 - tables of what is wrong
+# ruff: noqa: E501, RUF001 - tables of invalid input
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def value(rng: random.Random) -> str:
     return "".join(rng.choice((*GRAMMAR, *SHAPES, *SCALARS)) for _ in range(rng.randint(2, 4)))
 
 
-def spoiled_word(rng: random.Random, known: Mapping[str, str]) -> str:
+def spoil_word(rng: random.Random, known: Mapping[str, str]) -> str:
     """Return an invalid override; `known` is key -> a valid value."""
     key = rng.choice([*known])
     kind = rng.randrange(8)
@@ -157,7 +157,7 @@ def _in_line(change: Callable[[random.Random, str], str]) -> Spoil:
     return _lines(spoil)
 
 
-def _flipped(rng: random.Random, text: str) -> bytes:
+def _flip_bits(rng: random.Random, text: str) -> bytes:
     content = bytearray(text.encode())
     for _ in range(rng.randint(1, 3)):
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -188,7 +188,7 @@ FILES: Mapping[str, Spoil] = {
     "list": lambda rng, text: rng.choice([b"- a\n- b\n", b"[]", b"[1, {a: 2}]", b"- lr: 1\n"]),
     "documents": lambda rng, text: (text + "---\n" + text).encode(),
     "cut": lambda rng, text: text.encode()[: rng.randrange(max(1, len(text.encode())))],
-    "bits": lambda rng, text: _flipped(rng, text or "x"),
+    "bits": lambda rng, text: _flip_bits(rng, text or "x"),
     "nul": _insert("\x00", "x: \x00", "\x00: 1"),
     "deep": lambda rng, text: (text + "x: " + "[" * rng.choice([50, 5000]) + "\n").encode(),
     "deep mapping": lambda rng, text: (text + "".join("  " * i + "x:\n" for i in range(rng.choice([20, 400])))).encode(),

@@ -19,7 +19,7 @@ import torch
 
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
-from tests.faults.disk import Disk, powered
+from tests.faults.disk import Disk, power_on
 
 CUTS_PER_DISK = 20
 DISKS = [
@@ -39,7 +39,7 @@ class WithoutSync(System):
 
 
 class WithoutFileSync(System):
-    """Syncs folders only."""
+    """Syncs only folders."""
 
     def fsync(self, descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -47,7 +47,7 @@ class WithoutFileSync(System):
 
 
 class WithoutFolderSync(System):
-    """Syncs files only."""
+    """Syncs only files."""
 
     def fsync(self, descriptor: int) -> None:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -78,7 +78,7 @@ def cut_saves(count: int, seed: int, system: str = "real", num_lost: int | None 
     num_lost  stop after this number of cuts with data loss; None: never
     """
     campaign = Campaign()
-    with tempfile.TemporaryDirectory() as folder, powered(Path(folder)) as disk:
+    with tempfile.TemporaryDirectory() as folder, power_on(Path(folder)) as disk:
         for first in range(0, count, CUTS_PER_DISK):
             if num_lost is None or len(campaign.lost) < num_lost:
                 last = min(count, first + CUTS_PER_DISK)
@@ -146,7 +146,7 @@ def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -
 
 
 def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
-    """Cut the power; acknowledgments after it do not count.
+    """Cut the power and kill the process; later acknowledgments do not count.
 
     The process survives the power cut for an instant, and an fsync that is running during the ioctl may return 0 even
     though the data are lost (2 of 100 cuts at random times on Linux 6.18, always an append).
@@ -162,7 +162,7 @@ def cut_runs(count: int, seed: int) -> Campaign:
     with (
         tempfile.TemporaryDirectory() as name,
         tempfile.TemporaryDirectory() as elsewhere,
-        powered(Path(name)) as disk,
+        power_on(Path(name)) as disk,
     ):
         uninterrupted, output = Path(elsewhere) / "straight", Path(elsewhere) / "disk.out"
         uninterrupted.mkdir()
@@ -213,7 +213,7 @@ def _cut_one_run(
 def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], None]) -> Campaign:
     """Cut the power `count` times while `write` puts the output of `torch.save` into one file."""
     campaign = Campaign()
-    with tempfile.TemporaryDirectory() as folder, powered(Path(folder)) as disk:
+    with tempfile.TemporaryDirectory() as folder, power_on(Path(folder)) as disk:
         for number in range(count):
             disk.format("", 4096)
             file = disk.path / "checkpoint.pt"
@@ -235,19 +235,21 @@ def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], Non
             campaign.saves += acknowledged.saved
             try:
                 result = int(torch.load(file, weights_only=True)["update"])
-                assert result >= acknowledged.saved, f"update {acknowledged.saved} was acknowledged, found was {result}"
+                assert result >= acknowledged.saved, (
+                    f"update {acknowledged.saved} was acknowledged, but {result} was found"
+                )
             except Exception as error:
                 campaign.lost.append(f"cut {number}: {type(error).__name__}: {error}".splitlines()[0])
             disk.unmount()
     return campaign
 
 
-def in_place(path: Path, content: bytes) -> None:
+def write_in_place(path: Path, content: bytes) -> None:
     """Overwrite the file, as torch.save to a path does."""
     path.write_bytes(content)
 
 
-def renamed(path: Path, content: bytes) -> None:
+def write_and_rename(path: Path, content: bytes) -> None:
     """Write another file and rename it, without fsync."""
     path.with_suffix(".new").write_bytes(content)
     path.with_suffix(".new").replace(path)

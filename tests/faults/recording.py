@@ -94,8 +94,8 @@ Content = bytes | dict[str, int]  # of a file; or name -> node of a folder
 class Recording(System):
     """A system that records every change below the folder `root`, in order.
 
-    start       node -> its durable content before
-    operations  every change since; opening to read, closing and starting write-back change nothing
+    start       node -> its durable content before the recording
+    operations  every later change; opening to read, closing and starting write-back change nothing
     """
 
     def __init__(self, root: Path) -> None:
@@ -123,7 +123,7 @@ class Recording(System):
                 return descriptor
             if is_new:
                 self._make(self._node(path.parent), path.name, is_folder=False)
-            assert not flags & os.O_TRUNC, "emptying a file at its opening is not recorded"
+            assert not flags & os.O_TRUNC, "opening a file with O_TRUNC is not recorded"
             self._descriptors[descriptor] = (self._node(path), bool(flags & os.O_APPEND))
             self._offsets[descriptor] = 0
             return descriptor
@@ -174,7 +174,7 @@ class Recording(System):
         with self._guard:
             super().rename(source, target)
             (folder, name), (other, new_name) = self._place(source), self._place(target)
-            assert folder == other, "a rename from folder to folder is not one step in every model"
+            assert folder == other, "a rename between folders is not atomic in every model"
             node = self._folders[folder].pop(name)
             self._folders[folder][new_name] = node
             self.operations.append(Rename(node, folder, name, new_name))
@@ -230,7 +230,7 @@ class Quick(System):
 
 
 class Killed(BaseException):
-    """The process is killed here."""
+    """Raised where the process is killed."""
 
 
 class Faults(System):
@@ -247,7 +247,7 @@ class Faults(System):
         self.at, self.inner, self.victim = at or {}, inner or Quick(), victim
         self.trace: list[tuple[str, str]] = []
         self.met: list[int] = []  # the numbers of `at` that were reached
-        self.struck: list[int] = []  # numbers of operations recorded at that time
+        self.struck: list[int] = []  # number of recorded operations at each of them
         self._is_dead = False
         self._names: dict[int, str] = {}
         self._guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""An S3 server (moto's) that throttles, behind a TCP proxy that cuts connections."""
+"""An S3 server (moto) that throttles requests, behind a TCP proxy that cuts connections."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class S3Server:
     """Faults of the server and of the connection to it.
 
     throttles  (method, path) -> answer this request with 503 SlowDown
-    cut_after  bytes, of both directions together, after which the connection that sends the next ones is reset; None:
-               never. Afterwards, connections work again, unless `stays_cut`
+    cut_after  number of bytes, in both directions together, after which the connection that sends more is reset;
+               None: never. Later connections work again unless `stays_cut`
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def with_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with started() as result:
+    with run_server() as result:
         result.post("reset")  # moto keeps what is stored in this process, not in the server
         monkeypatch.setenv("AWS_ENDPOINT_URL", result.url)
         s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
@@ -101,7 +101,7 @@ def with_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 @contextmanager
-def started() -> Iterator[S3Server]:
+def run_server() -> Iterator[S3Server]:
     """Yield an S3 server without buckets."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server

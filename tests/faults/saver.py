@@ -191,7 +191,7 @@ def assert_recovers(root: Path, acknowledged: Acknowledged, *, garbage: bool = F
         result = recover(checkpoints)
         assert result.skipped == (), f"skipped: {result.skipped}"
         update = result.checkpoint.update if result.checkpoint else 0
-        assert update >= acknowledged.saved, f"update {acknowledged.saved} was acknowledged, recovered was {update}"
+        assert update >= acknowledged.saved, f"update {acknowledged.saved} was acknowledged, but {update} was recovered"
         if result.checkpoint:
             assert_is(result.checkpoint)
         there = [name for name in files.list_names(checkpoints) if name.startswith("update-")]
@@ -216,7 +216,7 @@ def assert_is(loaded: LoadedCheckpoint) -> None:
         assert actual.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert actual[name].dtype == tensor.dtype
-            assert torch.equal(actual[name], tensor), f"{stem}: {name} of update {loaded.update} is another one"
+            assert torch.equal(actual[name], tensor), f"{stem}: {name} of update {loaded.update} differs"
 
 
 class Interrupted(System):
@@ -278,7 +278,7 @@ def _assert_rows(path: Path, acknowledged: Acknowledged, update: int, *, garbage
         synced = num_metrics_bytes(newest)
         assert content[:synced] == expected[:synced], (
             f"{synced} bytes of rows, up to update {newest}, were synced ({acknowledged}), but of the"
-            f" {len(content)} there only the first {_num_equal(content, expected)} are right"
+            f" {len(content)} bytes in the file only the first {_num_equal(content, expected)} are correct"
         )
         assert not content or content.endswith(b"\n")
         if not garbage:
@@ -294,7 +294,7 @@ def _assert_record(path: Path, acknowledged: Acknowledged) -> None:
     content = path.read_text() if path.exists() else ""
     update = int(json.loads(content)["update"]) if content else 0
     assert update >= acknowledged.recorded, (
-        f"run.json of update {acknowledged.recorded} was acknowledged, but it is that of {update}"
+        f"run.json of update {acknowledged.recorded} was acknowledged, but the file is of update {update}"
     )
     assert content == (record(update) if update else "")
 

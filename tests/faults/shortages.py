@@ -20,9 +20,9 @@ HOST = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't
 
 @dataclass
 class Shortage:
-    """Micro-batches of more than `limit` samples are out of memory at `place` on rank `rank` from update `at` (from 0).
+    """Micro-batches of more than `limit` samples run out of memory at `place` on rank `rank`, from update `at` on.
 
-    times  number of failures; afterwards memory suffices
+    times  number of failures; afterwards, memory is sufficient
     """
 
     place: str
@@ -55,7 +55,7 @@ class Shortage:
 class Limited(Shortage):
     """Let the system refuse memory: the address space of the process is limited during a large allocation.
 
-    library  which one allocates: torch, numpy or Python
+    library  the library that allocates: torch, numpy or Python
     """
 
     library: str = "torch"
@@ -80,20 +80,20 @@ def strike(place: str, samples: int) -> None:
         each.strike(place, samples)
 
 
-def begins(update: int) -> None:
+def begin_update(update: int) -> None:
     """Mark the start of an update, or of a retry."""
     for each in planted:
         each.update, each.largest = update, 0
 
 
-def passes(samples: int) -> None:
+def record_samples(samples: int) -> None:
     """Record the number of samples of a micro-batch."""
     for each in planted:
         each.largest = max(each.largest, samples)
 
 
 @contextmanager
-def short(*shortages: Shortage) -> Iterator[None]:
+def plant(*shortages: Shortage) -> Iterator[None]:
     """Plant these shortages within the context."""
     planted[:] = shortages
     hook = register_optimizer_step_pre_hook(

@@ -1,4 +1,4 @@
-"""Count the Python lines or calls that a function executes: its cost, independent of the machine and its load."""
+"""Count the Python lines or calls that a function executes: a cost that does not depend on the machine or its load."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class TooManySteps(Exception):
 
 def steps(act: Callable[[], object], at_most: float = float("inf")) -> int:
     """Return the number of Python lines that `act` executes; raise TooManySteps as soon as there are too many."""
-    return _counted("line", act, at_most)
+    return _count("line", act, at_most)
 
 
 def calls(act: Callable[[], object], at_most: float = float("inf")) -> int:
     """Return the number of Python functions that `act` calls, which is cheaper to count; raise TooManySteps."""
-    return _counted("call", act, at_most)
+    return _count("call", act, at_most)
 
 
-def _counted(kind: str, act: Callable[[], object], at_most: float) -> int:
+def _count(kind: str, act: Callable[[], object], at_most: float) -> int:
     count = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

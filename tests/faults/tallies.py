@@ -56,9 +56,9 @@ class Tally:
 TALLIES: list[Tally] = []  # of this process
 
 
-def packed() -> list[dict[str, Any]]:
+def pack() -> list[dict[str, Any]]:
     """Return the counts of this process, to be passed to `unpack` in another one."""
-    return [{**asdict(tally), "skipped": dict(tally.skipped)} for tally in TALLIES]  # built-in types: may be sent
+    return [{**asdict(tally), "skipped": dict(tally.skipped)} for tally in TALLIES]  # built-in types can be sent
 
 
 def unpack(there: Sequence[Mapping[str, Any]]) -> None:

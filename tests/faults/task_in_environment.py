@@ -104,7 +104,7 @@ class Disturbing(Task):
 
     def begin_update(self, progress):
         if progress.update == int(os.environ.get("AT", "-1")):
-            if "WAIT" in os.environ:  # the checkpoint that is being written
+            if "WAIT" in os.environ:  # until this checkpoint has been written
                 wait_until(Path(os.environ["WAIT"]).exists)
             ACTS.get(os.environ["ACT"], lambda task: None)(self)
 

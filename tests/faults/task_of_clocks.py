@@ -1,4 +1,4 @@
-"""A task whose clock jumps by CLOCK_S seconds in every forward pass; the monotonic clock is unchanged."""
+"""A task that moves the system clock by CLOCK_S seconds in every forward pass; the monotonic clock is unchanged."""
 
 import datetime
 import os
@@ -29,7 +29,7 @@ def build(*, hidden: int = 8) -> Task:
 
 
 def jump():
-    """Set the clock for every module that reads it."""
+    """Move the clock of every module forward, or back."""
     global ahead
     if STEP_S:
         ahead = STEP_S - ahead  # forward, then back

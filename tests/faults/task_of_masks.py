@@ -1,4 +1,4 @@
-"""A task with values that are not finite by design, and from a chosen update on with one that should be finite."""
+"""A task with values that are non-finite by design and, from a chosen update on, one that is non-finite by mistake."""
 
 import math
 from dataclasses import dataclass

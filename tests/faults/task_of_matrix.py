@@ -29,13 +29,13 @@ def build(
 ) -> Task:
     """A classifier of points.
 
-    samples     of training; the last update of an epoch has 2 instead of 8
+    samples     number of training samples; with 26, the last update of an epoch has 2 instead of 8
     noise       weight of draws from the generators of torch, numpy and Python in the loss
-    batch_norm  running statistics
+    batch_norm  use batch norm, which has running statistics
     bad         some samples cannot be read
-    own         a generator and a counter of the task, kept in buffers of the model
-    average     a moving average of training inputs, which the forward pass uses
-    double      float64
+    own         the task has its own generator and counter, kept in buffers of the model
+    average     the forward pass uses a moving average of training inputs
+    double      use float64
     """
     return Points(samples, dropout, noise, batch_norm, bad, own, average, double)
 
@@ -134,7 +134,7 @@ class Points(Task):
         return total, len(y)
 
     def draw(self):
-        """Return the sum of one number from each generator that the runner restores, and from the task's own."""
+        """Return the sum of one number from each generator that the runner restores, and from that of the task."""
         result = torch.rand(()).item() + np.random.random() + random.random()
         if self.own:
             shift, generator = self.model[0], torch.Generator()

@@ -20,9 +20,9 @@ def build(*, draws: bool = True, changes: str = "", samples: int = 44, plain: bo
     """A classifier of points.
 
     draws    forward passes draw from numpy's and Python's generators too
-    changes  what a forward pass changes from update 2 on, and never before: a weight, or a buffer
-    samples  of training; the last update of an epoch is smaller than 32
-    plain    nothing but weights changes
+    changes  "weight" or "buffer", which forward passes change from update 2 on, and never before
+    samples  number of training samples; the last update of an epoch is smaller than 32
+    plain    an update changes only weights
     """
     return Points(draws, changes, samples, plain)
 
@@ -48,7 +48,7 @@ class Rows:
 
 
 class Bag(nn.Module):
-    """Counts its inputs, in a buffer that is replaced and in one that is changed in place."""
+    """Changes one buffer in place and replaces another."""
 
     def __init__(self):
         super().__init__()
@@ -110,12 +110,12 @@ class Points(Task):
 
     def begin_update(self, progress):
         self.update = progress.update
-        shortages.begins(progress.update)
+        shortages.begin_update(progress.update)
 
     def loss(self, model, batch):
         x, y = batch
         if torch.is_grad_enabled():
-            shortages.passes(len(x))
+            shortages.record_samples(len(x))
             if self.draws:
                 x = x + 0.1 * (np.random.random() + random.random() + torch.rand(()).item())
             if self.changes and self.update >= 2:

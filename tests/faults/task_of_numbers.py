@@ -33,7 +33,7 @@ class Points(torch.utils.data.Dataset):
 
 
 class Middle(nn.Module):
-    """Returns or differentiates to a non-finite value if switched on."""
+    """Has a non-finite output or gradient if switched on."""
 
     fault = "none"
 

@@ -1,4 +1,4 @@
-"""A task that prints more per update, also in data workers, than a pipe or terminal buffers."""
+"""A task whose updates and data workers print more than a pipe or terminal can buffer."""
 
 import sys
 

@@ -32,7 +32,7 @@ def disturb(act):
             shutil.rmtree(RUN, ignore_errors=True)
     elif act == "unlock":
         lock.unlink()
-    elif act == "take":  # as a second process that finds no lock
+    elif act == "take":  # like a second process that finds no lock
         lock.unlink()
         HELD.append(os.open(lock, os.O_RDWR | os.O_CREAT))
         fcntl.flock(HELD[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)

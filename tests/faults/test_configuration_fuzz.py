@@ -1,6 +1,6 @@
 """Mutated configurations are either valid, or rejected with a helpful message.
 
-Short form: some hundred cases of all kinds, and typos in keys, groups and options. Long: 100,000.
+By default, a few hundred cases of all kinds run; with ACCEL_RUN_FAULTS=long, 100,000.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runner.config.options import GROUPS, list_options
 from runner.config.request import Request, format_value
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.planner import make_plan, planning_inventory
-from tests.faults.mutations import FILES, spoiled_word, typo
+from tests.faults.mutations import FILES, spoil_word, typo
 from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally
 from tests.forkserver import ForkServer
@@ -88,7 +88,7 @@ def cases(known: dict[str, str], count: int) -> Iterator[Case]:
 
 
 def _words(rng: random.Random, known: dict[str, str]) -> Case:
-    return Case("words", [spoiled_word(rng, known) for _ in range(rng.choice([1, 1, 2, 3]))])
+    return Case("words", [spoil_word(rng, known) for _ in range(rng.choice([1, 1, 2, 3]))])
 
 
 def _typo_in_key(rng: random.Random, known: dict[str, str]) -> Case:
@@ -158,7 +158,7 @@ def _several(rng: random.Random, known: dict[str, str]) -> Case:
 
 def _many(rng: random.Random, known: dict[str, str]) -> Case:
     count = rng.choice([100, 3000])
-    return Case("many words", [spoiled_word(rng, known) for _ in range(count)])
+    return Case("many words", [spoil_word(rng, known) for _ in range(count)])
 
 
 BASES = {
@@ -364,10 +364,10 @@ def test_composing_a_configuration_never_imports_torch(
     tally.tried += len(argument_lists)
 
 
-def test_the_command_reports_all_problems_and_exits_with_the_code_for_configurations(
+def test_the_command_reports_all_problems_with_exit_code_config(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally, server: ForkServer
 ) -> None:
-    """Only arguments that the system accepts are used: without NUL characters, of bounded length."""
+    """Uses only arguments that the system accepts: without NUL characters and of bounded length."""
     wanted = amount(3, 400)
     rng = random.Random(f"command {SEED}")
     for case in cases(known, 50_000):

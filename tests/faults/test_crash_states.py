@@ -24,7 +24,7 @@ def test_every_crash_state_fulfills_the_guarantees(
 def test_every_crash_state_of_saves_in_parts_fulfills_the_guarantees(
     memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """Not sampled: no other fault test saves in parts."""
+    """This case is not sampled, because no other fault test saves in parts."""
     _check_crash_states(BY_NAME["saves in parts"], memory, seed, amount(2_400, 110_000) // len(HISTORIES), tally)
 
 

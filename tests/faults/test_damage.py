@@ -37,7 +37,7 @@ def assert_moved_aside(pair: Pair, damaged: damaging.Content, how: str) -> None:
     """Assert that the damaged newest checkpoint is moved aside and the previous one is loaded, byte for byte."""
     result = recover(pair.directory)
     assert result.checkpoint is not None, how
-    assert result.checkpoint.update == OLD, f"{how}: recovered was update {result.checkpoint.update}"
+    assert result.checkpoint.update == OLD, f"{how}: update {result.checkpoint.update} was recovered"
     saver.assert_is(result.checkpoint)
     assert [name for name, _ in result.skipped] == [name_of(NEW)], how
     assert damaging.tree(pair.directory / f"damaged-{name_of(NEW)}-1") == damaged, how
@@ -163,7 +163,7 @@ NAMES = (
 
 
 def damage_a_file(run: Path, generator: random.Random) -> str:
-    """Damage some of the files beside the checkpoints; return how."""
+    """Damage some of the files other than checkpoints; return a description."""
     done = []
     for name in generator.sample(NAMES, generator.choice((1, 1, 2, len(NAMES)))):
         path = run / name
@@ -278,7 +278,7 @@ def test_a_run_resumes_even_if_other_files_are_damaged(
         tally.tried += 1
 
 
-def test_folders_and_special_files_instead_of_files_are_rejected_with_a_message(
+def test_folders_and_special_files_instead_of_files_are_reported(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
     (tmp_path / "outputs").mkdir()

@@ -1,7 +1,7 @@
 """Failures of the disk, system limits, data workers and file names are reported, and the run can be resumed.
 
-Short form: some cases of each kind, by seed. tests/trackers/test_trackers.py tests that a tracker does not delay the
-start; scripts/measure/start.py measures it.
+By default, a seed selects some cases of each kind; `scripts/test.sh --all` tests all of them.
+tests/trackers/test_trackers.py tests that a tracker does not delay the start; scripts/measure/start.py measures it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def disk(folder: Path, mib: int = 8) -> Iterator[Path]:
 
 
 def ballast(place: Path, left: int) -> None:
-    """Fill the disk up to `left` bytes."""
+    """Fill the disk except for `left` bytes."""
     there = os.statvfs(place)
     with (place / "ballast").open("wb") as file:
         file.write(b"\0" * max(0, there.f_bavail * there.f_frsize - left))
@@ -404,7 +404,7 @@ def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tm
     error = error_of(tmp_path / "outputs" / "mine")
     if "cannot be read" in cause:
         assert error["place"]["samples"] in ([17], [77])
-        assert error["where"].startswith(f"{TASK}:"), "the line of the dataset"
+        assert error["where"].startswith(f"{TASK}:"), "must name the line of the dataset"
     tally.tried += 1
 
 
@@ -487,7 +487,7 @@ def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
     for variable, compiles, code in (
         ("TORCHINDUCTOR_CACHE_DIR", "default", 73),
         ("TORCHINDUCTOR_CACHE_DIR", "off", 0),
-        ("TRITON_CACHE_DIR", "off", 0),  # needed by GPUs only
+        ("TRITON_CACHE_DIR", "off", 0),  # used only by GPUs
     ):
         result = server.run([*args, f"compile={compiles}"], tmp_path, {variable: str(tmp_path / "file" / "cache")})
         assert result.code == code, result
@@ -508,10 +508,10 @@ def test_a_user_without_home_name_or_temporary_folder_can_train(
 
 
 @pytest.mark.slow
-def test_data_workers_work_with_a_long_path_of_the_temporary_folder(
+def test_data_workers_support_a_long_temporary_path(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    """A socket path inside it would be too long for workers to send batches."""
+    """The path of a socket inside the temporary folder would be too long for workers to send batches."""
     folder = tmp_path / ("l" * 100)
     folder.mkdir()
     result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
@@ -632,7 +632,7 @@ def other(server: ForkServer) -> Iterator[ForkServer]:
 TOGETHER = """
 import os
 from pathlib import Path
-door = os.open(os.environ["GO"], os.O_RDWR)  # of a pipe: this waits for nobody
+door = os.open(os.environ["GO"], os.O_RDWR)  # opening a pipe for reading and writing does not block
 Path(os.environ["READY"]).touch()
 os.read(door, 1)
 """
@@ -656,7 +656,7 @@ def test_only_one_of_two_simultaneous_starts_runs(
         (place / "go").write_bytes(b"12")
         outputs = {one.answers: one for one in (server, other)}
         ready, _, _ = select.select(list(outputs), [], [])
-        lost = outputs[ready[0]]  # the other one waits until this one has ended
+        lost = outputs[ready[0]]  # the other start waits for the file `hold`
         result = lost.wait()
         (place / "hold").touch()
         won = (other if lost is server else server).wait()
@@ -697,7 +697,7 @@ def test_a_missing_proc_file_system_is_reported(
 def test_a_run_works_in_a_minimal_environment_with_the_c_locale(
     reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    """A new process: Python reads these variables at startup, too early for a fork."""
+    """Runs in a new process, because Python reads these variables at startup."""
     env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
     env["OMP_NUM_THREADS"] = "1"
     args = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
@@ -721,11 +721,11 @@ NO_WANDB = {
 SHORT_LINGER = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # instead of 60, to end soon
 
 
-def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> CompletedCommand:
+def run_with_wandb(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> CompletedCommand:
     """Run with wandb and wait for the tracker processes to end."""
     mark = uuid.uuid4().hex
     result = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
-    wait_until(lambda: not marked(mark), "the process behind the tracker ends by itself")
+    wait_until(lambda: not marked(mark), "the tracker processes end by themselves")
     return result
 
 
@@ -738,7 +738,9 @@ def test_no_row_is_lost_if_wandb_cannot_be_imported(
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
     stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}
-    result = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SHORT_LINGER if stop else "")
+    result = run_with_wandb(
+        server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SHORT_LINGER if stop else ""
+    )
     assert_error(result, 75 if stop else 0)
     if stop:
         assert server.run(BASE, tmp_path).code == 0
@@ -758,16 +760,16 @@ def test_no_row_is_lost_or_duplicated_if_the_network_does_not_respond(
         port = listening.getsockname()[1]
         if how == "refused":
             listening.close()
-        result = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
+        result = run_with_wandb(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
     assert_error(result, 0)
     run = tmp_path / "outputs" / "mine"
     assert_equals_reference(run, reference(""))
     actual = [int(row["update"]) for _, row in offline_rows(run)]
-    assert len(set(actual)) == len(actual), "no row twice"
+    assert len(set(actual)) == len(actual), "no row may be stored twice"
     missing = {row["update"] for row in rows_of(run)} - set(
         actual
     )  # if the machine is too busy to import wandb in time
     is_reported = f"{len(missing)} rows" in result.out or "every row" in result.out
-    assert not missing or is_reported, "each row is stored or counted"
+    assert not missing or is_reported, "each missing row must be counted"
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     tally.tried += 1

@@ -1,6 +1,6 @@
 """Every exit code is documented and reachable, and exceptions of a task are reported with their source lines.
 
-Short form: some of the codes and exceptions, by seed.
+By default, a seed selects some of the codes and exceptions; `scripts/test.sh --all` tests all of them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ WAYS = {
     "the task raises": Way(Exit.SOFTWARE, BASE, "raised KeyError: 'points'", act="raise"),
     "a stop signal": Way(Exit.PREEMPTED, BASE, act="hang-up"),
     "a typo": Way(Exit.CONFIG, ["train", "lrr=3"], "did you mean"),
-    "a GPU that is full": Way(Exit.GPU_MEMORY, BASE, "the GPU is out of memory", act="gpu-memory"),
-    "a rank that is killed": Way(
+    "a full GPU": Way(Exit.GPU_MEMORY, BASE, "the GPU is out of memory", act="gpu-memory"),
+    "a killed rank": Way(
         Exit.RANK_LOST,
         [*BASE, "parallelism=ddp", "parallelism.world_size=2", "parallelism.restarts=0", "dataloader.drop_last=true"],
         "was ended by SIGKILL",
@@ -85,8 +85,8 @@ WITHOUT_ADVICE = {
         """StorageError(f"{entry['name']} does not have the size that its rank reported", where=str(temporary))""",
         "StorageError(f'rank {min(missing)} has not written its part', where=str(temporary))",
     },
-    "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},
-    "a process of ours that somebody killed, or a value before the first": {
+    "the saver reports how it continues": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},
+    "a process of accel-run was killed, or nothing was started": {
         "AccelRunError('nothing was started')",
         '''AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")''',
     },
@@ -296,7 +296,7 @@ RAISED = {
     "a message like torch's about a GPU": ReportedError(
         in_loss("raise RuntimeError('my CUDA error handler is missing')"), "update 6 of phase train raised RuntimeError"
     ),
-    "a class with the name of torch's": ReportedError(
+    "a class named like torch's": ReportedError(
         in_loss("raise type('OutOfMemoryError', (RuntimeError,), {})('CUDA budget used up')"),
         "raised OutOfMemoryError: CUDA budget used up",
     ),
@@ -402,12 +402,12 @@ RAISED = {
         old="    def loss(",
         words="both",
     ),
-    "a hook of the state": ReportedError(
+    "a state dict hook": ReportedError(
         "        self.model.register_state_dict_post_hook(lambda *_: inner())\n        self.update = 0\n",
         "raised KeyError: 'inner'",
         old="        self.update = 0\n",
     ),
-    "a hook of a gradient": ReportedError(
+    "a gradient hook": ReportedError(
         "        self.model.weight.register_hook(lambda gradient: inner())\n        self.update = 0\n",
         "raised KeyError: 'inner'",
         old="        self.update = 0\n",
@@ -441,7 +441,7 @@ RAISED = {
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RAISED)
-def test_errors_of_a_task_are_reported_with_lines_of_the_task_only(
+def test_task_errors_are_reported_only_with_lines_of_the_task(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     reported = RAISED[name]

@@ -47,7 +47,7 @@ class Attempt:
 
     def __init__(self, history: History, at: Mapping[int, str], root: Path, inner: System | None = None) -> None:
         self.root = root
-        self.pending_length: dict[str, Any] = {}
+        self.promised: dict[str, Any] = {}
         self.ended: BaseException | None = None
         root.mkdir()
         victim = root.with_name("victim")
@@ -57,11 +57,11 @@ class Attempt:
         self.faults = Faults(at, inner, victim)
         with self.faults.active():
             try:
-                history.act(root, self.pending_length.__setitem__)
+                history.act(root, self.promised.__setitem__)
             except (AccelRunError, Killed) as error:
                 self.ended = error
         release_locks_and_folders()
-        assert victim.read_text() == "untouched", "no file was written through a link"
+        assert victim.read_text() == "untouched", "no file may be written through a link"
         for path in [victim, *(path for path in root.rglob("*") if path.is_symlink())]:
             path.unlink()
 
@@ -72,10 +72,10 @@ def run_and_check(history: History, at: Mapping[int, str], root: Path) -> Attemp
     messages = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
     try:
         if isinstance(attempt.ended, AccelRunError):
-            assert attempt.ended.problems, "an error names the file"
-            assert attempt.ended.problems[0].where, "an error names its location"
+            assert attempt.ended.problems, "an error must describe a problem"
+            assert attempt.ended.problems[0].where, "an error must name its location"
         with files.use_system(Quick()):
-            history.check(root, attempt.pending_length)
+            history.check(root, attempt.promised)
     except Exception as error:
         raise AssertionError(f"{messages}: {attempt.ended!r}\n{type(error).__name__}: {error}") from error
     finally:
@@ -87,7 +87,7 @@ def test_every_system_call_can_be_recorded_and_can_fail() -> None:
     calls = {name for name in vars(System) if not name.startswith("_")}
     assert calls <= set(vars(Faults))
     assert calls - set(vars(Recording)) == {"begin_write_back"}, (
-        "every call that can change the state after a crash is recorded"
+        "every call that can change the state after a crash must be recorded"
     )
 
 
@@ -98,7 +98,7 @@ def test_promises_hold_if_any_operation_fails(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     trace = run_and_check(history, {}, memory / "whole").faults.trace
-    whole = Attempt(history, {}, memory / "once").pending_length
+    whole = Attempt(history, {}, memory / "once").promised
     every = [
         (number, kind)
         for (number, (operation, _)), kind in itertools.product(enumerate(trace), KINDS)
@@ -109,11 +109,9 @@ def test_promises_hold_if_any_operation_fails(
         attempt = run_and_check(history, {number: kind}, memory / "attempt")
         assert attempt.faults.met == [number]
         if attempt.ended is None:
-            assert attempt.pending_length == whole, (
-                f"{history.name}, {kind} at {trace[number]}: continued without a message"
-            )
+            assert attempt.promised == whole, f"{history.name}, {kind} at {trace[number]}: continued without a message"
         if kind == "short":
-            assert attempt.ended is None, f"{history.name}: a short write is continued"
+            assert attempt.ended is None, f"{history.name}: a short write must be continued"
         tally.tried += 1
     tally.notes["operations"] = len(trace)
 
@@ -131,7 +129,7 @@ class Careless(Quick):
 @pytest.mark.parametrize(
     ("without", "is_detected"),
     [(os.O_EXCL | os.O_NOFOLLOW, True), (os.O_EXCL, False), (os.O_NOFOLLOW, False)],
-    ids=["both", "O_EXCL: O_NOFOLLOW refuses the link", "O_NOFOLLOW: O_EXCL refuses the link"],
+    ids=["without both", "without O_EXCL, O_NOFOLLOW rejects the link", "without O_NOFOLLOW, O_EXCL rejects the link"],
 )
 def test_opening_files_without_protection_against_links_is_detected(
     memory: Path, without: int, is_detected: bool
@@ -164,7 +162,7 @@ def test_promises_hold_if_any_two_operations_fail(
         if len(attempt.faults.met) == 2:
             tally.tried += 1
         else:
-            tally.skip("ended at the first")
+            tally.skip("ended at the first failure")
 
 
 def test_a_torn_row_that_cannot_be_truncated_immediately_is_truncated_later(memory: Path) -> None:
@@ -319,7 +317,7 @@ def test_no_row_is_promised_after_a_failed_sync_of_a_log(
         for state in result:
             check(history, state, memory / "state")
     else:
-        with pytest.raises(AssertionError, match="of the rows on disk"):
+        with pytest.raises(AssertionError, match="bytes of rows were promised"):
             for state in result:
                 check(history, state, memory / "state")
 
@@ -352,7 +350,7 @@ def failing_read(at: int, code: int) -> Iterator[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
 def test_a_failing_read_during_recovery_or_retention_loses_no_checkpoint(memory: Path, code: int, tally: Tally) -> None:
-    def filled(directory: Path) -> Path:
+    def fill(directory: Path) -> Path:
         with files.use_system(Quick()):
             for update in (1, 2, 3, 4):
                 checkpoint.save(directory, snapshot(update))
@@ -360,10 +358,10 @@ def test_a_failing_read_during_recovery_or_retention_loses_no_checkpoint(memory:
 
     for act in (lambda path: checkpoint.retain(path, 2), checkpoint.recover):
         with failing_read(-1, code) as calls, files.use_system(Quick()):
-            act(filled(memory / "whole"))
+            act(fill(memory / "whole"))
         shutil.rmtree(memory / "whole")
         for at in range(len(calls)):
-            directory = filled(memory / "attempt")
+            directory = fill(memory / "attempt")
             with failing_read(at, code), files.use_system(Quick()), suppress(StorageError):
                 act(directory)
             with files.use_system(Quick()):

@@ -1,4 +1,4 @@
-"""Small files that expand when resolved, are slow to parse or leave their folder are rejected at a bounded cost."""
+"""Small files that expand when resolved, parse slowly or refer to other folders are rejected at a bounded cost."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ def files() -> Iterator[tuple[str, str, int, str]]:
     chain = "\n".join(f"x{number}: {{a: '${{x{number - 1}}}', b: '${{x{number - 1}}}'}}" for number in range(1, 60))
     yield "mappings that double", f"{HEAD}x0: {{a: 1}}\n{chain}\n", 78, "values"
     chain = "\n".join(f"  x{number}: ['${{..x{number - 1}}}', '${{..x{number - 1}}}']" for number in range(1, 60))
-    yield "relative ones", f"{HEAD}y:\n  x0: [1]\n{chain}\n", 78, "values"
+    yield "relative references that double", f"{HEAD}y:\n  x0: [1]\n{chain}\n", 78, "values"
     chain = "\n".join(f"  x{number}: '${{z.x{number - 1}}}${{z.x{number - 1}}}'" for number in range(1, 60))
-    yield "through another name", f"{HEAD}z: ${{y}}\ny:\n  x0: aaaaaaaa\n{chain}\n", 78, "characters after each"
-    yield "a long text often", f"{HEAD}x: {'a' * 30_000}\ny: '{'${x}' * 8_000}'\n", 78, "characters after each"
+    yield (
+        "references through another name",
+        f"{HEAD}z: ${{y}}\ny:\n  x0: aaaaaaaa\n{chain}\n",
+        78,
+        "characters after each",
+    )
+    yield "a repeated long text", f"{HEAD}x: {'a' * 30_000}\ny: '{'${x}' * 8_000}'\n", 78, "characters after each"
     chain = "\n".join(f"x{number}: ${{x{number + 1}}}" for number in range(2_000))
-    yield "a long way", f"{HEAD}{chain}\n", 78, ""
-    yield "a circle", f"{HEAD}x: ${{y}}\ny: ${{x}}\n", 78, ""
+    yield "a long chain", f"{HEAD}{chain}\n", 78, ""
+    yield "a cycle", f"{HEAD}x: ${{y}}\ny: ${{x}}\n", 78, ""
     yield "empty lines", HEAD + "\n" * 65_000, 0, ""
-    yield "a line end of Unicode", f"{HEAD}#\u2028# @package hydra\n", 89, "the package hydra is not allowed"
+    yield "a Unicode line end", f"{HEAD}#\u2028# @package hydra\n", 89, "the package hydra is not allowed"
 
 
 @pytest.mark.slow

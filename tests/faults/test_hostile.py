@@ -322,7 +322,7 @@ def importable() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """All importable callables in the long form, otherwise one name per module of the standard library."""
+    """With ACCEL_RUN_FAULTS=long, all importable callables; otherwise one name per module of the standard library."""
     result = list(importable()) if IS_LONG else [
         f"{module}.main" for module in sorted(sys.stdlib_module_names)
     ]  # fmt: skip
@@ -331,7 +331,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_guard_of_files_rejects_the_name_of_any_callable(
+def test_guarded_files_cannot_name_any_callable(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
     """Write each name to a separate file, once as a `_target_` and once as a resolver."""
@@ -487,12 +487,13 @@ def watched(server: ForkServer) -> Watched:
 def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 updates with two checkpoints. Tests attack copies of it."""
     folder = tmp_path_factory.mktemp("trained")
-    compose(Request(tuple(ARGUMENTS[2:]), TASK))  # stored for all tests, which a watched command may not do
+    # fills the cache of compositions, to which a watched command may not write
+    compose(Request(tuple(ARGUMENTS[2:]), TASK))
     result = watched.run(["train", *ARGUMENTS, "updates=6", "run=hostile"], folder, folder / "seen")
     assert result.code == 0, result.err
-    assert (folder / "seen").read_text() == "", "the hook reports events of every run"
+    assert (folder / "seen").read_text() == "", "a normal run must not cause events"
     assert watched.run(COMMANDS["export"], folder, folder / "seen").code == 0
-    assert (folder / "seen").read_text() == "", "the hook reports events of every export"
+    assert (folder / "seen").read_text() == "", "a normal export must not cause events"
     return folder / "outputs" / "hostile"
 
 

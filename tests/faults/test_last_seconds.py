@@ -65,13 +65,11 @@ def test_a_third_signal_ends_a_slow_shutdown(server: ForkServer, tmp_path: Path)
     wait_until((tmp_path / "ending").exists)
     with suppress(ProcessLookupError):  # the process has exited
         # Repeated, because a SIGTERM is dropped while one is pending.
-        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")
+        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run exits")
     assert server.wait().code == 130
 
 
-def test_a_signal_during_the_last_output_exits_immediately_with_the_exit_code(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_signal_during_the_last_output_keeps_the_exit_code(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_OUTPUT)
     wait_until((tmp_path / "ending").exists)
     os.kill(pid, signal.SIGTERM)

@@ -1,8 +1,9 @@
 """Under system limits of any size, a run either completes or ends with a message, and no process remains.
 
-Processes and threads (pids of a cgroup), open files (RLIMIT_NOFILE), address space (RLIMIT_AS), with one and two ranks
-and up to three data workers. The default run tries some values; `scripts/faults.sh --long limits` tries all. The tally
-shows the longest time until the last process of a run was gone, over all runs, and over those that failed.
+The limits are those of processes and threads (pids of a cgroup), open files (RLIMIT_NOFILE) and address space
+(RLIMIT_AS), with one and two ranks and up to three data workers. The default run tries some values;
+`scripts/faults.sh --long limits` tries all. The tally shows the longest time until the last process of a run was gone,
+over all runs, and over those that failed.
 """
 
 from __future__ import annotations

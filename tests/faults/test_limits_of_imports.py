@@ -33,7 +33,7 @@ def test_a_limit_reached_during_an_import_is_reported_as_one_problem(name: str, 
     assert "ulimit" in result.stderr
 
 
-def chained(cause: BaseException) -> BaseException:
+def chain(cause: BaseException) -> BaseException:
     error = RuntimeError("a module cannot be loaded")
     error.__cause__ = cause
     return error
@@ -43,12 +43,12 @@ def chained(cause: BaseException) -> BaseException:
     ("error", "is_limit"),
     [
         (OSError(errno.EMFILE, "Too many open files", "lazy.py"), True),
-        (chained(OSError(errno.ENFILE, "Too many open files in system")), True),
+        (chain(OSError(errno.ENFILE, "Too many open files in system")), True),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (ImportError("lib.so: cannot open shared object file: Too many open files"), True),
         (ImportError("lib.so: cannot open shared object file: No such file or directory"), False),
         (OSError(errno.ENOENT, "No such file or directory", "lazy.py"), False),
-        (chained(ValueError("too many open files")), False),
+        (chain(ValueError("too many open files")), False),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
-"""Files and folders replaced by links between check and use (TOCTOU): nothing outside of the run is touched.
+"""Links that replace files and folders between check and use (TOCTOU) do not affect anything outside of the run.
 
-Short form: a link before some operations, by seed, and some runs beside a process that creates links. Long: before
-each operation, and thousands of runs.
+By default, a seed selects the operations before which a link appears, and a few runs compete with a process that
+creates links; with ACCEL_RUN_FAULTS=long, all operations and thousands of runs.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH211
@@ -29,7 +29,7 @@ from tests.faults.tallies import Tally
 
 
 class Trusting(System):
-    """Follows links in every path, as before folders were pinned."""
+    """Follows links in every path, as if folders were not pinned."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
@@ -56,7 +56,7 @@ def seen_in(folder: Path) -> list[tuple[str, bytes]]:
     return [(str(path), b"" if path.is_dir() else path.read_bytes()) for path in sorted(folder.rglob("*"))]
 
 
-def baited(outside: Path) -> list[tuple[str, bytes]]:
+def fill_with_bait(outside: Path) -> list[tuple[str, bytes]]:
     """Fill a folder with names that the product would write, rename or delete; return its content."""
     for inner in (outside, outside / "checkpoints"):
         inner.mkdir()
@@ -70,7 +70,7 @@ def baited(outside: Path) -> list[tuple[str, bytes]]:
 
 
 @contextmanager
-def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
+def flip_link(path: Path, outside: Path, seed: int) -> Iterator[None]:
     """Let another process replace `path` by a link to `outside` and restore it, as fast as possible."""
     pid = os.fork()
     if pid == 0:
@@ -92,14 +92,14 @@ def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def hidden(path: Path) -> Path:
+def hidden_path(path: Path) -> Path:
     return path.parent.parent / f"hidden-{path.name}"
 
 
 def put(path: Path, outside: Path) -> None:
     """Replace `path` by a link to `outside` if `path` exists."""
     with suppress(OSError):
-        os.rename(path, hidden(path))
+        os.rename(path, hidden_path(path))
         os.symlink(outside, path)
 
 
@@ -108,7 +108,7 @@ def restore(path: Path) -> None:
     with suppress(OSError):
         os.unlink(path)
     with suppress(OSError):
-        os.rename(hidden(path), path)
+        os.rename(hidden_path(path), path)
 
 
 def pause(rng: random.Random) -> None:
@@ -118,7 +118,7 @@ def pause(rng: random.Random) -> None:
 
 
 @contextmanager
-def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> Iterator[saver.Interrupted]:
+def place_link(path: Path, outside: Path, first: int, last: int, real: System) -> Iterator[saver.Interrupted]:
     """Replace `path` by a link from operation `first` of the system until before operation `last`."""
 
     def before(number: int) -> None:
@@ -162,7 +162,7 @@ def prepared(tmp_path: Path) -> tuple[Path, Path, list[tuple[str, bytes]]]:
     """A run, a folder outside of it for links to point to, and the content of that folder."""
     root, outside = tmp_path / "outputs", tmp_path / "outside"
     root.mkdir()
-    known = baited(outside)
+    known = fill_with_bait(outside)
     work(root)
     return root, outside, known
 
@@ -179,7 +179,7 @@ def attacks(num_operations: int, count: int, seed: object) -> list[tuple[int, in
 
 
 def num_operations(root: Path, outside: Path, real: System) -> int:
-    with attacked(root / "run", outside, -1, -1, real) as system:
+    with place_link(root / "run", outside, -1, -1, real) as system:
         work(root)
     return system.count
 
@@ -192,7 +192,7 @@ def test_a_link_that_appears_before_an_operation_changes_nothing_outside(
     root, outside, known = prepared
     count = num_operations(root, outside, System())
     for first, last in attacks(count, amount(12, count), f"{seed} {target}"):
-        with attacked(root / target, outside, first, last, System()):
+        with place_link(root / target, outside, first, last, System()):
             _, messages = work(root)
         assert seen_in(outside) == known, f"seed {seed}: a link is at {target} before operations {first} to {last}"
         tally.tried += 1
@@ -205,7 +205,7 @@ def test_racing_links_change_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
     root, outside, known = prepared
-    with flipping(root / target, outside, seed):
+    with flip_link(root / target, outside, seed):
         done, messages = work(root, amount(20, 3000))
     assert seen_in(outside) == known, f"seed {seed}"
     tally.tried += done + messages
@@ -219,7 +219,7 @@ def test_the_test_detects_a_program_that_follows_links(prepared: Prepared, seed:
     root, outside, known = prepared
     count = num_operations(root, outside, Trusting())
     for first, last in attacks(count, count, f"{seed} trusting"):
-        with attacked(root / "run/checkpoints", outside, first, last, Trusting()):
+        with place_link(root / "run/checkpoints", outside, first, last, Trusting()):
             work(root)
         if seen_in(outside) != known:
             return

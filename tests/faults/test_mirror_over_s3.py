@@ -1,6 +1,6 @@
 """Copies of checkpoints on an S3 server: cut connections, throttling, partial uploads, credentials, two writers.
 
-At any time, each copy that counts as complete has the bytes of its checkpoint; after the faults, none is missing.
+At any time, each copy that counts as complete has the bytes of its checkpoint; after the faults, no copy is missing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ pytestmark = [
         reason="needs an S3 server: pip install s3fs 'moto[server]'",
     ),
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # of boto and of connections that were cut
+    pytest.mark.filterwarnings("ignore"),  # warnings of boto and of cut connections
 ]
-CUTS = 6, 100  # by default, and in the long form
+CUTS = 6, 100  # by default, and with ACCEL_RUN_FAULTS=long
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def assert_an_empty_machine_receives(update: int, mirror: Mirror, run: RunDirect
         assert content(newest.path) == content(checkpoint_path(run.checkpoints, update))
 
 
-def test_an_interrupted_upload_never_counts_as_complete_and_the_next_upload_completes_it(
+def test_an_interrupted_upload_is_incomplete_until_the_next_upload(
     server: S3Server, mirror: Mirror, tmp_path: Path, tally: Tally, seed: int, amount: Callable[[int, int], int]
 ) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
@@ -92,7 +92,7 @@ def test_an_interrupted_upload_never_counts_as_complete_and_the_next_upload_comp
             copied(mirror, run, 2)
             assert numbers(mirror) == [2, 1]
             assert_complete_copies_are_equal(mirror, run)
-        assert server.num_cuts >= tally.tried // 2, "in the other cases, less than this was left to copy"
+        assert server.num_cuts >= tally.tried // 2, "connections are not cut if fewer bytes were left to copy"
         assert_an_empty_machine_receives(2, mirror, run, tmp_path / "b")
 
 
@@ -138,7 +138,7 @@ def test_no_checkpoint_is_lost_if_requests_are_throttled_and_connections_reset(
         assert server.num_throttled > 0
         assert server.num_cuts > 0
         assert copies.state.skipped == 0
-        assert 1 <= len(warnings) <= copies.state.failed, "one for each series of failures"
+        assert 1 <= len(warnings) <= copies.state.failed, "one warning for each series of failures"
         assert_complete_copies_are_equal(mirror, run)
         assert_an_empty_machine_receives(last, mirror, run, tmp_path / "b")
 
@@ -146,7 +146,7 @@ def test_no_checkpoint_is_lost_if_requests_are_throttled_and_connections_reset(
 def test_clients_retry_throttled_requests_and_no_copy_fails(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients have the settings of users, and one of five requests is throttled."""
+    """Clients have their default settings, and one of five requests is throttled."""
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")
     count = [0]
 

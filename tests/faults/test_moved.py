@@ -23,7 +23,7 @@ def run(server: ForkServer, folder: Path, act: str, *args: str) -> CompletedComm
     return server.run([*WORDS, *args], folder, {"ACT": act})
 
 
-def saved(run: Path) -> list[int]:
+def saved_updates(run: Path) -> list[int]:
     return [checkpoint.load(path).update for path in sorted((run / "checkpoints").glob("update-*"))]
 
 
@@ -33,7 +33,7 @@ def test_a_run_continues_in_its_moved_folder(server: ForkServer, tmp_path: Path,
     result = run(server, tmp_path, act)
     assert result.code == 0, result.err
     moved, old = tmp_path / "outputs" / "moved", tmp_path / "outputs" / "mine"
-    assert saved(moved)[-1] == 60
+    assert saved_updates(moved)[-1] == 60
     assert json.loads((moved / "run.json").read_text())["state"] == "done"
     rows = [json.loads(line)["update"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert max(rows) == 60
@@ -41,7 +41,7 @@ def test_a_run_continues_in_its_moved_folder(server: ForkServer, tmp_path: Path,
     assert [path.name for path in old.iterdir()] == ["kept"] if act == "replace" else not old.exists()
     again = server.run(["resume", "moved", "updates=70", "resume_allow=[updates]"], tmp_path)
     assert again.code == 0, again.err
-    assert saved(moved)[-1] == 70
+    assert saved_updates(moved)[-1] == 70
 
 
 def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer,
 def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path, "unlock")
     assert result.code == 0, result.err
-    assert saved(tmp_path / "outputs" / "mine")[-1] == 60
+    assert saved_updates(tmp_path / "outputs" / "mine")[-1] == 60
     assert (tmp_path / "outputs" / "mine" / ".lock").is_file()
     assert (result.out + result.err).count(".lock") == 1, "reported once"
 
@@ -64,7 +64,7 @@ def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> Non
 def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path, "take", "updates=1000000")
     assert result.code == 87, result.err
-    assert saved(tmp_path / "outputs" / "mine") == [10, 20]
+    assert saved_updates(tmp_path / "outputs" / "mine") == [10, 20]
 
 
 @pytest.mark.slow
@@ -83,6 +83,6 @@ def test_a_running_run_is_not_started_twice_even_if_its_lock_is_missing(
     (folder / "run.json").write_text(json.dumps(record))
     result = run(server, tmp_path, "none", "updates=70", "resume_allow=[updates]")
     assert result.code == (87 if is_alive else 0), result.err
-    assert saved(folder)[-1] == (60 if is_alive else 70)
+    assert saved_updates(folder)[-1] == (60 if is_alive else 70)
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock was released

@@ -44,7 +44,7 @@ class Mutant:
     description: str
     place: int
     operations: Sequence[Operation]
-    equivalent: str  # why no crash distinguishes it from the original; "" if a crash must
+    equivalent: str  # why no crash distinguishes it from the original; "" if the tests must detect it
 
 
 class Judge:
@@ -87,13 +87,13 @@ def mutants(recording: Recording) -> Iterator[Mutant]:
             yield Mutant(messages, place, rest, names.why_not_needed(place))
     for place, (first, second) in enumerate(itertools.pairwise(done)):
         swapped = [*done[:place], second, first, *done[place + 2 :]]
-        if can_be_done(recording.start, swapped):
+        if is_executable(recording.start, swapped):
             messages = f"{names.of(second)} before {names.of(first)}, operation {place}"
             yield Mutant(messages, place, swapped, names.why_either_order(place))
 
 
-def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
-    """Return whether every operation breaks_a_promise its file or folder."""
+def is_executable(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
+    """Return whether every operation finds its file or folder."""
     folders = {node: dict(content) for node, content in start.items() if isinstance(content, dict)}
     created = set(start)
     for operation in operations:
@@ -172,7 +172,7 @@ class Names:
                 return "" if is_weaker else "operations after a promise may precede it"
             case (_, Acknowledge()):
                 is_needed = isinstance(first, Sync) and self._has_unsynced_changes(first.node, place)
-                return "" if is_needed else "the promise does not depend on it"
+                return "" if is_needed else "the promise does not depend on the operation"
             case (Write(), Write()) | (Write(), Make()):
                 return "neither is durable before a sync that follows both"
             case (Remove(), Remove()):
@@ -221,7 +221,7 @@ class Names:
         return False
 
     def _is_transient(self, operation: Operation) -> bool:
-        """Return whether it concerns a file that is removed before any promise and before its folder is renamed."""
+        """Return whether the operation is on a file that is removed before any promise and any rename of its folder."""
         node = getattr(operation, "node", None)
         created = next((at for at, one in enumerate(self.done) if isinstance(one, Make) and one.node == node), None)
         gone = next((at for at, one in enumerate(self.done) if isinstance(one, Remove) and one.node == node), None)
@@ -257,8 +257,8 @@ def test_every_omitted_sync_and_every_swapped_step_is_detected(history: History,
 # Other save protocols
 
 
-def only(*left_out: type[Operation], of_folders: bool | None = None) -> Callable[[Recording], list[Operation]]:
-    """Return a change that removes all operations of these kinds; for syncs, of folders only or of files only."""
+def without(*left_out: type[Operation], of_folders: bool | None = None) -> Callable[[Recording], list[Operation]]:
+    """Return a change that removes all operations of these kinds; for syncs, only those of folders or of files."""
 
     def change(recording: Recording) -> list[Operation]:
         folders = Names(recording).folders
@@ -297,9 +297,9 @@ def manifest_first(recording: Recording) -> list[Operation]:
 @pytest.mark.parametrize(
     ("name", "change", "equivalent"),
     [
-        ("no sync at all", only(Sync), ""),
-        ("no sync of files", only(Sync, of_folders=False), ""),
-        ("no sync of folders", only(Sync, of_folders=True), ""),
+        ("no sync at all", without(Sync), ""),
+        ("no sync of files", without(Sync, of_folders=False), ""),
+        ("no sync of folders", without(Sync, of_folders=True), ""),
         ("the name before the files", early_rename, ""),
         ("the manifest first", manifest_first, "the name appears after all files are durable, in any order"),
     ],
@@ -315,7 +315,7 @@ def test_incorrect_save_protocols_are_detected_and_equivalent_ones_are_not(
 ) -> None:
     recording = history.record(memory / "recorded")
     mutant = Mutant(name, 0, change(recording), equivalent)
-    assert can_be_done(recording.start, mutant.operations)
+    assert is_executable(recording.start, mutant.operations)
     assert Judge(history, memory / "state").breaks_a_promise(recording.start, mutant, NUM_STATES) != bool(equivalent), (
         name
     )

@@ -1,6 +1,6 @@
-"""An update that is out of memory is repeated with smaller micro-batches, and equals that of a run started with them.
+"""An update that runs out of memory is repeated with smaller micro-batches and equals that of a run that uses them.
 
-Short form: one case of each test, by seed. Long: all combinations.
+By default, a seed selects one case of each test; with ACCEL_RUN_FAULTS=long, all combinations run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runner.engine.checkpoints import oom_history
 from runner.engine.checkpoints.oom_history import ReducedMicroBatch
 from runner.engine.hooks.rank_sync import RankSync
 from tests.distributed.ranks import run_ranks
-from tests.faults.shortages import Limited, Shortage, short
+from tests.faults.shortages import Limited, Shortage, plant
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED
@@ -75,7 +75,7 @@ def composed(args: tuple[str, ...]) -> Configuration:
     return compose(Request(args, TASK))
 
 
-def trained(
+def run_course(
     course: Course, *shortages: Shortage, begins_with: tuple[ReducedMicroBatch, ...] = (), more: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """Train, and return for each rank digests of its state, its rows, its messages and the reduced micro-batches."""
@@ -92,15 +92,15 @@ def trained(
             opening.compose = lambda _: replace(  # type: ignore[assignment]
                 configuration, settings=replace(configuration.settings, output_root=f"{folder}/outputs")
             )
-            with short(*shortages), warnings.catch_warnings():
+            with plant(*shortages), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo reads this attribute
                 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # from an import of inductor
-                return _trained(Request(args, TASK), world, run, shortages)
+                return _train_rank(Request(args, TASK), world, run, shortages)
 
         return run_ranks(one, course.ranks, limit_s=120.0)
 
 
-def _trained(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
+def _train_rank(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
     error, laps = None, list[str]()
     with opening.open_phase(request, world if world.world_size > 1 else None) as phase:
         lap = phase.stopwatch.lap
@@ -146,7 +146,7 @@ def digest(value: Any) -> str:
 
 
 def halved_to(limit: int, size: int) -> int:
-    """Return the micro-batch size at most `limit` that halving reaches from `size`, the first to fail."""
+    """Return the first micro-batch size of at most `limit` that halving reaches from `size`."""
     while size > limit:
         size = halve(size) or 1
     return size
@@ -185,7 +185,7 @@ def cells() -> Iterator[Cell]:
 
 
 def chosen() -> list[Cell]:
-    """Return all cells in the long form, else one for each place and number of ranks."""
+    """With ACCEL_RUN_FAULTS=long, return all cells, otherwise one for each place and number of ranks."""
     every = list(cells())
     if IS_LONG:
         return every
@@ -203,11 +203,11 @@ def chosen() -> list[Cell]:
 def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
     shortage = replace(cell.shortage, struck=[])
-    result = trained(cell.course, shortage)
+    result = run_course(cell.course, shortage)
     struck = result[shortage.rank]["struck"][0]
     assert struck, f"the fault did not occur; {result[shortage.rank]['error']}"
     size = halved_to(shortage.limit, struck[0])  # on two ranks, the third update is smaller
-    wanted = trained(cell.course, begins_with=initial_reduction(cell.course, shortage, size))
+    wanted = run_course(cell.course, begins_with=initial_reduction(cell.course, shortage, size))
     for rank, (there, reference) in enumerate(zip(result, wanted, strict=True)):
         assert there["error"] is None, (rank, there["error"])
         assert there["state"] == reference["state"], rank
@@ -226,8 +226,8 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
 @pytest.mark.slow
 def test_a_remembered_size_gives_the_results_of_that_micro_batch_size() -> None:
     """The reference of the other tests equals a run with this micro_batch_size."""
-    configured = trained(Course(micro=4))
-    remembered = trained(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
+    configured = run_course(Course(micro=4))
+    remembered = run_course(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
     assert remembered[0]["state"] == configured[0]["state"]
     assert "4 samples instead of 8" in remembered[0]["messages"]
 
@@ -243,7 +243,7 @@ def test_a_remembered_size_gives_the_results_of_that_micro_batch_size() -> None:
     ids=["configured for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
 )  # fmt: skip
 def test_sizes_remembered_for_other_settings_are_ignored(row: ReducedMicroBatch) -> None:
-    assert undisturbed()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
+    assert undisturbed()[0]["state"] == run_course(Course(), begins_with=(row,))[0]["state"]
 
 
 DAMAGED = (
@@ -266,7 +266,7 @@ def test_invalid_remembered_sizes_are_ignored(text: str, tmp_path: Path) -> None
 
 @lru_cache(maxsize=1)
 def undisturbed() -> list[dict[str, Any]]:
-    return trained(Course())
+    return run_course(Course())
 
 
 @pytest.mark.sampled(1)
@@ -274,8 +274,8 @@ def undisturbed() -> list[dict[str, Any]]:
 def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
     """Memory is available again once caches are released: no rank reduces its micro-batches."""
     course = Course(2, more=(f"optimizer.kernel={kernel}",))
-    result = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
-    wanted = trained(course)
+    result = run_course(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
+    wanted = run_course(course)
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
     assert result[1]["struck"] == [[MICRO]]
     assert not result[0]["remembered"]
@@ -286,16 +286,16 @@ def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_two_ranks_can_be_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
-    result = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
+    result = run_course(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
     rows = (ReducedMicroBatch("train", 0, 0, 4, MICRO, 2), ReducedMicroBatch("train", 0, 1, 2, MICRO, 2))
-    assert [there["state"] for there in result] == [there["state"] for there in trained(course, begins_with=rows)]
+    assert [there["state"] for there in result] == [there["state"] for there in run_course(course, begins_with=rows)]
 
 
 def test_a_rank_can_run_out_of_memory_while_another_is_one_update_behind() -> None:
     """Shares are unequal: micro-batches of 6 are halved to 3, those of 10 are not changed."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
-    result = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
-    wanted = trained(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
+    result = run_course(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
+    wanted = run_course(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
     assert [there["struck"] for there in result] == [[[], [8]], [[6], []]]
 
@@ -309,7 +309,7 @@ def test_ranks_that_need_equal_micro_batch_counts_use_the_smallest_size() -> Non
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2, "evaluation"),
     )
     of_all = tuple(replace(row, rank=None) for row in of_one)
-    result, wanted = trained(course, begins_with=of_one), trained(course, begins_with=of_all)
+    result, wanted = run_course(course, begins_with=of_one), run_course(course, begins_with=of_all)
     assert [there["error"] for there in result] == [None, None]
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
@@ -317,8 +317,8 @@ def test_ranks_that_need_equal_micro_batch_counts_use_the_smallest_size() -> Non
 def test_a_model_with_constant_buffers_continues_with_smaller_micro_batches() -> None:
     """As in most models, the first update shows that buffers are constant, and no copies of them are kept."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
-    (result,) = trained(course, shortage)
-    (wanted,) = trained(course, begins_with=initial_reduction(course, shortage, 4))
+    (result,) = run_course(course, shortage)
+    (wanted,) = run_course(course, begins_with=initial_reduction(course, shortage, 4))
     assert (result["error"], result["state"]) == (None, wanted["state"])
 
 
@@ -326,14 +326,14 @@ def test_a_model_with_constant_buffers_continues_with_smaller_micro_batches() ->
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
 def test_allocation_failures_are_recognized_by_their_messages(library: str, wanted: str) -> None:
-    (result,) = trained(Course(), Limited("backward", 4, at=2, library=library))
+    (result,) = run_course(Course(), Limited("backward", 4, at=2, library=library))
     assert (result["error"], result["state"]) == (None, with_micro_batches_of_4()[0]["state"])
     assert f"update 3 (backward): {wanted}" in result["messages"]
 
 
 @lru_cache(maxsize=1)
 def with_micro_batches_of_4() -> list[dict[str, Any]]:
-    return trained(Course(), begins_with=(ReducedMicroBatch("train", 2, 0, 4, MICRO, 1),))
+    return run_course(Course(), begins_with=(ReducedMicroBatch("train", 2, 0, 4, MICRO, 1),))
 
 
 @pytest.mark.skipif(not IS_LONG, reason="C++ is compiled for some seconds")
@@ -342,9 +342,9 @@ def with_micro_batches_of_4() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_code_repeats_an_update_with_equal_results(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
-    result = trained(course, shortage)
+    result = run_course(course, shortage)
     size = halved_to(4, result[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
-    wanted = trained(course, begins_with=initial_reduction(course, shortage, size))
+    wanted = run_course(course, begins_with=initial_reduction(course, shortage, size))
     tally.tried += 1
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
@@ -353,7 +353,7 @@ def test_compiled_code_repeats_an_update_with_equal_results(ranks: int, where: s
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
-    result = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
+    result = run_course(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
     error = result[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
     for args in ("1.00 MiB requested", "for a micro-batch of 1 sample", "update 2 of phase train, backward", "1. "):
@@ -369,18 +369,18 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int)
 
 
 def test_the_time_of_a_retry_does_not_count_as_waiting_for_data() -> None:
-    laps = trained(Course(), Shortage("forward", 4, at=1))[0]["laps"]
+    laps = run_course(Course(), Shortage("forward", 4, at=1))[0]["laps"]
     assert "data data" not in " ".join(laps)
     assert " ".join(laps).count("data hooks data") == 1
 
 
 def test_exit_code_is_81_if_the_host_is_out_of_memory() -> None:
-    error = trained(Course(), Shortage("forward", 0, on_host=True))[0]["error"]
+    error = run_course(Course(), Shortage("forward", 0, on_host=True))[0]["error"]
     assert error[:2] == ["HostMemoryError", 81]
 
 
 def test_the_setting_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
-    result = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
+    result = run_course(Course(more=("on_oom=stop",)), Shortage("forward", 4))
     assert result[0]["error"][:2] == ["DeviceMemoryError", 80]
     assert result[0]["struck"] == [[MICRO]]
     assert "micro_batch_size=4" in result[0]["error"][2]
@@ -396,14 +396,14 @@ def test_the_setting_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(what: str) -> None:
     """A forward pass changes state that no earlier one changed, so the update cannot be repeated in place."""
-    result = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
+    result = run_course(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert result["error"][:2] == ["DeviceMemoryError", 80]
     assert "micro-batches of 4" in result["error"][2]
     assert result["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
 def test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task() -> None:
-    result = trained(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
+    result = run_course(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
     assert result["error"][:2] == ["DeviceMemoryError", 80]
     assert "raise torch.OutOfMemoryError" in result["problem"]["fix"].splitlines()[-1]
 
@@ -411,8 +411,8 @@ def test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task() -> No
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_evaluation_out_of_memory_continues_with_smaller_batches(ranks: int) -> None:
-    result = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
-    wanted = trained(Course(ranks))
+    result = run_course(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
+    wanted = run_course(Course(ranks))
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
     assert result[0]["metrics"][0]["val/loss"] == pytest.approx(
         wanted[0]["metrics"][0]["val/loss"], rel=PROMISED[torch.float32]
@@ -430,7 +430,7 @@ WHOLE = (
 )  # fmt: skip
 PLANT = """
 import tests.faults.shortages as there
-there.kept = there.short(there.Shortage(**{fields}))  # as long as the process lives
+there.kept = there.plant(there.Shortage(**{fields}))  # as long as the process lives
 there.kept.__enter__()
 """
 
@@ -443,7 +443,7 @@ def whole(
     return result.code, result.out, result.err
 
 
-def learned(folder: Path) -> bytes:
+def final_weights(folder: Path) -> bytes:
     newest = max((folder / "outputs/mine/checkpoints").glob("update-*"))
     return (newest / "model.safetensors").read_bytes()
 
@@ -493,10 +493,10 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     name: str, code_at_end: int, updates: list[int], server: ForkServer, tmp_path: Path
 ) -> None:
     """The run is stopped during the repeated update. The resumed run has the same limit and does not reach it."""
-    kill = "import os, signal, tests.faults.shortages as s; begins = s.begins\n"
+    kill = "import os, signal, tests.faults.shortages as s; begins = s.begin_update\n"
     kill += "def again(update):\n    begins(update)\n"
-    kill += "    if any(each.struck for each in s.planted):\n        s.begins = begins\n"
-    kill += f"        os.kill(os.getpid(), signal.{name})\ns.begins = again\n"
+    kill += "    if any(each.struck for each in s.planted):\n        s.begin_update = begins\n"
+    kill += f"        os.kill(os.getpid(), signal.{name})\ns.begin_update = again\n"
     code, out, messages = whole(
         server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2, before=lambda: kill
     )
@@ -507,11 +507,11 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     code, out, messages = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, messages
     assert "4 samples instead of 8" in out
-    assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "another out-of-memory error"
+    assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "there must be no other out-of-memory error"
     other = tmp_path / "other"
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
-    assert learned(tmp_path) == learned(other)
+    assert final_weights(tmp_path) == final_weights(other)
 
 
 @pytest.mark.slow

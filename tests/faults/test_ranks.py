@@ -1,6 +1,6 @@
 """A failing rank is reported in one message, no process remains, and the same command resumes.
 
-Short form: two of the faults, by seed, on two or three ranks of a random strategy.
+By default, two of the faults are injected into two or three ranks of a random strategy; a seed selects all of these.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ BASE = (
 )
 LIMITS = " watchdog.update_s=30 watchdog.data_s=30 watchdog.checkpoint_s=60"  # for faults that hang
 HANGING = ("stop", "collective")
-HANGS, STOPS = "hangs", "stops"  # files from which on its time passes
+HANGS, STOPS = "hangs", "stops"  # virtual time passes once one of these files exists
 IN_PARTS = "fsdp parallelism.checkpoint=parts"  # each rank writes its shards
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}  # time passes only after the fault
 # fault -> exit codes, and text of the message about the rank
@@ -76,7 +76,7 @@ FAULTS = {
     "exit": ({84}, ("rank {rank} of {size} exited early with exit code 0",)),
     "stop": ({83}, ("rank {rank} of {size} is stopped (SIGSTOP) in update",)),
     "slow": ({0}, ()),
-    # gloo detects different sizes and aborts the process or raises; equal ones leave the ranks waiting for each other
+    # gloo detects different sizes and aborts the process or raises; with equal sizes, the ranks wait for each other
     "collective": ({83, 70, 84}, ("rank ",)),
 }
 

@@ -1,8 +1,8 @@
 """Resume matrix: a run that is interrupted at any point and resumed gives the same result as an uninterrupted run.
 
 A cell is one combination of settings, interruptions and changes on resume (see tests/faults/cells.py). By default, the
-tests run a few cells (one process, ddp, and one other strategy) and one seeded case of each parametrized test. The long
-form runs 2,000 random combinations, in two parts.
+tests run a few cells (one process, ddp, and one other strategy) and one seeded case of each parametrized test. With
+ACCEL_RUN_FAULTS=long, 2,000 random combinations run, in two parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from runner.base.errors import Exit
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
-from tests.faults.cells import AXES, Cell, cells_whose_readers_change, covering, drawn, pairs
+from tests.faults.cells import AXES, Cell, cells_whose_readers_change, cover_pairs, draw_levels, pairs
 from tests.faults.tallies import SEED, Tally
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import PROMISED
@@ -374,9 +374,9 @@ def cells(count: int, part: int, is_covering: bool) -> list[Cell]:
         return [Cell(tuple(levels.split("|")), int(number))]
     rng = random.Random(f"matrix {SEED} {part}")
     if is_covering:
-        return covering(rng, count, num_courses=min(count, 12) if count >= MIN_CELLS else 3)
+        return cover_pairs(rng, count, num_courses=min(count, 12) if count >= MIN_CELLS else 3)
     # sorted, so that cells with the same course are adjacent
-    return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
+    return sorted((Cell(draw_levels(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -442,21 +442,21 @@ def test_random_numbers_of_samples_do_not_depend_on_data_workers_or_ranks(
     readers = dice.sample(list(READERS), min(amount(1, 3), 3))
     matrix = Matrix(server, fast_disk, tally)
 
-    def trained(cell: Cell, *args: str) -> Result:
+    def train(cell: Cell, *args: str) -> Result:
         folder = matrix.fresh()
         result = matrix.attempt(cell, folder, [*cell.course(), *args], {})
         assert result.code == 0, result.err
         return read_result(folder)
 
-    wanted = trained(plain(), "dataloader.num_workers=0")
+    wanted = train(plain(), "dataloader.num_workers=0")
     for name in readers:
-        actual = trained(plain(), *READERS[name].split(), "prefetch=stream")
+        actual = train(plain(), *READERS[name].split(), "prefetch=stream")
         assert list(find_differences(actual, wanted)) == [], name
     # Gradients are summed in a different order. The model must not use random numbers, because they depend on the rank.
     cell = plain(change="ranks")
-    alone = trained(cell)
+    alone = train(cell)
     for ranks in dice.sample(["ddp 2", "ddp 5+3"], min(amount(1, 2), 2)):
-        assert distance(trained(plain(ranks=ranks, change="ranks"), "dataloader.num_workers=1"), alone) < TOLERANCE
+        assert distance(train(plain(ranks=ranks, change="ranks"), "dataloader.num_workers=1"), alone) < TOLERANCE
     tally.tried += matrix.num_runs
 
 

@@ -1,7 +1,7 @@
-"""A resumed run equals an uninterrupted one, for each field of a checkpoint: one run per field, few updates.
+"""A resumed run equals an uninterrupted one: tests with one short run for each field of a checkpoint.
 
-The resume matrix combines everything; here, each run is stopped where one field matters. Short form: some of the
-fields, by seed.
+The resume matrix combines everything; here, each run is stopped where one field matters. By default, a seed selects two
+of the fields; `scripts/test.sh --all` tests all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.forkserver import ForkServer
 
 
 def killed_at(update: int, phase: str = "train", before: int = 0) -> dict[str, Any]:
-    """Return the fault of a run that is killed after an update, once its checkpoint is on disk.
+    """Return the fault that kills a run after an update, once its checkpoint is on disk.
 
     before  number of updates in earlier phases
     """
@@ -70,7 +70,7 @@ def draw_random_numbers() -> tuple[float, float, float]:
 
 @pytest.mark.slow
 def test_a_new_rank_draws_its_own_random_numbers(server: ForkServer, memory: Path, tally: Tally) -> None:
-    """A run saved by two ranks resumes with four: the first two continue their draws, and all four draw differently."""
+    """A run of two ranks resumes with four: the first two continue their draws, and all four draw different numbers."""
     cell = plain(ranks="ddp 2", saves="1")
     result = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
     assert result.code == 0, result.err
@@ -111,8 +111,8 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("args", "phase", "before", "update"),
     [
-        # Stopped after an evaluation: the next checkpoint includes its result, the one after the result of the next
-        # evaluation.
+        # Each run is stopped after an evaluation. The next checkpoint contains the result of that evaluation, and the
+        # one after it contains the result of the following evaluation.
         ("three phases fp16", "head", 4 + 7, 3),
         ("early stopping", "train", 0, 4),
         ("plateau", "train", 0, 6),
@@ -121,7 +121,7 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
 def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_run(
     args: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
 ) -> None:
-    """Every later checkpoint is compared, because an evaluation, a save or the end of a phase replaces state."""
+    """Every later checkpoint is compared, because evaluations, saves and ends of phases replace state."""
     cell = {
         "three phases fp16": plain(precision="fp16 overflowing", phases="three", data="ragged"),
         "early stopping": plain(optimizer="adamw early stop"),
@@ -138,7 +138,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_run(
     begun = load(newest)
     assert matrix.attempt(cell, stopped, course, {}).code == 0
     held = {key for key in ("bests", "metrics", "kept") if begun.state[key]}
-    assert held == {"bests", "metrics", *(["kept"] if before else [])}  # else the comparison below is empty
+    assert held == {"bests", "metrics", *(["kept"] if before else [])}, "otherwise, the comparison below is vacuous"
     assert begun.state["data"]
     assert begun.state["code"]
     names = [path.name for path in sorted((stopped / "outputs/mine/checkpoints").glob("update-*"))]
@@ -169,7 +169,9 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_run(
 
 
 @pytest.mark.slow
-def test_phases_run_one_by_one_equal_all_phases_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_running_each_phase_in_its_own_process_gives_the_same_result(
+    server: ForkServer, memory: Path, tally: Tally
+) -> None:
     """A finished phase passes on weights, loss scale, skipped updates, generators and the best metric."""
     cell = plain(precision="fp16 overflowing", phases="three", saves="1")
     matrix = Matrix(server, memory, tally)
@@ -208,7 +210,7 @@ def test_training_time_after_the_last_checkpoint_is_counted(server: ForkServer, 
     assert matrix.attempt(cell, folder, args, {}).code == 0
     (after,) = json.loads(path.read_text())["evidence"]["phases"]
     assert after["seconds"] > messages["seconds"]
-    assert after["parts_s"]["forward"] > 500.0  # lint-tests: measured: added to the file above
+    assert after["parts_s"]["forward"] > 500.0  # lint-tests: measured: the test added 500 s to run.json
     tally.tried += 1
 
 

@@ -36,7 +36,7 @@ from runner.base.secret_refusal import refuse_secrets
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from tests.cpu_time import children_of
-from tests.faults.canaries import NAMES, SHAPES, of_names, of_shape
+from tests.faults.canaries import NAMES, SHAPES, make_secret, make_values
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import CompletedCommand, ForkServer
 
@@ -44,7 +44,7 @@ from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_to_attack.py")
 # A task that leaks all secrets: in the output of this process and of data workers, in warnings, and in an exception with
-# the key in its message and in the source line of the traceback, like exceptions of clients of services.
+# the key in its message and in the source line of the traceback, like exceptions of service clients.
 FAILS = """\
 import json
 import os
@@ -88,14 +88,14 @@ def leak_all():
 @pytest.fixture(scope="module")
 def variables() -> dict[str, str]:
     """The environment variables with secrets."""
-    return of_names(random.Random(SEED))
+    return make_values(random.Random(SEED))
 
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, list[str]]:
     """Secrets that only their format reveals, each with the parts that must not be visible."""
     dice = random.Random(SEED)
-    return dict(of_shape(shape, dice) for shape in (*SHAPES, *SHAPES, *SHAPES))
+    return dict(make_secret(shape, dice) for shape in (*SHAPES, *SHAPES, *SHAPES))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ COMMANDS = (
     "train --task mine.py run=b updates=2 parallelism=ddp parallelism.world_size=2 tracker=none",
     "train --task mine.py -m optimizer.lr=0.1,0.01 updates=1 run=s",
 )
-SLOW = (1, 7, 8)  # two of them, by seed, are left out in the short form
+SLOW = (1, 7, 8)  # by default, a seed selects one of them, and the others are left out
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_a_secret_in_the_settings_of_a_task_is_rejected(server: ForkServer, tmp_
      "plan login= X", "plan mykey: X", "plan task={pwd:X}", "plan phase.train.pwd=X", "train -m task.pwd=X,1", "report pwd=X",
      "monitor key=X", "status pwd=X", "runs pwd=X", "doctor pwd=X", "tune pwd=X", "search seed=1,2 pwd=X"],
 )  # fmt: skip
-def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_repeated(
+def test_possible_secrets_in_unknown_keys_are_not_repeated(
     args: str, value: str, server: ForkServer, tmp_path: Path
 ) -> None:
     result = server.run(args.replace("X", value), tmp_path)
@@ -391,13 +391,13 @@ def test_harmless_names_similar_to_secrets_are_accepted(word: str) -> None:
     ["pwd", "pwd1", "otp", "pin", "session_id", "sshkey", "ghtoken", "conn_str", "db_url", "redis_url", "slack_hook",
      "sas", "pem", "openai_key", "pat", "ssh_key", "master_key", "license_key"],
 )  # fmt: skip
-def test_a_random_value_of_a_key_that_may_name_a_secret_is_rejected(name: str) -> None:
+def test_random_values_of_possible_secret_keys_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.{name}=a1b2c3d4e5f6g7h8i9"])
 
 
 @pytest.mark.parametrize("name", ["ssh_key", "master_key", "license_key", "openai_key", "conn_str", "ghtoken"])
-def test_any_value_of_a_key_that_names_a_secret_is_rejected(name: str) -> None:
+def test_any_value_of_a_secret_key_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.{name}=wonderful"])
 
@@ -492,7 +492,7 @@ def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
     ["PGPASSWORD", "SSHPASS", "DB_PASS", "DBPASSWORD", "GITHUB_PAT", "AZURE_STORAGE_CONNECTION_STRING", "DATABASE_URL",
      "DOCKER_AUTH_CONFIG", "AWS_BEARER_TOKEN_BEDROCK", "REDIS_PASSWORD", "MYSQL_PASS"],
 )  # fmt: skip
-def test_values_of_the_variables_of_services_are_redacted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_service_variables_are_redacted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_secret_name(name)
     monkeypatch.setenv(name, SECRET)
     assert SECRET not in sanitize(f"no login with {SECRET}")
@@ -580,10 +580,10 @@ def test_each_shape_is_rejected_as_input_and_redacted_in_output(texts: dict[str,
             assert not [part for part in parts if part in str(refused.value)]
 
 
-def test_the_value_of_each_name_is_rejected_as_input_and_redacted_in_every_notation(
+def test_values_of_secret_names_are_rejected_and_redacted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in of_names(random.Random(SEED + 1)).items():
+    for name, value in make_values(random.Random(SEED + 1)).items():
         core = CORE.findall(value)[0]
         for word in (f"task.{name}={value}", f"task.{name.lower()}={core}", f"task={{{name}:{core}}}"):
             with pytest.raises(ConfigError) as refused:
@@ -652,7 +652,7 @@ def test_a_short_alphanumeric_password_is_accepted_as_input_and_redacted(
 ) -> None:
     """A password may equal the name of a model, which must stay in files that programs read back.
 
-    No file of the repository contains these words: a secret stays known to this process.
+    No file of the repository contains these words, because this process remembers them as secrets.
     """
     monkeypatch.setenv("DB_PASSWORD", word)
     refuse_secrets([f"task.model={word}", f"data.path=/data/{word}", word])
@@ -672,7 +672,7 @@ def test_random_looking_passwords_are_rejected_as_input(value: str, monkeypatch:
 
 @pytest.mark.slow
 def test_an_option_or_a_choice_that_equals_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
-    """This includes a resume. A password that is not the value of an option or a choice is still rejected."""
+    """Such a run can also be resumed. A password that is not the value of an option or a choice is still rejected."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
     source = (
         TASK.read_text()
@@ -765,7 +765,7 @@ def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> 
 
 
 @pytest.mark.slow
-def test_nothing_in_shipped_settings_and_tasks_is_taken_for_a_secret() -> None:
+def test_shipped_settings_and_tasks_are_not_mistaken_for_secrets() -> None:
     from runner.config.configuration import compose
     from runner.config.options import list_options
     from runner.config.request import Request

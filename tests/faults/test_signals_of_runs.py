@@ -1,7 +1,7 @@
-"""Complete runs with stop signals: each saves, exits with 75, leaves no process, and resumes to an equal result.
+"""A complete run that receives a stop signal saves, exits with 75, leaves no process, and resumes with equal results.
 
 The signal is sent as a terminal or a scheduler sends it: to the process group, or to every process of the run, data
-workers included. Short form: one signal to a run of one process and one to ranks, by seed.
+workers included. By default, a seed selects one signal for a single process and one for ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def stopped(
+def stop_run(
     server: ForkServer, folder: Path, args: list[str], send: Callable[[int], None], at_update: int
 ) -> tuple[CompletedCommand, int]:
     """Start a run, send it a signal after an update, and wait until all its processes have ended."""
@@ -188,7 +188,7 @@ def test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals(
                 send(pid, one)
 
         try:
-            result, reached = stopped(server, folder, args, send_all, at_update)
+            result, reached = stop_run(server, folder, args, send_all, at_update)
             assert result.code == 75, (result, "must be 75")
             assert_no_error(result)
             path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
@@ -208,10 +208,10 @@ def test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals(
 def test_the_suite_would_detect_workers_that_exit_on_a_stop_signal(
     server: ForkServer, tmp_path: Path, straight: Any
 ) -> None:
-    """If a stop signal ended data workers, the run would end like this run, a worker of which is killed."""
+    """If stop signals ended data workers, a run would end like this one, which loses a worker."""
 
     args = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
-    result, _ = stopped(server, tmp_path, args, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
+    result, _ = stop_run(server, tmp_path, args, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
     assert result.code == 85, result
     assert_resumes(server, tmp_path, [], straight(1))
 
@@ -350,7 +350,7 @@ def test_a_stop_before_the_first_update_does_not_wait_for_that_update(
     args = f"train --task ./blocked.py run=mine device=cpu monitor=off {PLACES[place]}".split()
     blocks = {"BLOCKS": {"a worker": "sample", "a rank": "loss"}.get(place, place)}
     limit = "from runner.engine.process import watchdog\nfrom runner.launch import local\n"
-    limit += "watchdog.STOP_TIMEOUT_S = local.STOP_TIMEOUT_S = 0.5"  # a rank that has not been blocked yet needs none
+    limit += "watchdog.STOP_TIMEOUT_S = local.STOP_TIMEOUT_S = 0.5"  # ranks that are not blocked stop earlier
     saved = tmp_path / "outputs" / "mine" / "checkpoints"
     for num_updates, code in ((0, 130), (2, 75)):
         if num_updates:
@@ -365,7 +365,7 @@ def test_a_stop_before_the_first_update_does_not_wait_for_that_update(
         assert len(list(saved.glob("update-*"))) == bool(num_updates)
         recorded = read_record(saved.parent).process
         assert (recorded.state, recorded.exit_code) in ((STATES[code], code), (None, None)), (
-            "or the run had not started yet"
+            "(None, None) if the run had not started yet"
         )
     assert server.run([*args, "updates=4", "resume_allow=[updates]"], tmp_path).code == 0
     tally.tried += 1
@@ -428,6 +428,6 @@ def test_a_signal_immediately_ends_a_command_that_saves_no_state(
     assert result.code == 130, result
     assert_no_error(result)
     wait_until(lambda: not [each for each in processes if is_alive(each)], "no process outlives the command")
-    assert not summary.exists(), "incomplete results have no summary"
+    assert not summary.exists(), "incomplete results must have no summary"
     assert server.run(args, tmp_path).code == 0
     assert summary.exists()

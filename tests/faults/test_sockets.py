@@ -1,4 +1,4 @@
-"""A run is reachable only from its own machine, on any network interface."""
+"""A run accepts connections only from its own machine, whatever network interfaces this machine has."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def addresses(pid: int) -> set[tuple[str, str]]:
     return found
 
 
-def watched(server: ForkServer, args: str, folder: Path) -> tuple[CompletedCommand, set[tuple[str, str]]]:
+def record_addresses(server: ForkServer, args: str, folder: Path) -> tuple[CompletedCommand, set[tuple[str, str]]]:
     """Run a command in a network namespace; return its result and all addresses on which it listened."""
     seen: set[tuple[str, str]] = set()
     pid = server.start(args.split(), folder, before=ISOLATE)
@@ -105,7 +105,7 @@ def test_the_check_detects_listening_sockets(network: Tally, server: ForkServer,
 def test_a_run_listens_only_on_the_loopback_interface(
     network: Tally, server: ForkServer, tmp_path: Path, args: str
 ) -> None:
-    result, seen = watched(server, f"train --task {TASK} device=cpu updates=4 run=r {args}", tmp_path)
+    result, seen = record_addresses(server, f"train --task {TASK} device=cpu updates=4 run=r {args}", tmp_path)
     assert result.code == 0, result.err
     assert seen <= LOCAL, seen
     if "world_size" in args:

@@ -1,4 +1,4 @@
-"""A stopped terminal or an unread pipe does not block a run: it completes all updates, handles signals, and ends."""
+"""With a stopped terminal or an unread pipe, a run still completes all updates, handles signals, and ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 TASK = Path(__file__).with_name("task_of_words.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "log_every=1", "backend.threads=1", "run=mine"]
-# Redirects output as a shell does; the terminal is not the controlling one.
+# Redirects output as a shell does; the terminal does not become the controlling one.
 TO = "import os; there = os.open({path!r}, os.O_WRONLY | os.O_NOCTTY); os.dup2(there, 1); os.dup2(there, 2)"
 
 
@@ -34,7 +34,7 @@ def unread_pipe(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def stopped_terminal(folder: Path) -> Iterator[str]:
-    """A terminal after Ctrl-S, without a reader."""
+    """Yield the path of a terminal that is stopped by Ctrl-S and has no reader."""
     master, slave = pty.openpty()
     termios.tcflow(slave, termios.TCOOFF)
     yield os.ttyname(slave)
@@ -110,7 +110,7 @@ def test_a_second_signal_exits_immediately_while_output_is_stalled(
             lambda: len(updates(tmp_path / "outputs" / "mine")) >= 60, "training continues while the output is not read"
         )
         os.kill(pid, signal.SIGTERM)
-        wait_until((tmp_path / "saving").exists, "it saves")
+        wait_until((tmp_path / "saving").exists, "the run is saving")
         os.kill(pid, signal.SIGTERM)
         result = server.wait()
     assert result.code == 130

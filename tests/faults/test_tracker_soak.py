@@ -79,7 +79,7 @@ def assert_every_row_is_kept(folder: Path, dice: random.Random, mark: str, monke
 
 
 def kill_one(dice: random.Random, mark: str) -> None:
-    """Kill a random process of the tracker: our subprocess beside the run, or one of wandb's."""
+    """Kill a random process of the tracker: the subprocess of the run, or one of wandb's."""
     result = marked(mark)
     if result:
         with suppress(psutil.Error):

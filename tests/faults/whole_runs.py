@@ -47,7 +47,7 @@ class KilledCommand:
 
 
 class Acknowledging(System):
-    """Reports which checkpoints are on disk: renamed, and their folder synced."""
+    """Reports each checkpoint that is on disk, which means that it was renamed and its folder was synced."""
 
     def __init__(self, acknowledge: Callable[[str, int], None]) -> None:
         self._acknowledge = acknowledge
@@ -93,7 +93,7 @@ def run(
     before: int = 0,
     output: Path | None = None,
 ) -> KilledCommand:
-    """Run a command in `folder` to its end, or until `end`: SIGKILL, or `cut` and SIGKILL.
+    """Run a command in `folder` to completion, or kill it at `end`, after calling `cut` if given.
 
     output  file for its output, if not beside the folder
     """
@@ -124,7 +124,7 @@ def run(
         if cut is not None:
             cut()
         if end.whole_group:
-            with suppress(ProcessLookupError):  # early on, it does not lead a session yet
+            with suppress(ProcessLookupError):  # an early process does not lead a session yet
                 os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)

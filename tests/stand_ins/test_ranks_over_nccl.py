@@ -150,7 +150,7 @@ test_exit_code = copy_of(
     errors.test_a_command_reaches_each_exit_code, LONG, pytest.mark.parametrize("name", ["a rank that is killed"])
 )
 test_errors_of_a_task = copy_of(
-    errors.test_errors_of_a_task_are_reported_with_lines_of_the_task_only,
+    errors.test_task_errors_are_reported_only_with_lines_of_the_task,
     LONG,
     pytest.mark.parametrize("name", ["a BaseException, with ranks", "an exit in a sample, with ranks"]),
 )
