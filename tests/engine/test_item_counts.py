@@ -97,7 +97,7 @@ def test_a_zero_count_is_a_fault_of_couple(count: str, update: int, tmp_path: Pa
     assert phase.position.update == update - 1
 
 
-def test_a_coupled_loss_that_is_not_finite_is_not_a_fault_of_its_count(tmp_path: Path) -> None:
+def test_a_nonfinite_coupled_loss_is_not_a_fault_of_its_count(tmp_path: Path) -> None:
     located = locate_failure(tmp_path, NAN_LOSS, "micro_batch_size=2")
     assert isinstance(located, NumericError)
     assert "update 3" in str(located)

@@ -66,9 +66,7 @@ def opened(
         yield open_other_rank(job_of(folder, *args), Other(path, local_rank), stack, stack.enter_context(StopRequest()))
 
 
-def test_a_rank_reads_the_checkpoint_of_the_first_rank_without_hashing_it_again(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_other_ranks_read_the_checkpoint_without_hashing_it(checkpoint: Path, tmp_path: Path) -> None:
     content = (checkpoint / "model.safetensors").read_bytes()
     (checkpoint / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with opened(tmp_path, checkpoint) as (run, start):

@@ -59,7 +59,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     ],
     ids=["optimizer", "hook", "task", "exits"],
 )
-def test_a_package_that_fails_to_import_ends_the_run_before_it_trains(
+def test_a_package_that_fails_to_import_ends_the_run_before_training(
     group: str, text: str, args: list[str], install: Callable[[str, str, str], str],
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

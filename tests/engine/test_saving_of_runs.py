@@ -39,7 +39,7 @@ def weights(phase: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in phase.run.parts.bare.state_dict().items()}
 
 
-def test_on_a_slow_disk_a_checkpoint_still_has_the_state_of_its_update(tmp_path: Path) -> None:
+def test_checkpoints_on_a_slow_disk_have_the_state_of_their_update(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint=off") as phase:
         updates = phase.updates()
         for _ in range(3):

@@ -133,7 +133,7 @@ class Cell:
             args.append("parallelism.restarts=0")
         return args
 
-    def changed(self) -> list[str]:
+    def changed_overrides(self) -> list[str]:
         """Return the overrides that change the micro-batches or ranks on resume; they replace those of the course."""
         if self["change"] == "micro":
             return self.micro(1 if self["accumulation"] == "2" else 2)

@@ -133,11 +133,11 @@ def read_only(task):
     """Let every change fail, as on ext4 after an error. A mount with open files cannot be made read-only."""
     from runner.durable.system import System
 
-    def refused(*given):
+    def refuse(*given):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     for name in ("open", "write", "truncate", "fsync", "mkdir", "rename", "unlink", "rmdir"):
-        setattr(System, name, refused)
+        setattr(System, name, refuse)
 
 
 def few_files(task):

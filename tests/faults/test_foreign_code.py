@@ -38,9 +38,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights", "launcher.partition", "launcher.account"])
-def test_line_breaks_in_settings_cannot_inject_commands_into_a_job_script(
-    cluster: Path, key: str, tally: Tally
-) -> None:
+def test_settings_cannot_inject_commands_into_job_scripts(cluster: Path, key: str, tally: Tally) -> None:
     for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
         for word in (f'{key}="x{end}touch PWNED{end}#"', f"{key}='x{end}touch PWNED{end}#'"):
             with pytest.raises(ConfigError) as caught:
@@ -50,7 +48,7 @@ def test_line_breaks_in_settings_cannot_inject_commands_into_a_job_script(
     assert not (cluster / "PWNED").exists()
 
 
-def test_line_breaks_in_a_config_file_cannot_inject_commands_into_a_job_script(cluster: Path) -> None:
+def test_config_files_cannot_inject_commands_into_job_scripts(cluster: Path) -> None:
     (cluster / "conf" / "hardware").mkdir(parents=True)
     text = '# @package _global_\noutput_root: "o\\ntouch PWNED\\n#x"\nhardware: {title: x, devices: []}\n'
     file = cluster / "conf" / "hardware" / "mine.yaml"
@@ -61,9 +59,7 @@ def test_line_breaks_in_a_config_file_cannot_inject_commands_into_a_job_script(c
     assert not (cluster / "PWNED").exists()
 
 
-def test_the_name_of_the_current_folder_cannot_inject_commands_into_a_job_script(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_names_cannot_inject_commands_into_job_scripts(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cluster / "o\ntouch PWNED\n#x").mkdir()
     monkeypatch.chdir(cluster / "o\ntouch PWNED\n#x")
     with pytest.raises(ConfigError, match="printable"):

@@ -69,9 +69,7 @@ def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_a_running_run_is_not_started_twice_even_if_its_lock_is_missing(
-    server: ForkServer, tmp_path: Path, is_alive: bool
-) -> None:
+def test_a_running_run_without_a_lock_is_not_started_twice(server: ForkServer, tmp_path: Path, is_alive: bool) -> None:
     assert run(server, tmp_path, "none").code == 0
     folder = tmp_path / "outputs" / "mine"
     (folder / ".lock").unlink()

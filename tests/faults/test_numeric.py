@@ -161,7 +161,7 @@ LATE_KERNELS = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kernel", LATE_KERNELS)
-def test_the_report_states_if_an_update_was_applied_before_its_values_were_known(
+def test_the_report_mentions_updates_applied_before_their_check(
     kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     args = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]

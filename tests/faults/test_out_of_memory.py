@@ -69,7 +69,7 @@ class Course:
 
 
 @lru_cache(maxsize=64)
-def composed(args: tuple[str, ...]) -> Configuration:
+def compose_cached(args: tuple[str, ...]) -> Configuration:
     for name in IMPORTED:  # once, before any fork
         importlib.import_module(name)
     return compose(Request(args, TASK))
@@ -80,7 +80,7 @@ def run_course(
 ) -> list[dict[str, Any]]:
     """Train, and return for each rank digests of its state, its rows, its messages and the reduced micro-batches."""
     args = (*course.words(), *more)
-    configuration = composed(args)
+    configuration = compose_cached(args)
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "outputs" / "mine"
@@ -184,7 +184,7 @@ def cells() -> Iterator[Cell]:
                 yield Cell(course, Shortage(place, limit, at, rank, on_host=place == "reading"))
 
 
-def chosen() -> list[Cell]:
+def choose_cells() -> list[Cell]:
     """With ACCEL_RUN_FAULTS=long, return all cells, otherwise one for each place and number of ranks."""
     every = list(cells())
     if IS_LONG:
@@ -199,7 +199,7 @@ def chosen() -> list[Cell]:
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("cell", chosen(), ids=str)
+@pytest.mark.parametrize("cell", choose_cells(), ids=str)
 def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
     shortage = replace(cell.shortage, struck=[])
@@ -352,7 +352,7 @@ def test_compiled_code_repeats_an_update_with_equal_results(ranks: int, where: s
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
+def test_a_single_sample_that_does_not_fit_ends_all_ranks(ranks: int) -> None:
     result = run_course(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
     error = result[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]

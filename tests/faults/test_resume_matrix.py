@@ -107,7 +107,7 @@ class Matrix:
             assert result.code in codes, f"{fault}: ended with {result.code}, not {codes}: {result.err}"
             # Orphaned workers may print tracebacks before they notice that their process was killed.
             assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in result.err, f"{fault}: {result.err}"
-        args = replace_groups([*cell.course(), *cell.mechanics(9)], cell.changed())
+        args = replace_groups([*cell.course(), *cell.mechanics(9)], cell.changed_overrides())
         num_events = len(events_of(folder))
         result = self.attempt(cell, folder, args, {"at": broken} if broken else {})
         assert result.code == 0, f"the resumed run ended with {result.code}: {result.err}"
@@ -486,7 +486,7 @@ def test_the_matrix_detects_an_incorrect_resume(
     tally.tried += 1
 
 
-def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resuming(
+def test_a_run_stopped_in_its_last_evaluation_resumes_and_finishes(
     server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)

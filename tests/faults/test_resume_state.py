@@ -118,7 +118,7 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
         ("plateau", "train", 0, 6),
     ],
 )
-def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_run(
+def test_checkpoints_of_a_resumed_run_equal_those_without_interruption(
     args: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
 ) -> None:
     """Every later checkpoint is compared, because evaluations, saves and ends of phases replace state."""

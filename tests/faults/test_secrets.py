@@ -359,7 +359,7 @@ def test_a_random_value_of_an_unknown_key_is_not_repeated(server: ForkServer, tm
         assert value not in result.err
 
 
-def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(server: ForkServer, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_task_key_lists_known_keys(server: ForkServer, tmp_path: Path) -> None:
     for key in ("task.pwd", "task.hiden"):
         result = server.run(f"plan --task {TASK} {key}=x", tmp_path)
         assert result.code == 78
@@ -528,9 +528,7 @@ def test_a_secret_as_a_default_value_of_a_task_is_rejected(server: ForkServer, t
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("method", ["evaluate", "summarize"])
-def test_a_secret_in_the_name_of_a_metric_is_not_written_to_files(
-    method: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_secrets_in_metric_names_are_not_written_to_files(method: str, server: ForkServer, tmp_path: Path) -> None:
     answer = "(1.0, 1)" if method == "evaluate" else "1.0"
     arguments = "self, model, batch" if method == "evaluate" else "self, metrics"
     body = f"    def {method}({arguments}):\n        return {{'m_' + os.environ['MY_PASSWORD']: {answer}}}\n\n"
@@ -671,7 +669,7 @@ def test_random_looking_passwords_are_rejected_as_input(value: str, monkeypatch:
 
 
 @pytest.mark.slow
-def test_an_option_or_a_choice_that_equals_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
+def test_options_and_choices_equal_to_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
     """Such a run can also be resumed. A password that is not the value of an option or a choice is still rejected."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
     source = (
@@ -721,7 +719,7 @@ def test_an_unchanged_environment_is_not_read_again(monkeypatch: pytest.MonkeyPa
     ("name", "value"),
     [("CACHE_KEY", "py311-linux"), ("EXP_KEY", "exp-run42"), ("COMET_EXPERIMENT_KEY", "f0e1d2c3b4a59687")],
 )
-def test_a_run_name_can_contain_a_value_that_is_not_a_secret(
+def test_run_names_can_contain_values_of_harmless_variables(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -164,7 +164,7 @@ PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
 
 
 @pytest.mark.slow
-def test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals(
+def test_a_run_saves_and_exits_with_75_after_stop_signals(
     server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
 ) -> None:
     generator = random.Random(seed)

@@ -134,7 +134,7 @@ test_a_sum_that_returns_its_result = copy_of(
 test_not_finite = copy_of(numeric.test_all_ranks_stop_and_the_failing_rank_is_reported, LONG)
 test_a_pipeline_that_is_not_finite = copy_of(numeric.test_the_search_in_a_pipeline_covers_samples_but_not_modules, LONG)
 
-test_signals = copy_of(signals.test_a_run_saves_and_exits_with_75_if_all_its_processes_get_stop_signals, LONG, HOURS)
+test_signals = copy_of(signals.test_a_run_saves_and_exits_with_75_after_stop_signals, LONG, HOURS)
 test_no_time_to_save = copy_of(
     signals.test_a_save_that_cannot_finish_in_time_is_not_started, LONG, pytest.mark.parametrize("num_ranks", [2])
 )

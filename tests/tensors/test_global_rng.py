@@ -74,7 +74,7 @@ def test_generators_of_gpus_are_seeded_if_there_are_any(is_available: bool, monk
     assert seeds == [7] * is_available
 
 
-def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_generator_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the device of the run matters if there are several."""
     states = {"cuda:0": torch.tensor([10]), "cuda:1": torch.tensor([11])}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)].clone())

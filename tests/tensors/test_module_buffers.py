@@ -194,7 +194,7 @@ def test_a_frozen_parameter_is_restored(move: Callable[[Teacher], None]) -> None
     assert slow.tolist() == [0, 1, 2]
 
 
-def test_the_version_of_a_frozen_parameter_shows_whether_it_was_changed() -> None:
+def test_the_version_of_a_frozen_parameter_reflects_changes() -> None:
     """Restoring the values neither hides a change nor counts as one."""
     model = Teacher()
     model.constant = nn.Parameter(torch.ones(2), requires_grad=False)

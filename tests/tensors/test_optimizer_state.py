@@ -101,7 +101,7 @@ def test_a_step_that_changed_one_parameter_is_detected(name: str, num_steps: int
     assert not detector.is_unchanged()
 
 
-def test_a_step_that_incremented_the_counter_of_a_new_state_is_detected() -> None:
+def test_an_incremented_counter_of_a_new_state_is_detected() -> None:
     detector = StepChangeDetector(optimizer := AdamW(make_groups(make_weights())))
     detector.begin()
     for step in (0.0, 1.0):
@@ -428,7 +428,7 @@ def test_a_mismatched_state_is_refused_and_changes_nothing(change: Callable[...,
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
-def test_an_imported_state_has_the_same_types_as_a_state_created_by_torch(name: str, default: torch.dtype) -> None:
+def test_imported_state_has_the_types_of_state_created_by_torch(name: str, default: torch.dtype) -> None:
     make = {**MAKERS, **OPAQUE}[name]
     torch.set_default_dtype(default)
     try:

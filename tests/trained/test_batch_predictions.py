@@ -156,7 +156,7 @@ def test_an_out_of_memory_error_on_one_rank_loses_no_sample(trained: Path) -> No
     assert [int(row["index"]) for row in rows] == [*range(SIZES["val"])]
 
 
-def test_any_text_in_a_prediction_can_be_read_back_from_the_table(trained: Path) -> None:
+def test_predicted_text_can_be_read_back_from_the_table(trained: Path) -> None:
     result = run_here("inference one task.returned=texts task.item=token", trained)
     assert result.code == 0, result.err
     assert max(map(len, result.out.splitlines())) < 1000, "long rows are not printed"

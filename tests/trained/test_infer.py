@@ -169,7 +169,7 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
 ) -> None:
     faults = Faults()
     if refusal:  # a system without syncfs: each file is synced, with the same guarantees
-        monkeypatch.setattr(type(faults.inner), "sync_file_system", _refused)
+        monkeypatch.setattr(type(faults.inner), "sync_file_system", _refuse)
     with files.use_system(faults), PredictionWriter(run, print) as writer:
         for number in range(1000):
             writer.put({f"predictions/{number}.txt": b"x", f"plots/{number}.png": b"y"})
@@ -193,7 +193,7 @@ def test_many_or_large_predictions_are_written_before_the_maximum_delay(
         assert len(list(run.predictions.glob("*"))) == count
 
 
-def _refused(*_: Any) -> None:
+def _refuse(*_: Any) -> None:
     raise OSError(38, "Function not implemented")
 
 

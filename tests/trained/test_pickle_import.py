@@ -157,7 +157,7 @@ def test_an_unknown_entry_is_reported_with_existing_entries(tmp_path: Path) -> N
     assert convert_refused(tmp_path, {}).problems[0].fix == ""
 
 
-def test_memory_is_limited_to_a_multiple_of_the_size_of_the_file(limits: dict[int, tuple[int, int]]) -> None:
+def test_memory_is_limited_to_a_multiple_of_the_file_size(limits: dict[int, tuple[int, int]]) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     in_use = pages * resource.getpagesize()
     for size in (0, 1 << 40):

@@ -141,7 +141,7 @@ def test_evaluate_accepts_settings_that_cannot_divide_the_global_batch(args: tup
     assert loss == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
 
 
-def test_one_process_can_evaluate_a_multi_rank_run_with_a_smaller_last_micro_batch(tmp_path: Path) -> None:
+def test_one_process_can_evaluate_a_run_with_uneven_micro_batches(tmp_path: Path) -> None:
     train(tmp_path, *TWO_RANKS, "global_batch_size=10", "micro_batch_size=4")
     loss = evaluate(tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
     assert loss == pytest.approx(loss_by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)

@@ -127,7 +127,7 @@ def test_garbage_collection_is_enabled_after_opening_a_run(folder: Path) -> None
         assert gc.isenabled()
 
 
-def test_the_end_of_a_run_names_the_best_checkpoint_if_it_is_not_the_last(folder: Path) -> None:
+def test_a_finished_run_names_its_best_checkpoint_unless_it_is_last(folder: Path) -> None:
     """The report shows the metrics of the last evaluation, but inference uses the best checkpoint."""
     task = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
     args = ["train", "--task", str(task), f"output_root={folder}", "device=cpu", "monitor=off", "updates=6"]

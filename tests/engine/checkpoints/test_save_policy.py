@@ -135,7 +135,7 @@ def test_policies_have_the_requested_keep_and_best_settings() -> None:
 # ---------------------------------------------------------------- cost of saves, and the interval derived from it
 
 
-def saved(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
+def make_saved_checkpoint(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
     return SavedCheckpoint(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
 
 
@@ -152,20 +152,20 @@ def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them is an outlier
         save_cost.record_update(seconds, writing=False)
     assert save_cost.expected_s() is None
-    record_save(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
+    record_save(save_cost, 0.3, [0.7, 0.6, 0.5], make_saved_checkpoint())
     assert save_cost.last is not None
     assert save_cost.last.held_s == 0.3
     assert save_cost.last.slowed_s == pytest.approx(0.3)
     assert save_cost.cost_s == pytest.approx(0.6)
     assert save_cost.expected_s() == pytest.approx(2.3)
-    record_save(save_cost, 0.1, [0.4], saved(1.0))
+    record_save(save_cost, 0.1, [0.4], make_saved_checkpoint(1.0))
     assert save_cost.last.slowed_s == 0.0, "never negative"
     assert (save_cost.num_saves, save_cost.held_s, save_cost.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
     assert save_cost.expected_s() == pytest.approx(2.3), "the slowest of the last three"
 
 
 def test_failed_saves_are_excluded_from_save_costs() -> None:
-    save_cost, good = SaveCost(), saved()
+    save_cost, good = SaveCost(), make_saved_checkpoint()
     save_cost.record_update(0.5, writing=False)
     for written in (None, good, good):
         save_cost.record_pause(0.1)
@@ -179,7 +179,7 @@ def test_save_costs_are_restored_on_resume() -> None:
     save_cost, resumed = SaveCost(), SaveCost()
     save_cost.record_update(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
-        record_save(save_cost, 0.25, [0.5], saved(seconds))
+        record_save(save_cost, 0.25, [0.5], make_saved_checkpoint(seconds))
     resumed.load(save_cost.state())
     assert resumed.expected_s() == save_cost.expected_s() == 2.25
     assert resumed.cost_s == save_cost.cost_s
@@ -247,5 +247,5 @@ def test_the_summary_shows_the_number_and_times_of_saves() -> None:
     save_cost = SaveCost()
     save_cost.record_pause(0.5)
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
-    record_save(save_cost, 0.25, [], saved(write_s=3.0))
+    record_save(save_cost, 0.25, [], make_saved_checkpoint(write_s=3.0))
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["2", "0.75", "3.75", "1.12", "3.00"]

@@ -337,12 +337,12 @@ def test_a_metric_without_items_is_null_and_never_the_best(server: ForkServer, t
         assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
 
-    def refused(constant: str) -> None:
+    def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not valid JSON")
 
-    actual = [json.loads(path.read_text(), parse_constant=refused) for path in run.rglob("*.json")]
+    actual = [json.loads(path.read_text(), parse_constant=refuse) for path in run.rglob("*.json")]
     assert actual
-    rows = [json.loads(row, parse_constant=refused) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(row, parse_constant=refuse) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert {row["val/rare"] for row in rows if "val/rare" in row} == {None}
     record = json.loads((run / "run.json").read_text())
     assert record["metrics"]["val/rare"] is None

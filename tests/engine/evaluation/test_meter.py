@@ -170,7 +170,7 @@ def test_the_time_of_a_row_excludes_hooks(time: Time) -> None:
         assert (row["perf/step_time_ms"], row["perf/data_wait"]) == (500.0, 0.25)
 
 
-def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> None:
+def test_the_parts_of_a_row_add_up_to_its_step_time(time: Time) -> None:
     rows: list[Row] = []
     meter = make_meter(rows, every=2)
     for number in range(1, 7):

@@ -96,7 +96,7 @@ def test_a_module_without_the_interface_of_a_metric_is_rejected(missing: str) ->
     assert "own" in caught.value.problems[0].fix
 
 
-def test_a_class_with_the_interface_that_is_not_a_module_is_rejected() -> None:
+def test_a_metric_that_is_not_a_module_is_rejected() -> None:
     with pytest.raises(TaskFault):
         states_of({"own": type("Plain", (), dict.fromkeys(("update", "compute", "reset"), len))()})
 

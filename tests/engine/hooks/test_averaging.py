@@ -284,7 +284,7 @@ def test_a_pipeline_stage_without_trained_parameters_averages_nothing(tmp_path: 
     assert_close(load_saved(tmp_path / "two"), load_saved(tmp_path / "one"))
 
 
-def test_the_average_of_a_tied_weight_is_loaded_under_all_of_its_names(server: ForkServer, tmp_path: Path) -> None:
+def test_the_average_of_a_tied_weight_is_loaded_under_all_names(server: ForkServer, tmp_path: Path) -> None:
     """A checkpoint has the weight under both names but its average only under the first; loading keeps the last."""
     task = Path(__file__).parents[1] / "task_of_tied.py"
     assert server.run(["train", "--task", str(task), *request_of(tmp_path, *EMA).overrides], tmp_path).code == 0

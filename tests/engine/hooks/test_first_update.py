@@ -71,7 +71,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[First]:
         ({"a": True}, {"b": True}, []),
     ],
 )
-def test_a_parameter_is_reported_if_no_rank_has_a_gradient_for_it(
+def test_parameters_without_gradient_on_any_rank_are_reported(
     here: dict[str, bool], there: dict[str, bool], missed: list[str], first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first.gradients = here

@@ -89,7 +89,7 @@ def test_rows_have_mean_times_by_rank_and_part_without_start_up(is_startup: bool
     assert seen.hook.readings() == {}
 
 
-def test_times_after_the_last_row_are_counted_at_the_end_of_the_phase(seen: Observed) -> None:
+def test_times_after_the_last_row_are_counted_at_the_phase_end(seen: Observed) -> None:
     seen.phase.hook(Timekeeping).until_first_update = None
     seen.after_update(1, status(1.0, 2.0))
     assert seen.tally == []

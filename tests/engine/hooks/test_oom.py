@@ -78,7 +78,7 @@ def opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 # ---------------------------------------------------------------- in an update
 
 
-def test_the_micro_batch_of_a_failed_update_is_halved_down_to_one_sample(opening: Any) -> None:
+def test_a_failed_update_halves_its_micro_batch_down_to_one_sample(opening: Any) -> None:
     with opening() as seen:
         for size in (2, 1):
             seen.reduce()

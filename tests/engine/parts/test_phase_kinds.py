@@ -107,7 +107,7 @@ def save_and_read(phase: PhaseKind) -> Any:
 # ---------------------------------------------------------------- training
 
 
-def test_only_the_parameters_of_the_phase_are_trained_until_it_is_released() -> None:
+def test_only_parameters_of_the_phase_are_trained_until_its_release() -> None:
     phase, parts = training(["head"])
     named = dict(parts.bare.named_parameters())
     assert [*phase.trained_names] == ["head.weight"]
@@ -351,7 +351,7 @@ def test_a_plateau_state_of_an_earlier_version_keeps_its_level(has_phase_values:
     assert phase.training.schedule.factor(4) == 0.5
 
 
-def test_the_strategy_receives_the_trained_parameters_and_the_end_of_a_phase() -> None:
+def test_the_strategy_is_notified_of_trained_parameters_and_phase_end() -> None:
     class Recorded(Parallel):
         calls: list[Any]
 
@@ -506,7 +506,7 @@ def test_a_resumed_fit_restores_its_state_only_on_the_first_rank() -> None:
 
 
 @pytest.mark.parametrize(("update", "expected"), [(1, [[1.0, 4.0], [3.0, 0.0]]), (2, [[4.0, 4.0], [0.0, 0.0]])])
-def test_a_fit_resumed_on_as_many_ranks_restores_the_state_of_each(update: int, expected: list[list[float]]) -> None:
+def test_a_fit_resumed_on_equally_many_ranks_restores_each_rank(update: int, expected: list[list[float]]) -> None:
     """Continuing from merged sums would change the order of additions and thus the rounding.
 
     The checkpoint of a finished phase, after two updates, has only the merged state.
@@ -561,7 +561,7 @@ def test_an_invalid_return_value_of_add_is_rejected(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [torch.zeros(3)], {"total": 1.0}, {0: torch.zeros(3)}], ids=str)
-def test_a_fit_state_that_is_not_a_dict_of_tensors_is_rejected(state: Any) -> None:
+def test_fit_states_other_than_dicts_of_tensors_are_rejected(state: Any) -> None:
     class Start(Mean):
         def start(self) -> Any:
             return state

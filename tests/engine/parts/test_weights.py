@@ -305,7 +305,7 @@ def test_weights_and_weights_source_are_equivalent(server: ForkServer, tmp_path:
 
 
 @pytest.mark.slow
-def test_trials_of_a_sweep_can_start_from_the_weights_of_the_last_run(server: ForkServer, tmp_path: Path) -> None:
+def test_sweep_trials_can_start_from_weights_of_the_last_run(server: ForkServer, tmp_path: Path) -> None:
     common = ["train", "--task", str(TASK), "updates=1", "device=cpu", "monitor=off", "backend.threads=1"]
     assert server.run([*common, "run=first"], tmp_path).code == 0
     forked = {"IMPORT_FIRST": "tests.forked_trials"}

@@ -128,7 +128,7 @@ def test_an_exception_without_problems_is_recorded_with_its_text_as_cause(
     assert (record.exit_code, read_record(run.path).process.exit_code) == (code, code)
 
 
-def test_a_rejected_attempt_changes_neither_run_json_nor_the_notes_of_the_error(run: RunDirectory) -> None:
+def test_a_rejected_attempt_changes_neither_run_json_nor_error_notes(run: RunDirectory) -> None:
     add_checkpoints(run, 3)
     start_attempt(run)
     before = run.run_json.read_bytes()

@@ -119,7 +119,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @contextmanager
-def watched(
+def watch_rank(
     folder: Path | None, *settings: str, world_size: int = 2, traces: HangTraces | None = None
 ) -> Iterator[ProgressMark]:
     """Watch a rank whose heartbeats are in `folder`, or a process that ends itself if None."""
@@ -138,7 +138,7 @@ def waited_ticks(beats: list[Heartbeat]) -> list[float]:
 
 
 def test_the_time_of_an_operation_counts_from_its_first_check(clock: Clock, tmp_path: Path) -> None:
-    with watched(tmp_path) as mark:
+    with watch_rank(tmp_path) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(mark, keep, keep, begins(DATA), keep, begins(DATA), begins(UPDATE, 2), keep, keep)
         assert [beat.ticks for beat in beats] == [2, 3, 4, 5, 6, 7, 8, 9]
@@ -153,7 +153,7 @@ def test_the_time_of_an_operation_counts_from_its_first_check(clock: Clock, tmp_
 
 
 def test_the_first_operation_of_a_kind_has_a_separate_limit(clock: Clock, tmp_path: Path) -> None:
-    with watched(tmp_path) as mark:
+    with watch_rank(tmp_path) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(
             mark, begins(UPDATE), lambda mark: mark.completed_kinds.add(UPDATE), begins(UPDATE, 2), begins(DATA)
@@ -167,7 +167,7 @@ def test_the_first_operation_of_a_kind_has_a_separate_limit(clock: Clock, tmp_pa
 
 
 def test_derived_limits_follow_durations_and_are_reset_by_a_new_phase(clock: Clock, tmp_path: Path) -> None:
-    with watched(tmp_path, "watchdog.update_s=auto") as mark:
+    with watch_rank(tmp_path, "watchdog.update_s=auto") as mark:
         mark.begin("first")
         mark.completed_kinds.add(UPDATE)
         beats = clock.pass_ticks(mark, begins(UPDATE), *[keep] * 40, begins(UPDATE, 2), keep)
@@ -190,13 +190,13 @@ def test_operations_completed_between_two_checks_count(clock: Clock, tmp_path: P
         mark.completed_kinds.add(UPDATE)
         mark.advance(UPDATE, 3)
 
-    with watched(tmp_path) as mark:
+    with watch_rank(tmp_path) as mark:
         (beat,) = clock.pass_ticks(mark, begin)
         assert (beat.is_first, beat.phase, beat.update, beat.limit_s) == (False, "second", 3, 3.0)
 
 
 def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp_path: Path) -> None:
-    with watched(tmp_path) as mark:
+    with watch_rank(tmp_path) as mark:
         mark.begin("train")
         mark.write_progress = lambda: (6, "same")
         busy = [begins(UPDATE, number) for number in range(7, 40)]
@@ -214,7 +214,7 @@ def test_a_writer_without_progress_is_reported_after_its_limit(clock: Clock, tmp
 
 
 def test_writer_progress_counts_only_while_training_waits_for_it(clock: Clock, tmp_path: Path) -> None:
-    with watched(tmp_path) as mark:
+    with watch_rank(tmp_path) as mark:
         progress = iter([(6, number // 3) for number in range(100)])
         mark.write_progress = lambda: next(progress)
         beats = clock.pass_ticks(mark, begins(CHECKPOINT, 6), *[keep] * 8)
@@ -247,7 +247,7 @@ def test_stacks_show_whether_a_rank_waits_or_is_in_a_debugger(
         return FRAMES[frames]
 
     monkeypatch.setattr("runner.host.stacks.current_frames", current_frames)
-    with watched(tmp_path, world_size=world_size) as mark:
+    with watch_rank(tmp_path, world_size=world_size) as mark:
         mark.begin("train")
         beats = clock.pass_ticks(mark, begins(UPDATE), *[keep] * 7)
     assert len(read) == (1 if frames == "debugger" else 3)
@@ -269,7 +269,7 @@ def test_ranks_publish_their_progress_even_without_a_watchdog(clock: Clock, tmp_
 
 def test_a_watchdog_thread_that_cannot_start_is_reported_as_a_system_limit(clock: Clock, tmp_path: Path) -> None:
     clock.can_start = False
-    with pytest.raises(SystemLimit), watched(tmp_path):
+    with pytest.raises(SystemLimit), watch_rank(tmp_path):
         pass
 
 
@@ -314,7 +314,7 @@ def test_a_hanging_process_is_recorded_and_ends(
     clock: Clock, exits: Exits, tmp_path: Path, capfd: pytest.CaptureFixture[str], world_size: int
 ) -> None:
     (tmp_path / "update-0000000004").mkdir()
-    with watched(None, traces=exits.traces(tmp_path), world_size=world_size) as mark:
+    with watch_rank(None, traces=exits.traces(tmp_path), world_size=world_size) as mark:
         mark.begin("train")
         mark.completed_kinds.add(UPDATE)
         mark.num_updates.value = 6
@@ -341,7 +341,7 @@ def test_a_rank_waiting_for_others_has_the_limit_of_a_checkpoint(
     clock: Clock, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.host.stacks.current_frames", lambda thread: FRAMES["collective"])
-    with watched(None, traces=exits.traces()) as mark:
+    with watch_rank(None, traces=exits.traces()) as mark:
         mark.completed_kinds.add(UPDATE)
         clock.pass_ticks(mark, begins(UPDATE), *[keep] * 28)
         assert exits.codes == [], "at the limit of a checkpoint, 7 s"
@@ -359,7 +359,7 @@ def test_an_error_is_recorded_only_if_the_stacks_could_be_written(
         if fails == "stacks":
             raise OSError(28, "No space left on device")
 
-    with watched(None, traces=replace(exits.traces(), write_stacks=write), world_size=1) as mark:
+    with watch_rank(None, traces=replace(exits.traces(), write_stacks=write), world_size=1) as mark:
         mark.completed_kinds.add(UPDATE)
         with pytest.raises(Ended):
             clock.pass_ticks(mark, begins(UPDATE), *[keep] * 13)
@@ -427,7 +427,7 @@ def test_limits_follow_the_settings() -> None:
     assert off() is None
 
 
-def test_a_derived_limit_has_a_minimum_and_an_explicit_one_is_exact() -> None:
+def test_derived_limits_have_a_minimum_and_explicit_limits_are_exact() -> None:
     derived, exact = WatchdogLimits(None, 100.0, None, 7.0), WatchdogLimits(3.0, 100.0, 5.0, 7.0)
 
     def limits(kind: str, **others: Any) -> tuple[float, float]:

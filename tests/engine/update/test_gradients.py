@@ -58,7 +58,7 @@ def test_half_precision_gradients_keep_their_dtype_and_an_empty_list_has_no_norm
 
 @pytest.mark.parametrize("max_norm", [None, 0.001])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_a_gradient_in_half_precision_does_not_change_the_scale_of_another(
+def test_a_half_precision_gradient_does_not_change_the_scale_of_others(
     half: torch.dtype, max_norm: float | None
 ) -> None:
     """The correction is a number or, with several ranks, a tensor."""

@@ -415,7 +415,7 @@ def test_the_cause_names_the_sample_that_exceeded_memory(wrapped: Callable[[Base
     assert "of 7 EiB" in result.text
 
 
-def test_with_several_ranks_an_error_of_an_update_is_raised_immediately() -> None:
+def test_errors_of_updates_are_raised_immediately_with_several_ranks() -> None:
     """The other ranks have continued or wait in a collective, so this rank cannot retry alone."""
     model, policy = Model(), Policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
