@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain, pairwise, starmap
 from pathlib import Path
 
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
@@ -18,7 +20,7 @@ from runner.config.configuration import Configuration
 from runner.config.options import task_source
 from runner.engine.contract.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, min_batch_size
-from runner.host.subprocesses import run_in_subprocess
+from runner.host.subprocesses import Subprocess, run_in_subprocess
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
@@ -29,6 +31,7 @@ from runner.plan.rank_devices import RankDevice, copy_sizes
 from runner.plan.run_plan import Plan
 
 PhaseSize = tuple[str, int]  # name of a phase, and a micro-batch size
+Part = tuple[int, tuple[str, ...]]  # micro-batch size, and names of phases that are traced with it
 PlanWith = Callable[..., Plan]  # make_plan with the devices of the run
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
@@ -47,7 +50,8 @@ def trace_memory_needs(
     Raises the exceptions of the task.
     """
     try:
-        return run_in_subprocess(predict_needs, configuration, inventory, alternatives, ranks, on_wait=on_wait)
+        cores = inventory.cpu.physical_cores
+        return run_in_subprocess(predict_needs, configuration, inventory, alternatives, ranks, cores, on_wait=on_wait)
     except BrokenProcessPool:
         return MemoryNeeds({}, why_not="the tracing process crashed")
 
@@ -57,6 +61,7 @@ def predict_needs(
     inventory: Inventory,
     alternatives: bool = False,
     ranks: Sequence[RankDevice] | None = None,
+    num_processes: int = 1,
 ) -> MemoryNeeds:
     """Return the memory demand of every phase on the devices of the inventory.
 
@@ -66,6 +71,7 @@ def predict_needs(
     alternatives  always trace a second size, so that larger ones can be suggested; if the run does not fit, also trace
                   sizes that do, because the memory that a GPU's allocator reserves is not linear in the size
     ranks         as in `make_plan`
+    num_processes  traces that may run at the same time, in forks of this process
     Raises the exceptions of the task.
     """
     plan_with = partial(make_plan, inventory=inventory, ranks=ranks)
@@ -82,16 +88,19 @@ def predict_needs(
                 staged = _trace_pipelines(configuration, plan_with, plan, MemoryNeeds({}), alternatives=alternatives)
                 if staged.demands:
                     return staged
-            tracer = _Tracer(forecast, AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
-            tracer.trace(_deciding_sizes(plan))
+            allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
+            tracer = _Tracer(forecast, allocator, num_processes)
+            forecast.build()
+            least = {(phase.name, forecast.least) for phase in forecast.phases}
+            tracer.trace(_deciding_sizes(plan) | least if alternatives else _deciding_sizes(plan))
 
             def next_sizes() -> set[PhaseSize]:
                 needs = MemoryNeeds(tracer.demands())
                 planned = plan_with(configuration, needs=needs)
                 return sizes_to_trace(planned, configuration, plan_with, needs, alternatives=alternatives)
 
-            if alternatives or not next_sizes() <= tracer.traced:
-                tracer.trace({(phase.name, forecast.least) for phase in forecast.phases})
+            if not next_sizes() <= tracer.traced:
+                tracer.trace(least)
             for _ in range(MAX_ROUNDS):
                 if not tracer.trace(next_sizes()):
                     break
@@ -244,25 +253,43 @@ def _with_auto_sizes(configuration: Configuration) -> Configuration:
 class _Tracer:
     """Traces each phase and size once, and keeps the traces by phase."""
 
-    def __init__(self, forecast: Forecast, allocator: AllocatorSettings) -> None:
-        self.forecast, self.allocator = forecast, allocator
+    def __init__(self, forecast: Forecast, allocator: AllocatorSettings, num_processes: int) -> None:
+        self.forecast, self.allocator, self.num_processes = forecast, allocator, num_processes
         self.traces: dict[str, list[Traced]] = defaultdict(list)
         self.traced: set[PhaseSize] = set()
 
     def trace(self, sizes: set[PhaseSize]) -> bool:
+        """Trace those that have not been traced, and return whether there were any."""
         new = {(name, max(size, self.forecast.least)) for name, size in sizes} - self.traced
         self.traced |= new | sizes
-        names: dict[int, list[str]] = defaultdict(list)
-        for name, size in sorted(new):
-            names[size].append(name)
-        for size in sorted(names):
-            for traced in self.forecast.trace(size, names[size]):
-                self.traces[traced.phase].append(traced)
-                self.traced.add((traced.phase, size))  # memory=budget traces more phases than requested
+        for traced in self._trace(_parts(new, by_size=self.forecast.has_budget)):
+            self.traces[traced.phase].append(traced)
+            self.traced.add((traced.phase, traced.micro_batch_size))  # memory=budget traces more than requested
         return bool(new)
+
+    def _trace(self, parts: Sequence[Part]) -> Iterator[Traced]:
+        """Trace the first share of the parts in this process, and the others in forks of it."""
+        num_shares = max(1, min(self.num_processes, len(parts))) if self.forecast.can_fork else 1
+        limits = [len(parts) * number // num_shares for number in range(num_shares + 1)]
+        first, *others = (parts[start:end] for start, end in pairwise(limits))
+        with ExitStack() as stack:
+            forks = [stack.enter_context(Subprocess(self.forecast.trace_in_fork, share)) for share in others]
+            yield from chain.from_iterable(starmap(self.forecast.trace, first))
+            for fork, share in zip(forks, others, strict=True):
+                traced = fork.result()
+                yield from chain.from_iterable(starmap(self.forecast.trace, share) if traced is None else traced)
 
     def demands(self) -> dict[str, Demand]:
         return {phase: Demand.from_traces(traces, self.allocator) for phase, traces in self.traces.items()}
+
+
+def _parts(sizes: set[PhaseSize], *, by_size: bool) -> list[Part]:
+    """Return arguments for `Forecast.trace`; those with the same size are adjacent: their traces share results."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, size in sorted(sizes):
+        names[size].append(name)
+    whole = [(size, tuple(names[size])) for size in sorted(names, reverse=True)]
+    return whole if by_size else [(size, (name,)) for size, phases in whole for name in phases]
 
 
 def sizes_to_trace(

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from runner.axes.memory import recompute_blocks
@@ -47,6 +48,10 @@ def forecast(configuration: Configuration, inventory: Inventory, micro_batch_siz
         return [traced for size in micro_batch_sizes for traced in prediction.trace(size)]
 
 
+class _NeedsRealWeights(Exception):
+    """A fork cannot trace the model on fake weights."""
+
+
 class Forecast:
     """Trace a configuration with any number of micro-batch sizes; the model is built once.
 
@@ -80,6 +85,7 @@ class Forecast:
         self._parts: Parts | None = None
         self._fake_run = FakeRun(AllocationRecorder())
         self._why_not = ""
+        self._in_fork = False
 
     def __enter__(self) -> Forecast:
         return self
@@ -87,6 +93,18 @@ class Forecast:
     def __exit__(self, *_: object) -> None:
         self._parts = None
         self._stack.close()
+
+    def trace_in_fork(self, parts: Sequence[tuple[int, Collection[str]]]) -> list[list[Traced]] | None:
+        """Call `trace` for each micro-batch size and phases, in a fork of the process that has built the model.
+
+        Returns None if the model must be measured with real weights, which need memory in each fork.
+        """
+        torch.set_num_threads(1)  # a fork does not have the threads of its parent, and would wait for them
+        self._in_fork = True
+        try:
+            return [self.trace(size, names) for size, names in parts]
+        except _NeedsRealWeights:
+            return None
 
     def trace(self, micro_batch_size: int, names: Collection[str] | None = None) -> list[Traced]:
         """Return the demand of each phase, or only of the phases in `names`, with this micro-batch size.
@@ -160,11 +178,24 @@ class Forecast:
         except Exception as error:
             if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
                 raise  # the real run would raise it too
+            if self._in_fork:
+                raise _NeedsRealWeights from error
             self._why_not = _describe_failure(error, self._source)
             if self._parts is not None and not has_room(self._parts.bare):
                 raise NotTraceable(f"{self._why_not}; the model is too large to be measured here") from None
             self.__exit__()
             return None
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the model is built on fake weights, which need no memory in a fork."""
+        return self._parts is not None and not self._why_not
+
+    def build(self) -> None:
+        """Build the model, on fake weights if possible."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._try_fake_weights(self._build)
 
     @property
     def least(self) -> int:

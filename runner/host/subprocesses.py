@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from runner.base.errors import SystemLimit
 from runner.base.loaded_torch import cuda_is_initialized
@@ -21,6 +21,53 @@ Result = TypeVar("Result")
 NOTIFY_AFTER_S = 3.0  # `on_wait` is called after this many seconds
 
 
+class Subprocess(Generic[Result]):
+    """A call of a function in a forked process. Exit the context to end the process.
+
+    Does not use ProcessPoolExecutor, which needs two threads, and hangs if the system permits only one.
+
+    Raises SystemLimit if the process cannot be started, and RuntimeError if this process has initialized CUDA, which a
+    forked child cannot use.
+    """
+
+    def __init__(self, function: Callable[..., Result], *args: Any) -> None:
+        if cuda_is_initialized():
+            raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")
+        context = get_context("fork")
+        try:
+            self._line, theirs = context.Pipe()
+            self._process = context.Process(target=_call_and_send, args=(theirs, os.getpid(), function, args))
+            self._process.start()
+        except OSError as error:
+            raise SystemLimit(
+                f"cannot start a subprocess: {error.strerror}",
+                fix="raise the limits on processes (ulimit -u; in a container: pids) and open files (ulimit -n)",
+            ) from error
+        theirs.close()
+
+    def __enter__(self) -> Subprocess[Result]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # it has sent its result, or the result is no longer needed
+        self._process.join()
+        self._line.close()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        """Wait at most this long; return whether `result` would return at once."""
+        return self._line.poll(seconds)
+
+    def result(self) -> Result:
+        """Wait for the result. Raises the exceptions of the function, or BrokenProcessPool if the process dies."""
+        try:
+            has_returned, value, trace = self._line.recv()
+        except (EOFError, ConnectionError):
+            raise BrokenProcessPool("the process died") from None
+        if not has_returned:
+            raise value from _RemoteTraceback(trace)
+        return value  # type: ignore[no-any-return]
+
+
 def run_in_subprocess(
     function: Callable[..., Result],
     *args: Any,
@@ -29,38 +76,13 @@ def run_in_subprocess(
 ) -> Result:
     """Run a function in a forked process and return its result.
 
-    Does not use ProcessPoolExecutor, which needs two threads, and hangs if the system permits only one.
-
     on_wait  called once if the result takes longer than `notify_after_s` seconds
-    Raises the exceptions of the function, BrokenProcessPool if the process dies, SystemLimit if it cannot be started,
-    and RuntimeError if this process has initialized CUDA, which a forked child cannot use.
+    Raises the exceptions of `Subprocess`.
     """
-    if cuda_is_initialized():
-        raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")
-    context = get_context("fork")
-    try:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_call_and_send, args=(theirs, os.getpid(), function, args))
-        process.start()
-    except OSError as error:
-        raise SystemLimit(
-            f"cannot start a subprocess: {error.strerror}",
-            fix="raise the limits on processes (ulimit -u; in a container: pids) and open files (ulimit -n)",
-        ) from error
-    theirs.close()
-    try:
-        if on_wait is not None and not ours.poll(notify_after_s):
+    with Subprocess(function, *args) as process:
+        if on_wait is not None and not process.has_ended_within(notify_after_s):
             on_wait()
-        has_returned, value, trace = ours.recv()
-    except (EOFError, ConnectionError):
-        raise BrokenProcessPool("the process died") from None
-    finally:
-        process.kill()  # it has sent its result, or the result is no longer needed
-        process.join()
-        ours.close()
-    if not has_returned:
-        raise value from _RemoteTraceback(trace)
-    return value  # type: ignore[no-any-return]
+        return process.result()
 
 
 class _RemoteTraceback(Exception):
