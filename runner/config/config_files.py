@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.base.paths import shipped_path
 from runner.config.guarded_yaml import read_guarded
-from runner.config.options import GROUPS, find_signature, list_options
+from runner.config.options import AXES, GROUPS, find_signature, list_options
 
 GLOBAL = "# @package _global_"  # for Hydra: this file contains top-level keys
 
@@ -78,6 +78,18 @@ def shipped_options() -> dict[str, str]:
 def _defaults_list(group: str, option: str, config_dir: Path | None) -> list[Any]:
     entries = load_file(group, option, config_dir).get("defaults")
     return entries if isinstance(entries, list) else []
+
+
+def overridden_keys(config_dir: Path | None, known_keys: Container[str]) -> dict[str, str]:
+    """Return key of a group in the user's config.yaml -> its group, if the group's option overrides the file.
+
+    Hydra merges a file at the position of _self_ in its defaults list, so options that follow override it.
+    """
+    entries = _defaults_list("", "config", config_dir)
+    later = entries[entries.index("_self_") + 1 :] if "_self_" in entries else []
+    groups = {str(name).split()[-1].lstrip("/") for entry in later if isinstance(entry, dict) for name in entry}
+    keys = {key: key.partition(".")[0] for key in file_keys("", "config", config_dir, known_keys)}
+    return {key: group for key, group in keys.items() if group in groups and group in AXES and key != group}
 
 
 def user_profile_file(profile: str, config_dir: Path | None) -> Path | None:

@@ -21,6 +21,7 @@ from runner.config.config_files import (
     flatten,
     load_file,
     option_values,
+    overridden_keys,
     selected_options,
     shipped_options,
 )
@@ -189,6 +190,10 @@ def file_settings(
     unused    result of `find_unused_keys`; these keys get the values of the option's file instead
     """
     origins = _origins(choices, schema, request, unused)
+    for key, group in overridden_keys(request.config_dir, schema.keys).items():
+        file = find_config_file("", "config", request.config_dir)
+        what = f"{key} has no effect here, because {group} follows _self_ in the defaults list"
+        problems.append(Problem(what, str(file), f"set it in an option file, {request.config_dir}/{group}/NAME.yaml"))
 
     def origin(key: str) -> Setting:
         return origins.get(key) or origins.get(schema.canonical_key(key)) or Setting(key, None)

@@ -118,7 +118,7 @@ class Plan:
     def num_workers(self) -> int:
         """Return the number of data workers of each rank."""
         loader = self.choices["dataloader"]
-        if loader.uses("thread"):  # without a cache, the thread is a worker process: runner/axes/dataloader.py
+        if loader.uses("thread"):  # a worker process without a cache, or if the dataset, unknown here, has load_fixed
             return int(loader.options["cache"] == "none")
         return int(loader.options.get("num_workers", 0))
 

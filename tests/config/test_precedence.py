@@ -223,3 +223,14 @@ def test_a_profile_and_a_config_folder_can_select_options_of_the_task_file(task:
     chosen = compose(Request((), task, folder)).choices["optimizer"]
     assert (chosen.name, chosen.options) == ("halved", {"lr": 0.5})
     assert compose(Request(("optimizer=sgd", "hardware=box"), task, folder)).choices["optimizer"].name == "sgd"
+
+
+def test_option_keys_in_config_yaml_are_rejected_if_options_override_them(task: Path, folder: Path) -> None:
+    shipped_config = (shipped_path("conf") / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(f"{shipped_config}optimizer:\n  lr: 0.5\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        compose(Request((), task, folder))
+    selected = shipped_config.replace("optimizer: adamw", "optimizer: sgd")
+    after_options = selected.replace("  - _self_\n", "").replace("  - task: gpt", "  - _self_\n  - task: gpt")
+    (folder / "config.yaml").write_text(f"{after_options}optimizer:\n  momentum: 0.5\n")
+    assert compose(Request((), task, folder)).choices["optimizer"].options["momentum"] == 0.5
