@@ -1,4 +1,4 @@
-"""Members of a LightningModule that the adapter does not use are reported by name, before training."""
+"""Members of a LightningModule that the adapter does not use are reported by name before training."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from runner.distributed.world import World
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import allowed
 
-# The adapter calls them.
+# members that the adapter calls
 CALLED = {
     "forward", "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers",
     "train_dataloader", "val_dataloader", "test_dataloader", "prepare_data", "setup", "on_fit_start",
     "on_train_start", "on_train_epoch_start", "log", "log_dict",
 }  # fmt: skip
-# `accel-run inference` reads the loaders of the other splits.
+# `accel-run inference` reads the loaders of the other splits
 PREDICTION = {
     "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_batch_start",
     "on_predict_batch_end", "on_predict_model_eval", "on_predict_epoch_start", "on_predict_epoch_end",
 }  # fmt: skip
-# Methods that a module calls but does not define.
+# methods that a module calls but does not define
 TOOLS = {
     "optimizers", "lr_schedulers", "print", "all_gather", "toggle_optimizer", "untoggle_optimizer",
     "toggled_optimizer", "freeze", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt",
@@ -65,7 +65,7 @@ def with_methods(**methods: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", LIGHTNING_UNSUPPORTED)
-def test_the_error_names_a_method_that_is_never_called(name: str) -> None:
+def test_a_method_that_is_never_called_is_named(name: str) -> None:
     with pytest.raises(TaskFault) as caught:
         LightningTask(with_methods(**{name: lambda self, *args: None}))
     (problem,) = caught.value.problems
@@ -73,7 +73,7 @@ def test_the_error_names_a_method_that_is_never_called(name: str) -> None:
     assert problem.fix == LIGHTNING_UNSUPPORTED[name]
 
 
-def test_every_lightning_method_is_called_or_rejected() -> None:
+def test_all_lightning_methods_are_called_or_rejected() -> None:
     hooks = pytest.importorskip("lightning.pytorch.core.hooks", reason="the package lightning is not installed")
     lightning = pytest.importorskip("lightning")
     kinds = (hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks, lightning.LightningModule)
@@ -83,8 +83,8 @@ def test_every_lightning_method_is_called_or_rejected() -> None:
     assert names - CALLED - PREDICTION - TOOLS == {name for name in LIGHTNING_UNSUPPORTED if name in names}
 
 
-def test_lightning_hooks_are_called_as_often_as_by_the_lightning_trainer() -> None:
-    """Hooks before training are called once, `on_train_epoch_start` at the first update of each epoch."""
+def test_hooks_are_called_as_often_as_by_the_lightning_trainer() -> None:
+    """Hooks before training are called once, and `on_train_epoch_start` at the first update of each epoch."""
     from runner.base.task import Progress
 
     calls: list[str] = []
@@ -97,7 +97,8 @@ def test_lightning_hooks_are_called_as_often_as_by_the_lightning_trainer() -> No
     assert calls == [*names, "on_train_epoch_start"]
 
 
-def test_on_train_epoch_start_is_called_once_after_resuming_within_an_epoch() -> None:
+def test_on_train_epoch_start_is_called_once_after_a_resume() -> None:
+    """The run is resumed within an epoch."""
     from runner.base.task import Progress
 
     calls: list[int] = []
@@ -113,7 +114,7 @@ def test_an_unused_optimizer_of_the_module_is_reported_once() -> None:
     from runner.base.task import Progress
 
     task = LightningTask(Module())
-    task.begin_update(Progress("train", 0, 2, 0.0))  # inference calls it once; a warning fails the test
+    task.begin_update(Progress("train", 0, 2, 0.0))  # inference calls begin_update once; a warning would fail the test
     with pytest.warns(UserWarning, match="Module.configure_optimizers"):
         task.begin_update(Progress("train", 1, 2, 0.5))
     task.begin_update(Progress("train", 2, 2, 1.0))
@@ -134,7 +135,7 @@ def test_an_unused_schedule_of_the_module_is_reported(uses_schedule: bool) -> No
     configured_optimizer(list(task.model.named_parameters()))
     with contextlib.ExitStack() as stack:
         if uses_schedule:
-            configured_schedule(2)  # afterwards, a warning fails the test
+            configured_schedule(2)  # from here on, a warning fails the test
         else:
             stack.enter_context(pytest.warns(UserWarning, match="schedule of Lit.configure_optimizers"))
         for update in range(2):
@@ -162,7 +163,7 @@ def test_an_unused_sampler_of_the_module_is_reported(options: dict[str, Any], na
             task.begin_update(Progress("train", update, 2, update / 2))
 
 
-def test_weights_of_the_sampler_of_the_module_are_used() -> None:
+def test_weights_of_the_modules_sampler_are_used() -> None:
     from runner.base.task import Progress
 
     def train_dataloader(self: Any) -> Any:
@@ -171,7 +172,7 @@ def test_weights_of_the_sampler_of_the_module_are_used() -> None:
     task = LightningTask(with_methods(train_dataloader=train_dataloader))
     configured_optimizer(list(task.model.named_parameters()))
     assert task.sample_weights(task.dataset("train")) == [1.0, 3.0]
-    for update in range(2):  # a warning fails the test
+    for update in range(2):  # a warning would fail the test
         task.begin_update(Progress("train", update, 2, update / 2))
     with pytest.raises(TaskFault, match="no WeightedRandomSampler"):
         LightningTask(Module()).sample_weights([])
@@ -185,18 +186,18 @@ def test_weights_of_the_sampler_of_the_module_are_used() -> None:
         (["a", "b", "c"], 5, None, [torch.ones(3), torch.ones(3)]),
     ],
 )
-def test_the_number_of_samples_is_that_of_the_first_tensor_of_the_batch(batch: Any) -> None:
+def test_the_first_tensor_of_a_batch_counts_its_samples(batch: Any) -> None:
     assert count_samples(batch) == 3
 
 
 @pytest.mark.parametrize("batch", [["a", "b"], {}, object()])
-def test_a_batch_without_a_tensor_needs_its_number_of_items(batch: Any) -> None:
+def test_a_batch_without_a_tensor_needs_a_number_of_items(batch: Any) -> None:
     with pytest.raises(TaskFault, match="items=function"):
         count_samples(batch)
 
 
 def test_device_and_dtype_of_a_module_are_those_of_its_weights() -> None:
-    """In Lightning, `to` of the module sets them, but the runner moves the module that contains it."""
+    """In Lightning, `to` of the module sets them. The runner moves the module that contains it instead."""
     lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
     task = LightningTask(type("Lit", (Module, lightning.LightningModule), {})())
     task.model.to(torch.float64)
@@ -204,7 +205,7 @@ def test_device_and_dtype_of_a_module_are_those_of_its_weights() -> None:
     assert (task.module.device, task.module.dtype) == (torch.device("cpu"), torch.float64)
 
 
-def test_the_error_for_a_missing_trainer_attribute_lists_the_available_ones() -> None:
+def test_a_missing_trainer_attribute_lists_the_available_ones() -> None:
     task = LightningTask(Module())
     with pytest.raises(AttributeError, match=r"callback_metrics.*is_global_zero.*max_epochs"):
         task.trainer.callback_metrics  # noqa: B018
@@ -220,7 +221,8 @@ def test_the_trainer_reports_rank_and_world_size() -> None:
 
 
 def test_the_schedule_of_the_module_requires_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_configured", {})  # lint-tests: private: earlier tests have configured an optimizer
+    # lint-tests: private: forgets an optimizer that earlier tests have configured
+    monkeypatch.setattr(adapter, "_configured", {})
     with pytest.raises(TaskFault):
         configured_schedule(2)
 
@@ -232,7 +234,7 @@ def test_the_schedule_of_the_module_requires_its_optimizer(monkeypatch: pytest.M
         ({"train_dataloader": lambda self: [Module().train_dataloader()] * 2}, "train_dataloader"),
     ],
 )
-def test_an_unsupported_module_is_refused_when_it_is_built(methods: dict[str, Any], named: str) -> None:
+def test_an_unsupported_module_is_rejected_by_its_constructor(methods: dict[str, Any], named: str) -> None:
     with pytest.raises(TaskFault, match=named):
         LightningTask(with_methods(**methods))
 
@@ -258,13 +260,13 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     ],
     ids=["two", "two with schedules", "none", "no optimizer"],
 )
-def test_configure_optimizers_must_return_exactly_one_optimizer(answer: Any) -> None:
+def test_configure_optimizers_must_return_one_optimizer(answer: Any) -> None:
     with pytest.raises(TaskFault):
         configure(with_methods(configure_optimizers=answer))
 
 
 @pytest.mark.parametrize("is_manual", [True, False])
-def test_the_error_for_several_optimizers_suggests_objectives(is_manual: bool) -> None:
+def test_several_optimizers_suggest_objectives(is_manual: bool) -> None:
     def configure_optimizers(self: Any) -> Any:
         adam = torch.optim.Adam(self.net.parameters(), lr=0.5, betas=(0.5, 0.9), weight_decay=0.25)
         sgd = torch.optim.SGD(self.other.parameters(), lr=0.25)
@@ -289,7 +291,7 @@ def test_the_error_for_several_optimizers_suggests_objectives(is_manual: bool) -
     }
 
 
-def test_suggested_objectives_name_the_submodules_that_each_optimizer_trains() -> None:
+def test_suggested_objectives_name_the_trained_submodules() -> None:
     def configure_optimizers(self: Any) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.net[0], self.net[1], self.other)]
 
@@ -303,7 +305,9 @@ def test_suggested_objectives_name_the_submodules_that_each_optimizer_trains() -
     }  # fmt: skip
 
 
-def test_suggested_objectives_list_settings_that_options_cannot_express() -> None:
+def test_suggested_objectives_list_unsupported_settings() -> None:
+    """Options cannot express these settings."""
+
     def configure_optimizers(self: Any) -> Any:
         groups = [{"params": self.net.weight}, {"params": self.net.bias, "lr": 0.125}]
         adam = torch.optim.Adam(groups, lr=0.5, amsgrad=True, foreach=False)
@@ -323,7 +327,7 @@ def test_suggested_objectives_list_settings_that_options_cannot_express() -> Non
     assert declared["other"]["optimizer.momentum"] == 0.75
 
 
-def test_a_template_of_objectives_is_suggested_if_optimizers_share_a_parameter() -> None:
+def test_a_template_is_suggested_if_optimizers_share_a_parameter() -> None:
     def configure_optimizers(self: Any) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.5), torch.optim.SGD(self.net.parameters(), lr=0.5)]
 
@@ -345,7 +349,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4, **options)
 
 
-def test_a_schedule_with_as_many_steps_as_the_run_has_updates_is_used() -> None:
+def test_a_schedule_with_one_step_per_update_is_used() -> None:
     def configure_optimizers(self: Any) -> Any:
         optimizer = sgd(self)
         return [optimizer], [{"scheduler": one_cycle(optimizer, cycle_momentum=False), "interval": "step"}]
@@ -355,7 +359,7 @@ def test_a_schedule_with_as_many_steps_as_the_run_has_updates_is_used() -> None:
     factor = configured_schedule(4)
     optimizer = sgd(Module())
     schedule = one_cycle(optimizer, cycle_momentum=False)
-    for update in range(4):  # the factor is a quotient, so there are two roundings
+    for update in range(4):  # the factor is a quotient, so there are two rounding errors
         wanted = optimizer.param_groups[0]["lr"]
         assert rate * factor(update) == pytest.approx(wanted, rel=allowed(torch.float64, 2))
         optimizer.step()
@@ -367,7 +371,7 @@ def test_a_schedule_with_as_many_steps_as_the_run_has_updates_is_used() -> None:
     [(torch.optim.lr_scheduler.ReduceLROnPlateau, 2.0), (by_epoch, None), (different, 2.0), (one_cycle, 4.0)],
     ids=["plateau", "epochs unknown", "factors of groups", "momentum"],
 )
-def test_a_schedule_that_cannot_be_used_is_rejected(schedule: Any, epochs: float | None) -> None:
+def test_unsupported_schedules_are_rejected(schedule: Any, epochs: float | None) -> None:
     def configure_optimizers(self: Any) -> Any:
         groups = [{"params": [weight]} for weight in self.net.parameters()]
         optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -391,14 +395,14 @@ def test_only_numbers_can_be_logged(value: Any) -> None:
 
 
 @pytest.mark.parametrize("result", [None, 1.0, {"preds": 1}], ids=["none", "number", "no loss"])
-def test_a_training_step_without_a_loss_is_refused(result: Any) -> None:
+def test_a_training_step_without_a_loss_is_rejected(result: Any) -> None:
     task = LightningTask(with_methods(training_step=lambda self, batch, batch_index: result))
     with pytest.raises(TaskFault, match="training_step"):
         task.loss(task.model, torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("log", ["log", "log_dict"])
-def test_a_reduction_other_than_the_mean_is_refused(log: str) -> None:
+def test_a_reduction_other_than_the_mean_is_rejected(log: str) -> None:
     def training_step(self: Any, batch: Any, batch_index: int) -> Any:
         values: Any = {"score": 1.0}
         getattr(self, log)(*(["score", 1.0] if log == "log" else [values]), reduce_fx="max")
@@ -409,7 +413,9 @@ def test_a_reduction_other_than_the_mean_is_refused(log: str) -> None:
         task.loss(task.model, torch.ones(4, 2))
 
 
-def test_the_test_split_is_set_up_and_its_metrics_have_no_prefix() -> None:
+def test_test_metrics_have_no_prefix() -> None:
+    """The test split must be set up."""
+
     def setup(self: Any, stage: str) -> None:
         setattr(self, f"{stage}_set", list(torch.ones(8, 2)))
 
@@ -429,7 +435,7 @@ def test_the_test_split_is_set_up_and_its_metrics_have_no_prefix() -> None:
     assert {name: float(total / count) for name, (total, count) in evaluated.items()} == {"mean": 1.0, "sum": 4.0}
 
 
-def test_metrics_that_differ_only_in_their_prefix_are_all_reported() -> None:
+def test_metrics_that_differ_only_in_their_prefix_are_reported() -> None:
     def test_step(self: Any, batch: Any, batch_index: int) -> Any:
         for name, value in (("val_x", 1.0), ("test_x", 2.0), ("val_y", 3.0), ("y", 4.0)):
             self.log(name, value)
@@ -447,7 +453,7 @@ class Overridden(LightningTask):
 
 
 def logging(step: str) -> nn.Module:
-    """Return a module that logs a metric of torchmetrics in a step."""
+    """Return a module that logs a metric of torchmetrics in `step`."""
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def log(self: Any, batch: Any, batch_index: int) -> Any:
@@ -460,14 +466,14 @@ def logging(step: str) -> nn.Module:
     return module
 
 
-def test_a_metric_that_training_step_only_updates_is_refused() -> None:
+def test_a_metric_updated_but_not_computed_in_training_is_rejected() -> None:
     task = LightningTask(logging("training_step"))
     with pytest.raises(TaskFault, match="val_score"):
         task.loss(task.model, torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("is_collection", [False, True])
-def test_a_metric_in_training_step_logs_the_value_of_each_batch_and_keeps_no_state(is_collection: bool) -> None:
+def test_training_metrics_log_batch_values_without_state(is_collection: bool) -> None:
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def training_step(self: Any, batch: Any, batch_index: int) -> Any:
@@ -489,7 +495,7 @@ def test_a_metric_in_training_step_logs_the_value_of_each_batch_and_keeps_no_sta
         assert not any(member.update_called for member in members)
 
 
-def test_a_metric_that_the_task_does_not_return_from_metrics_is_refused() -> None:
+def test_a_metric_missing_from_metrics_is_rejected() -> None:
     for kind in (LightningTask, Overridden):
         task = kind(logging("validation_step"))
         metrics = task.metrics("val")
@@ -500,7 +506,7 @@ def test_a_metric_that_the_task_does_not_return_from_metrics_is_refused() -> Non
                 task.evaluate(task.model, torch.ones(4, 2))
 
 
-def test_a_step_leaves_no_state_in_the_metrics_of_the_module() -> None:
+def test_a_step_leaves_no_state_in_the_metrics() -> None:
     """Otherwise, lists of predictions would grow, and `compute` in a step would include earlier batches."""
     module = logging("validation_step")
     task = LightningTask(module)
@@ -510,7 +516,7 @@ def test_a_step_leaves_no_state_in_the_metrics_of_the_module() -> None:
     assert float(module.score.compute()) == 3.0  # type: ignore[operator, union-attr]
 
 
-def test_an_evaluation_does_not_reset_a_metric_of_training_steps() -> None:
+def test_an_evaluation_does_not_reset_training_metrics() -> None:
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def training_step(self: Any, batch: Any, batch_index: int) -> Any:
@@ -532,8 +538,8 @@ def test_an_evaluation_does_not_reset_a_metric_of_training_steps() -> None:
         task.evaluate(task.model, torch.ones(4, 2))
 
 
-def test_a_metric_need_not_be_mergeable_if_only_its_values_are_logged() -> None:
-    """Calls of such a metric are not repeated, so its states need not be mergeable across ranks."""
+def test_a_metric_with_logged_values_need_not_be_mergeable() -> None:
+    """Calls of such a metric are not repeated, so it need not be possible to merge its states across ranks."""
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
     def validation_step(self: Any, batch: Any, batch_index: int) -> None:
@@ -549,6 +555,6 @@ def test_a_metric_need_not_be_mergeable_if_only_its_values_are_logged() -> None:
     assert float(evaluated["score"][0]) == 4.0
     with pytest.raises(TaskFault, match="val_score"):
         task.evaluate(task.model, torch.full((4, 2), 2.0))
-    task.metrics("val")  # another evaluation
+    task.metrics("val")  # starts another evaluation
     evaluated = task.evaluate(task.model, torch.full((4, 2), 2.0))
     assert len(evaluated[name]["calls"]) == 1

@@ -1,4 +1,4 @@
-"""Trainer arguments that the adapter does not support raise an error that gives the replacement."""
+"""Trainer arguments that the adapter does not support raise an error with the replacement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rounding import allowed, distance
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "unknown"])
-def test_the_error_names_the_unsupported_trainer_argument(name: str) -> None:
+def test_an_unsupported_trainer_argument_is_named(name: str) -> None:
     with pytest.raises(TaskFault, match=name) as caught:
         TransformersTask(nn.Linear(1, 1), {}, **{name: None})
     (problem,) = caught.value.problems
@@ -29,7 +29,7 @@ def test_the_error_names_the_unsupported_trainer_argument(name: str) -> None:
 
 
 class Classifier(nn.Module):
-    """Stands for AutoModelForSequenceClassification with three labels."""
+    """Substitute for AutoModelForSequenceClassification with three labels."""
 
     loss_type = "ForSequenceClassification"
 
@@ -68,11 +68,11 @@ def test_integer_labels_are_mutually_exclusive_classes() -> None:
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(None, ["features", "labels"]), ("custom", ["features", "labels", "name"])])
-def test_columns_that_the_model_does_not_accept_are_kept_for_a_custom_transform(
-    kind: str | None, kept: list[str]
-) -> None:
+def test_columns_for_a_custom_transform_are_kept(kind: str | None, kept: list[str]) -> None:
+    """The model does not accept these columns."""
+
     class Columns(list[Any]):
-        """Stands for a dataset of the library `datasets`."""
+        """Substitute for a dataset of the library `datasets`."""
 
         column_names: Sequence[str] = ("features", "labels", "name")
         format: Mapping[str, Any] = {"type": kind}
@@ -116,7 +116,9 @@ def test_a_regression_with_one_output_predicts_a_vector() -> None:
     assert torch.equal(task.predict_batch(model, batch)["prediction"], model(batch["features"]).logits[:, 0])
 
 
-def test_models_with_other_heads_predict_only_if_the_task_defines_predict_batch() -> None:
+def test_models_with_other_heads_need_predict_batch() -> None:
+    """The task must define it."""
+
     class Translator(Classifier):
         loss_type = "ForConditionalGeneration"
 
@@ -181,7 +183,7 @@ def test_inference_writes_the_predictions_of_the_model(server: ForkServer, tmp_p
     assert distance(logits.numpy(), written.numpy()) <= allowed(torch.float32, terms=64)
 
 
-def test_every_trainer_argument_is_supported_or_rejected() -> None:
+def test_all_trainer_arguments_are_supported_or_rejected() -> None:
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     arguments = set(inspect.signature(transformers.Trainer).parameters)
     assert arguments - set(inspect.signature(TransformersTask).parameters) <= set(UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""Device queries for each vendor: NVIDIA, AMD (torch's HIP build), Apple, Intel and the CPU."""
+"""Queries of the devices of each vendor: NVIDIA, AMD (torch's HIP build), Apple, Intel, and the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU, GPU, APPLE, INTEL = torch.device("cpu"), torch.device("cuda", 0), torch.dev
 
 @pytest.fixture
 def amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MI210 under the HIP build of torch."""
+    """Simulate an MI210 with the HIP build of torch."""
     properties = SimpleNamespace(name="AMD Instinct MI210", total_memory=64 << 30, major=9, minor=0,
                                  gcnArchName="gfx90a:sramecc+:xnack-", uuid="36363636")  # fmt: skip
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
@@ -42,7 +42,7 @@ def amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def intel_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An Arc B580 under the XPU build of torch."""
+    """Simulate an Arc B580 with the XPU build of torch."""
     properties = SimpleNamespace(
         name="Intel(R) Arc(TM) B580 Graphics",
         total_memory=12 << 30,
@@ -71,7 +71,7 @@ def test_an_intel_gpu_is_queried_through_torch_xpu(intel_gpu: SimpleNamespace, m
     assert (seen.memory_bytes, seen.free_bytes, seen.architecture) == (12 << 30, 11 << 30, "XMX")
 
 
-def test_an_integrated_intel_gpu_may_not_report_its_free_memory(
+def test_integrated_intel_gpus_may_not_report_free_memory(
     intel_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(device: object) -> None:
@@ -83,17 +83,17 @@ def test_an_integrated_intel_gpu_may_not_report_its_free_memory(
     assert (seen.free_bytes, seen.architecture) == (None, "")
 
 
-def test_an_intel_gpu_supports_half_precision_if_it_has_matrix_units() -> None:
+def test_intel_gpus_with_matrix_units_support_half_precision() -> None:
     assert intel_formats("XMX") == Formats(bf16=True, fp16=True)
     assert intel_formats("") == Formats()
 
 
-def test_sums_use_float32_on_devices_that_may_lack_float64() -> None:
+def test_sums_use_float32_if_float64_may_be_missing() -> None:
     assert {widest_dtype(device) for device in (CPU, GPU)} == {torch.float64}
     assert {widest_dtype(device) for device in (APPLE, INTEL)} == {torch.float32}
 
 
-def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_an_intel_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.tensor([7], dtype=torch.uint8)]
     monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[-1])
     monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: states.append(state))
@@ -103,7 +103,8 @@ def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest
     assert states[-1] == 7
 
 
-def test_a_cpu_has_no_streams_or_events_and_supports_every_dtype() -> None:
+def test_a_cpu_has_no_streams_but_supports_every_dtype() -> None:
+    """It has no events either."""
     cpu = get_accelerator(CPU)
     cpu.reset_peak_memory()
     cpu.empty_cache()
@@ -139,7 +140,7 @@ def test_memory_figures_are_those_of_the_allocator(monkeypatch: pytest.MonkeyPat
     assert get_accelerator(GPU).peak_memory() == DeviceMemory(allocated=3, reserved=4)
 
 
-def test_an_amd_gpu_has_an_architecture_and_no_capability(amd_gpu: None) -> None:
+def test_an_amd_gpu_has_an_architecture_but_no_capability(amd_gpu: None) -> None:
     assert get_accelerator(GPU).architecture() == "gfx90a"
     assert get_accelerator(GPU).capability() is None
     (seen,) = torch_devices()
@@ -156,13 +157,11 @@ def test_an_amd_gpu_has_an_architecture_and_no_capability(amd_gpu: None) -> None
         ("gfx1201", Formats(bf16=True, fp16=True)),
     ],
 )  # fmt: skip
-def test_supported_dtypes_of_an_amd_gpu_depend_on_its_architecture(architecture: str, formats: Formats) -> None:
+def test_dtypes_of_an_amd_gpu_depend_on_its_architecture(architecture: str, formats: Formats) -> None:
     assert amd_formats(architecture) == formats
 
 
-def test_attention_kernels_of_an_amd_gpu_are_not_subject_to_nvidia_rules(
-    amd_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvidia_rules_do_not_apply_to_attention_on_amd_gpus(amd_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not refusal_reason("flash", torch.bfloat16, GPU)
     assert not refusal_reason("efficient", torch.float32, GPU)
     assert refusal_reason("flash", torch.float32, GPU)
@@ -182,7 +181,7 @@ def test_an_apple_gpu_reports_its_memory_but_no_peak(monkeypatch: pytest.MonkeyP
     assert gpu.peak_memory() is None
 
 
-def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_an_apple_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.tensor([7], dtype=torch.uint8)]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
     monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
@@ -192,7 +191,7 @@ def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest
     assert states[-1] == 7
 
 
-def test_checking_whether_cuda_is_initialized_does_not_import_torch() -> None:
+def test_checking_cuda_initialization_does_not_import_torch() -> None:
     code = (
         "import sys, runner.base.loaded_torch as t; assert not t.cuda_is_initialized() and 'torch' not in sys.modules"
     )

@@ -1,4 +1,4 @@
-"""Mapping, comparing and measuring nested batches by their tensors."""
+"""Nested batches are mapped, compared and measured by their tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_every_tensor_is_mapped_and_other_values_are_unchanged() -> None:
+def test_all_tensors_are_mapped_and_other_values_unchanged() -> None:
     batch = {"a": [tensor(1), (tensor(2), "text", None)], "b": Pair(tensor(3), 4)}
     result = map_tensors(lambda one: float(one) * 10, batch)
     assert result == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}
@@ -32,7 +32,7 @@ def test_every_tensor_is_mapped_and_other_values_are_unchanged() -> None:
 
 
 def test_containers_keep_their_types() -> None:
-    """Only named tuples are constructed with one argument per item; a class with `_fields` may not be a tuple."""
+    """Only named tuples are constructed with one argument per item. A class with `_fields` need not be a tuple."""
 
     class Kept(list[Any]):
         _fields = ("x",)
@@ -56,16 +56,16 @@ def test_containers_keep_their_types() -> None:
         (tensor(1, math.nan), tensor(1, math.nan), True),
         (tensor(1, math.nan), tensor(math.nan, 1), False),
         (tensor(1, math.nan), tensor(1, 2), False),
-        (tensor(1), tensor(1, 1), False),  # would broadcast
+        (tensor(1), tensor(1, 1), False),  # these tensors would broadcast
         (tensor(1, 2), tensor(1, 2).reshape(2, 1), False),
         ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(2)}, True),
         ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(3)}, False),
         ([tensor(1)], [tensor(1), tensor(1)], False),
-        (Pair(tensor(1), "a"), Pair(tensor(1), "b"), True),  # values that are not tensors are ignored
+        (Pair(tensor(1), "a"), Pair(tensor(1), "b"), True),  # values other than tensors are ignored
         ("a", "b", True),
     ],
 )
-def test_batches_are_equal_if_all_of_their_tensors_are_equal(one: Any, other: Any, equal: bool) -> None:
+def test_batches_are_equal_if_all_tensors_are_equal(one: Any, other: Any, equal: bool) -> None:
     assert are_equal(one, other) == equal
     assert are_equal(other, one) == equal
 
@@ -81,7 +81,7 @@ def test_batches_are_equal_if_all_of_their_tensors_are_equal(one: Any, other: An
         ([], None), ({}, None), (None, None), ("text", None),
     ],
 )  # fmt: skip
-def test_the_shape_of_a_batch_is_the_shape_of_its_first_tensor(batch: Any, shape: tuple[int, ...] | None) -> None:
+def test_the_shape_of_a_batch_is_that_of_its_first_tensor(batch: Any, shape: tuple[int, ...] | None) -> None:
     assert first_shape(batch) == shape
 
 
@@ -96,7 +96,7 @@ class Unread(Sequence[int]):
 
 
 class OwnBatch:
-    """A batch of the task's own class, with torch's method for page-locked memory."""
+    """A custom batch class that defines torch's method for page-locked memory."""
 
     is_pinned = False
 
@@ -106,8 +106,8 @@ class OwnBatch:
         return pinned
 
 
-def test_pinning_a_micro_batch_does_not_visit_its_sample_indices() -> None:
-    """The pinning thread of the DataLoader takes the interpreter lock away from training for each value it visits."""
+def test_pinning_a_micro_batch_does_not_visit_sample_indices() -> None:
+    """For each value that the pinning thread of the DataLoader visits, it takes the interpreter lock from training."""
     item = MicroBatch({"own": [OwnBatch()]}, last=True, samples=BatchSamples(1, 0, Unread(), Unread()))
     pinned = pin_memory(item)
     assert pinned.batch["own"][0].is_pinned
@@ -117,7 +117,7 @@ def test_pinning_a_micro_batch_does_not_visit_its_sample_indices() -> None:
 @pytest.mark.parametrize(
     "other", [torch.ones(2, requires_grad=True) * 2, threading.Lock()], ids=["result of autograd", "lock"]
 )
-def test_tensors_of_a_batch_are_copied_even_if_another_value_cannot_be_copied(other: Any) -> None:
+def test_tensors_are_copied_even_if_other_values_cannot_be(other: Any) -> None:
     batch: dict[str, Any] = {"x": torch.ones(3), "more": [other, torch.ones(2)]}
     copied = copy_batch(batch)
     assert are_equal(copied, batch)
@@ -130,8 +130,8 @@ def test_tensors_of_a_batch_are_copied_even_if_another_value_cannot_be_copied(ot
         assert copied["more"][0].is_leaf
 
 
-def test_tensors_that_are_not_in_host_memory_are_not_pinned() -> None:
-    on_device = torch.empty(2, device="meta")  # as from a loader that decodes on the GPU
+def test_only_tensors_in_host_memory_are_pinned() -> None:
+    on_device = torch.empty(2, device="meta")  # such as a batch of a loader that decodes on the GPU
     batch = MicroBatch({"x": on_device, "y": [on_device]}, last=True).pin_memory().batch
     assert batch["x"] is on_device
     assert batch["y"][0] is on_device

@@ -1,4 +1,4 @@
-"""Requirements of compiling that this machine lacks are found without importing torch."""
+"""Missing requirements of compilation are found without importing torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_compiling_for_a_cpu_needs_a_cpp_compiler(path: Path, monkeypatch: pytes
         monkeypatch.setenv("CXX", "other")
 
 
-def test_compiling_for_a_cpu_needs_a_path_of_torch_without_spaces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_for_a_cpu_needs_a_path_without_spaces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch must be installed at such a path."""
     program(path / "g++")
     for folder, is_usable in (("/checkout/torch", True), ("/my checkout/torch", False)):
         spec = ModuleSpec("torch", None, origin=f"{folder}/__init__.py")
@@ -69,8 +70,8 @@ def test_compiling_for_a_gpu_needs_a_c_compiler(name: str, path: Path, monkeypat
     assert find_missing_compiler("cuda") is None
 
 
-def test_the_compiler_set_by_the_variable_cc_must_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton uses it even if gcc is installed."""
+def test_the_compiler_in_the_variable_cc_must_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton uses this compiler even if gcc is installed."""
     install_triton(monkeypatch, True)
     program(path / "gcc")
     monkeypatch.setenv("CC", "other")
@@ -92,7 +93,7 @@ def test_compiling_for_a_gpu_needs_the_python_headers(path: Path, monkeypatch: p
     assert find_missing_compiler("cuda") is None
 
 
-def test_only_gpus_below_the_minimum_compute_capability_are_too_old() -> None:
+def test_gpus_below_the_minimum_compute_capability_are_too_old() -> None:
     assert check_capability("cuda:1", None) is None
     assert check_capability("cuda:1", MIN_CAPABILITY) is None
     old = check_capability("cuda:1", (6, 1))

@@ -1,4 +1,4 @@
-"""JSON encoding and decoding of dataclasses: values round-trip, and no input raises."""
+"""Dataclasses are encoded as JSON and decoded to the same values; no input raises an error."""
 
 from __future__ import annotations
 
@@ -58,23 +58,25 @@ def test_nonfinite_numbers_become_null_at_any_depth() -> None:
     assert json.loads(to_json(row)) == {"a": None, "b": [None, 1.5], "c": {"d": [None, 3, True]}, "e": "x", "f": None}
 
 
-def test_inline_fields_are_stored_in_the_enclosing_object_and_excluded_fields_are_not_stored() -> None:
+def test_inline_fields_are_merged_and_excluded_fields_omitted() -> None:
     assert encode(FULL).keys() == {"name", "is_done", "figures", "places", "count", "words", "free"}
 
 
-def test_unknown_keys_are_ignored_and_missing_keys_have_their_defaults() -> None:
+def test_unknown_keys_are_ignored_and_missing_ones_have_defaults() -> None:
     assert decode(Outer, {"name": "a", "later": 1}).value == Outer(name="a")
     assert decode(Outer, {"later": 1}).wrong == ()
 
 
 @pytest.mark.parametrize("value", ["1", True, 1.5, [], {}, 10**400, math.nan])
-def test_a_value_of_the_wrong_type_is_replaced_by_the_default_and_reported(value: Any) -> None:
+def test_values_of_wrong_type_are_replaced_by_defaults(value: Any) -> None:
+    """They are reported."""
     result = decode(Outer, {"count": value, "name": "a"})
     assert result.value == Outer(name="a")
     assert result.wrong == ("count",)
 
 
-def test_invalid_entries_of_dicts_and_rows_are_dropped_one_by_one_but_string_lists_as_a_whole() -> None:
+def test_invalid_entries_are_dropped_but_string_lists_entirely() -> None:
+    """Entries of dictionaries and rows are dropped one by one."""
     tree = {"figures": {"x": 1, "y": "2"}, "places": [{"city": "b"}, {"size": 1}, 3], "words": ["d", 4]}
     result = decode(Outer, tree)
     assert result.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))

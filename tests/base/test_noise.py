@@ -1,4 +1,4 @@
-"""Per-sample random draws: what they depend on, and their statistical quality."""
+"""What the random draws of a sample depend on, and their statistical quality."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[SampleNoise], Tensor]] = {
 }
 
 
-# A normal number is the product of a logarithm and a cosine. Their SIMD and scalar versions differ in the last bits.
+# A normal number is the product of a logarithm and a cosine, whose SIMD and scalar versions differ in the last bits.
 LAST_BITS = 8 * torch.finfo(torch.float32).eps
 
 
@@ -61,7 +61,7 @@ LAST_BITS = 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_draw_does_not_depend_on_the_other_samples_of_the_batch(kind: Callable[[SampleNoise], Tensor]) -> None:
+def test_a_draw_does_not_depend_on_other_samples(kind: Callable[[SampleNoise], Tensor]) -> None:
     whole = kind(draws_for(INDICES))
     parts = [kind(draws_for(INDICES[first:stop])) for first, stop in ((0, 1), (1, 20), (20, 64))]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=LAST_BITS, atol=LAST_BITS)
@@ -71,7 +71,7 @@ def test_a_draw_does_not_depend_on_the_other_samples_of_the_batch(kind: Callable
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "integers"])
-def test_seed_epoch_index_and_draw_number_each_change_the_draw(kind: str) -> None:
+def test_seed_epoch_index_and_draw_number_change_the_draw(kind: str) -> None:
     draw = KINDS[kind]
     first = draws_for(INDICES)
     drawn = [
@@ -95,12 +95,13 @@ def test_seed_epoch_index_and_draw_number_each_change_the_draw(kind: str) -> Non
             assert (one == other).float().mean() < 0.02
 
 
-def test_a_drawn_element_does_not_depend_on_padding() -> None:
+def test_a_draw_does_not_depend_on_padding() -> None:
     narrow, wide = draws_for(INDICES).uniform(4, 5), draws_for(INDICES).uniform(9, 11)
     assert torch.equal(narrow, wide[:, :4, :5])
 
 
-def test_draws_in_lower_precision_are_rounded_from_the_same_numbers() -> None:
+def test_draws_in_lower_precision_are_rounded() -> None:
+    """They are rounded from the numbers of higher precision."""
     for kind in ("uniform", "normal"):
         exact = getattr(draws_for(INDICES), kind)(100, dtype=torch.float64)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -114,7 +115,7 @@ def test_draws_in_lower_precision_are_rounded_from_the_same_numbers() -> None:
 
 
 def test_records_of_a_sample_have_independent_draws() -> None:
-    """Each sample has three records, ordered by record number as in a batch of several tables."""
+    """Each sample has three records, which are ordered by record number, as in a batch of several tables."""
     of, number = torch.arange(4).repeat(3), torch.arange(3).repeat_interleave(4)
     whole = draws_for([5, 6, 7, 8]).rows(of, number).normal(50)
     alone = draws_for([7]).rows(torch.zeros(3, dtype=torch.int64), torch.arange(3)).normal(50)
@@ -124,9 +125,9 @@ def test_records_of_a_sample_have_independent_draws() -> None:
     assert in_rows.uniform(8).shape == (2, 3, 8)
 
 
-def test_every_selects_samples_by_their_position_in_the_epoch() -> None:
+def test_every_selects_samples_by_position_in_the_epoch() -> None:
     noise.start_pass(BatchSamples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
-    assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # positions 12 and 14
+    assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # keeps positions 12 and 14
     noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were skipped
     assert per_sample_noise(torch.zeros(3)).every(2).tolist() == [1]
 
@@ -147,7 +148,7 @@ def test_draws_outside_a_run_follow_manual_seed() -> None:
         per_sample_noise({"names": ["a", "b"]})
 
 
-def test_the_state_of_a_run_is_not_visible_after_the_run() -> None:
+def test_the_state_of_a_run_ends_with_the_run() -> None:
     with noise.without_samples():
         noise.start_pass(samples(INDICES))
         assert len(per_sample_noise(torch.zeros(2)).keys) == 64
@@ -173,7 +174,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("known", [False, True], ids=["outside", "in a run"])
 def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
-    """One block is called three times; the backward pass recomputes the calls in reverse order."""
+    """One block is called three times, and the backward pass recomputes the calls in reverse order."""
 
     def gradient(recompute: bool) -> Tensor:
         torch.manual_seed(0)
@@ -185,7 +186,7 @@ def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
             part = given.named(f"block {number}")
             x = checkpoint(block, x, part, use_reentrant=reentrant) if recompute else block(x, part)
         if known:
-            noise.switch_pass(samples(INDICES[8:16]))  # as in a pipeline: the next forward pass comes first
+            noise.switch_pass(samples(INDICES[8:16]))  # as in a pipeline, the next forward pass comes first
         per_sample_noise(x).normal(4)
         x.sum().backward()
         assert block.layer.weight.grad is not None
@@ -230,7 +231,7 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
     noise.exclude_from_graphs()
     plain, compiled = Model(), Model()
     compiled.compile(backend="aot_eager")
-    for epoch in range(12):  # more than the compiler's recompilation limit
+    for epoch in range(12):  # more layers than the recompilation limit of the compiler
         result = []
         for model in (plain, compiled):
             noise.start_pass(samples(INDICES[:8], epoch))
@@ -241,7 +242,7 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["by the layer's name", "by the layer's number"])
 def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
-    """As with compile=regional: one graph for all layers, epochs and sample positions."""
+    """As with compile=regional, all layers, epochs and sample positions share one graph."""
 
     class Layer(nn.Module):
         def forward(self, x: Tensor, given: SampleNoise) -> Tensor:
@@ -250,7 +251,7 @@ def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
     torch.compiler.reset()
     noise.exclude_from_graphs()
     programs = CompileCounter()
-    layers = [Layer() for _ in range(10)]  # more than the compiler's recompilation limit
+    layers = [Layer() for _ in range(10)]  # more layers than the recompilation limit of the compiler
     for layer in layers:
         layer.compile(backend=programs, fullgraph=True)
     for epoch in range(2):
@@ -272,7 +273,7 @@ def many(epoch: int = 0, indices: range = range(NUM)) -> SampleNoise:
     return draws_for(list(indices), epoch)
 
 
-def test_normal_numbers_are_from_the_normal_distribution() -> None:
+def test_normal_numbers_are_normally_distributed() -> None:
     drawn = many().normal(SIZE, dtype=torch.float64).flatten().numpy()
     n = len(drawn)
     assert abs(drawn.mean()) < 4 / math.sqrt(n)
@@ -290,7 +291,7 @@ def test_uniform_numbers_are_uniformly_distributed() -> None:
     assert drawn.max() < 1
 
 
-def test_integers_are_uniform_over_the_range() -> None:
+def test_integers_are_uniformly_distributed() -> None:
     drawn = many().integers(-3, 7, SIZE).flatten()
     counts = torch.bincount(drawn + 3, minlength=10).numpy()
     assert len(counts) == 10
@@ -308,11 +309,12 @@ def test_booleans_are_true_with_the_given_probability(p: float) -> None:
 @pytest.mark.parametrize("p", [0.0, 1e-50, 1e-9, 2.0**-24, 0.1, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1 - 1e-9, 1.0])
 def test_booleans_are_uniform_numbers_below_the_probability(p: float) -> None:
     uniform = many().uniform(SIZE, dtype=torch.float32)
-    for limit in (p, *uniform.flatten()[:3].tolist()):  # including probabilities that equal a drawn number
+    for limit in (p, *uniform.flatten()[:3].tolist()):  # includes probabilities that equal a drawn number
         assert torch.equal(many().bernoulli(limit, SIZE), uniform < limit)
 
 
-def test_draws_of_the_same_shape_share_the_work_that_does_not_depend_on_the_sample() -> None:
+def test_draws_of_the_same_shape_share_work() -> None:
+    """This is the work that does not depend on the sample."""
     noise.start_pass(samples(INDICES))
     first, second = (per_sample_noise(torch.ones(len(INDICES), 1), name) for name in ("first", "second"))
     with Operations() as of_first:
@@ -321,10 +323,10 @@ def test_draws_of_the_same_shape_share_the_work_that_does_not_depend_on_the_samp
         second.bernoulli(0.1, 7, 5)
     assert Counter(of_first.names)["arange"] == 2
     assert "arange" not in of_second.names
-    assert Counter(of_second.names)["mul_"] == 2, "one hash of sample and element numbers together"
+    assert Counter(of_second.names)["mul_"] == 2, "sample and element numbers must be hashed together, once"
 
 
-def test_draws_run_the_same_operators_with_known_and_unknown_samples() -> None:
+def test_operators_do_not_depend_on_known_samples() -> None:
     """Predictions of memory and time run without known samples."""
     names = []
     for known in (samples(INDICES), None):
@@ -356,11 +358,13 @@ def test_the_cache_of_hashed_elements_is_bounded(shape: tuple[int, ...], num: in
             draws.normal(*shape)
     gc.collect()
     kept = {tensor.data_ptr(): tensor.nbytes for one in made if (tensor := one()) is not None}
-    assert 0 < len(kept) <= max_kept + 8, "including the constants of the last draw"
+    assert 0 < len(kept) <= max_kept + 8, (
+        "the cache holds too many tensors, not counting the constants of the last draw"
+    )
     assert sum(kept.values()) <= (8 << 20) + 1024
 
 
-def test_a_model_is_compiled_once_with_and_without_known_samples() -> None:
+def test_a_model_is_compiled_once_with_or_without_samples() -> None:
     counter = CompileCounter()
 
     @torch.compile(backend=counter)
@@ -387,7 +391,8 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float(np.corrcoef(one.flatten().numpy(), other.flatten().numpy())[0, 1])
 
 
-def test_draws_of_neighboring_seeds_epochs_samples_and_elements_are_not_correlated() -> None:
+def test_neighboring_draws_are_not_correlated() -> None:
+    """Neighbors differ in the seed, epoch, sample or element."""
     draws = many()
     x = draws.normal(SIZE, dtype=torch.float64)
     again = draws.normal(SIZE, dtype=torch.float64)
@@ -421,8 +426,8 @@ def test_no_two_samples_have_correlated_draws() -> None:
     assert abs(float(off.square().sum() / (1000 * 999)) * 1000 - 1) < 0.02
 
 
-def test_every_bit_is_fair_and_depends_on_every_bit_of_the_index() -> None:
-    """Avalanche effect: if two indices differ in one bit, half of the bits of their draws differ."""
+def test_every_bit_is_fair_and_depends_on_all_index_bits() -> None:
+    """This is the avalanche effect: if two indices differ in one bit, half of the bits of their draws differ."""
     base = torch.from_numpy(np.random.default_rng(0).integers(0, 2**40, 2000))
     shifts = torch.arange(64)
 

@@ -1,4 +1,4 @@
-"""Detection of the rank of a process from the environment of torchrun and srun."""
+"""The rank of a process is detected from the environment of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
-# As set by Slurm 22.05 for `srun -N2 --ntasks-per-node=2` in a batch script.
+# as set by Slurm 22.05 for `srun -N2 --ntasks-per-node=2` in a batch script
 SRUN = {
     "SLURM_JOB_ID": "60007",
     "SLURM_STEP_ID": "0",
@@ -49,12 +49,14 @@ def test_ranks_of_torchrun_are_read_from_its_variables() -> None:
     assert detect_rank(TORCHRUN) == RankInfo(3, 1, 4, 2, "tcp://node-a:29500", 2)
 
 
-def test_one_process_of_torchrun_is_a_rank_because_torchrun_may_add_more() -> None:
+def test_a_single_process_of_torchrun_is_a_rank() -> None:
+    """torchrun may add more processes later."""
     alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     assert detect_rank(alone) == RankInfo(0, 0, 1, 1, "tcp://node-a:29500", 2)
 
 
-def test_ranks_of_srun_are_read_from_its_variables_and_the_port_from_the_job_id() -> None:
+def test_ranks_of_srun_are_read_from_its_variables() -> None:
+    """The port depends on the job ID."""
     assert detect_rank(SRUN) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 0)
 
 
@@ -62,7 +64,7 @@ def test_a_requeued_job_is_another_attempt() -> None:
     assert detect_rank({**SRUN, "SLURM_RESTART_COUNT": "3"}) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 3)
 
 
-def test_master_addr_and_master_port_override_the_defaults_for_srun() -> None:
+def test_master_variables_override_the_defaults_of_srun() -> None:
     member = detect_rank({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
     assert member is not None
     assert member.store == "tcp://10.0.0.1:29501"
@@ -92,7 +94,7 @@ def test_the_shell_of_a_batch_script_is_not_a_rank() -> None:
     assert detect_rank(without(SRUN, "SLURM_STEP_ID")) is None
     assert detect_rank({**SRUN, "SLURM_STEP_ID": "4294967291"}) is None, "SLURM_BATCH_SCRIPT"
     assert detect_rank({**SRUN, "SLURM_STEP_ID": "4294967290"}) is None, "SLURM_INTERACTIVE_STEP"
-    assert detect_rank({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4"}) is None, "the shell of salloc"
+    assert detect_rank({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4"}) is None, "the shell of salloc is not a rank"
 
 
 def test_a_step_of_one_task_is_a_single_process() -> None:
@@ -124,7 +126,7 @@ def test_torchrun_started_by_srun_is_torchrun() -> None:
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT"),
     ],
 )
-def test_a_contradiction_is_reported(environment: dict[str, str], where: str) -> None:
+def test_contradictory_variables_are_reported(environment: dict[str, str], where: str) -> None:
     with pytest.raises(ConfigError) as caught:
         detect_rank(environment)
     assert caught.value.exit_code == Exit.CONFIG
@@ -142,9 +144,7 @@ def test_a_contradiction_is_reported(environment: dict[str, str], where: str) ->
         (SRUN, {"SLURM_JOB_ID": "a", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_PROCID": "9"}),
     ],
 )
-def test_all_invalid_variables_but_no_valid_ones_are_reported(
-    environment: dict[str, str], changes: dict[str, str]
-) -> None:
+def test_only_and_all_invalid_variables_are_reported(environment: dict[str, str], changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         detect_rank({**environment, **changes})
     assert {problem.where for problem in caught.value.problems} == changes.keys()
@@ -153,7 +153,7 @@ def test_all_invalid_variables_but_no_valid_ones_are_reported(
 
 
 @pytest.mark.parametrize(("environment", "local_rank"), [(TORCHRUN, "LOCAL_RANK"), (SRUN, "SLURM_LOCALID")])
-def test_only_one_rank_per_machine_reports_an_error_that_all_have(environment: dict[str, str], local_rank: str) -> None:
+def test_one_rank_per_machine_reports_a_common_error(environment: dict[str, str], local_rank: str) -> None:
     def is_silent(**changes: str) -> bool:
         with pytest.raises(ConfigError) as caught:
             detect_rank({**environment, "TORCHELASTIC_RUN_ID": "none", **changes})
@@ -161,13 +161,15 @@ def test_only_one_rank_per_machine_reports_an_error_that_all_have(environment: d
 
     assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "0"})
     assert is_silent(**{"MASTER_PORT": "99999", local_rank: "1"})
-    assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "x"}), "only this rank has that value"
+    assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "x"}), "only this rank has the invalid value"
 
 
-def test_every_rank_started_by_hand_reports_its_own_errors() -> None:
+def test_ranks_started_by_hand_report_their_own_errors() -> None:
     with pytest.raises(ConfigError) as caught:
         detect_rank({**TORCHRUN, "MASTER_PORT": "99999", "RANK": "1", "LOCAL_RANK": "1"})
-    assert not isinstance(caught.value, RepeatedConfigError), "nothing says that another rank reports the same"
+    assert not isinstance(caught.value, RepeatedConfigError), (
+        "it is unknown whether another rank reports the same error"
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_detecting_the_rank_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("given", "exported", "expected"),
     [
-        ({}, "1", "None"),  # torchrun's default
+        ({}, "1", "None"),  # the default of torchrun
         ({"OMP_NUM_THREADS": "1"}, "1", "1"),
         ({"OMP_NUM_THREADS": "4"}, "4", "4"),
     ],

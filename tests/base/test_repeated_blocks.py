@@ -1,4 +1,4 @@
-"""Repeated blocks are found at any depth, each once."""
+"""Repeated blocks are found at any depth, and each is found once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """As in Hugging Face models, the list of layers is several levels below the trained model."""
+    """A model in which, as in Hugging Face models, the list of layers is several levels below the trained model."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
-def test_nested_blocks_are_found_but_not_blocks_within_blocks(container: type) -> None:
+def test_nested_blocks_are_found_without_their_inner_blocks(container: type) -> None:
     blocks = [Block(), Block()]
     assert repeated_blocks(Model(container(blocks))) == blocks
 
@@ -60,10 +60,10 @@ def test_blocks_in_nested_lists_and_shared_blocks_are_found_once() -> None:
     assert repeated_blocks(model) == [one, other]
 
 
-def test_a_sequence_of_plain_layers_is_not_a_sequence_of_blocks() -> None:
+def test_a_sequence_of_plain_layers_has_no_blocks() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) == []
-    lone = Block()  # the outer list is not repeated, but its inner list is
+    lone = Block()  # the outer list has no repeated modules, but its inner list has
     assert repeated_blocks(nn.Sequential(lone, nn.Tanh())) == list(lone.parts)
 
 

@@ -14,7 +14,7 @@ import torch
 from runner.base import sample_rng
 from runner.base.sample_rng import SampleSeeding, SeedEverySample, global_generators, seeded_generators
 
-NUM_SAMPLES = 400  # more than the number of first samples for which all generators are seeded
+NUM_SAMPLES = 400  # more than the number of first samples, for which all generators are seeded
 
 
 class Counted:
@@ -45,9 +45,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 
 @pytest.mark.parametrize("drawn", [(), (0,), (1, 2), (0, 1, 2)])
-def test_a_generator_is_seeded_once_per_sample_and_only_if_it_is_used(
-    drawn: Sequence[int], generators: list[Counted]
-) -> None:
+def test_only_used_generators_are_seeded_once_per_sample(drawn: Sequence[int], generators: list[Counted]) -> None:
     streams, num_read = SampleSeeding("train"), 0
 
     def read(index: int) -> None:
@@ -59,7 +57,7 @@ def test_a_generator_is_seeded_once_per_sample_and_only_if_it_is_used(
 
     for index in range(NUM_SAMPLES):
         streams.read(read, index)
-    assert num_read == NUM_SAMPLES, "the first samples show what is drawn, so none is read twice"
+    assert num_read == NUM_SAMPLES, "no sample must be read twice, because the first ones show what is drawn"
     before = [each.num_seeds for each in generators]
     for index in range(NUM_SAMPLES):
         streams.read(read, index)
@@ -69,7 +67,7 @@ def test_a_generator_is_seeded_once_per_sample_and_only_if_it_is_used(
     assert streams.has_drawn is bool(drawn)
 
 
-def test_a_spawned_worker_detects_again_which_generators_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_worker_detects_used_generators_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spawned worker may have fewer generators, for example none of a GPU."""
     generators = [Counted() for _ in range(4)]
     monkeypatch.setattr(sample_rng, "global_generators", lambda: generators)
@@ -86,7 +84,8 @@ def test_a_spawned_worker_detects_again_which_generators_are_used(monkeypatch: p
     assert vars(sent) == vars(SampleSeeding("train"))
 
 
-def test_a_generator_is_seeded_from_the_first_sample_that_uses_it(generators: list[Counted]) -> None:
+def test_a_generator_is_seeded_from_its_first_use(generators: list[Counted]) -> None:
+    """The first sample that uses it is already seeded."""
     streams, late = SampleSeeding("train"), SampleSeeding("train")
 
     def read(index: int) -> int:
@@ -129,12 +128,12 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: np.random.randint(2**31, size=3).tolist(),
     "numpy pair": lambda: np.random.standard_normal(
         3
-    ).tolist(),  # NumPy generates normal numbers in pairs and keeps the second
+    ).tolist(),  # NumPy generates normal numbers in pairs, and keeps the second
     "python": lambda: [random.getrandbits(60) for _ in range(3)],
     "python pair": lambda: [random.gauss(0, 1) for _ in range(3)],
 }
 
-# for seed 3, split train, sample 17 of epoch 1
+# for seed 3, split train, and sample 17 of epoch 1
 GOLDEN_DRAWS = [
     [4181575970471210357, 2499153151618107939, 1729531373716167401],
     [1623631425, 1316085987, 2051300262],
@@ -144,7 +143,7 @@ GOLDEN_NUMBER = 881212424532767265
 
 
 def test_draws_for_a_key_do_not_change_between_versions() -> None:
-    """A run that is resumed with a newer version draws what it would have drawn."""
+    """A run that is resumed with a newer version draws the same numbers as without the change."""
     with seeded_generators(3, "train", "sample", 1, 17):
         drawn = [DRAWS[name]() for name in ("torch", "numpy", "python")]
     assert drawn == GOLDEN_DRAWS
@@ -155,12 +154,13 @@ def test_draws_for_a_key_do_not_change_between_versions() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> None:
+def test_draws_depend_only_on_the_key(name: str) -> None:
+    """They change no state outside."""
     draw = DRAWS[name]
     outside = []
     for is_interrupted in (False, True):
         with seeded_generators(1, "outside"):
-            outside.append(draw())  # leaves the second number of a pair
+            outside.append(draw())  # keeps the second number of a pair
             if is_interrupted:
                 with seeded_generators(2, "inside"):
                     draw()
@@ -168,7 +168,7 @@ def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> 
     assert outside[:2] == outside[2:]
     results = []
     for key in ((2, "a"), (2, "b"), (3, "a"), (2, "a")):
-        draw()  # from an unknown state
+        draw()  # starts from an unknown state
         with seeded_generators(*key):
             results.append(draw())
     assert results[0] == results[3]
@@ -177,12 +177,12 @@ def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> 
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("kind", ["", " pair"])
-def test_each_generator_continues_from_a_restored_state(number: int, kind: str) -> None:
+def test_generators_continue_from_a_restored_state(number: int, kind: str) -> None:
     generator, draw = global_generators()[number], DRAWS[("torch", "numpy", "python")[number] + kind]
     outer = generator.get_state()
     draw()
     state = generator.get_state()
-    assert generator.get_state() == state, "reading the state does not change it"
+    assert generator.get_state() == state, "reading the state must not change it"
     first = draw()
     assert generator.get_state() != state
     draw()
@@ -194,7 +194,7 @@ def test_each_generator_continues_from_a_restored_state(number: int, kind: str) 
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_after_the_first_samples_generators_are_seeded_only_if_they_are_used(is_used: bool) -> None:
+def test_unused_generators_are_seeded_only_for_first_samples(is_used: bool) -> None:
     streams: SampleSeeding = SampleSeeding("train")
     seeding = []
 
@@ -212,7 +212,7 @@ def test_after_the_first_samples_generators_are_seeded_only_if_they_are_used(is_
     assert seeding == [True] * 64 + [is_used] * 2
 
 
-def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> None:
+def test_streams_seed_every_sample_and_restore_generators() -> None:
     streams = SeedEverySample("train")
 
     def read(index: int) -> list[float]:
@@ -227,7 +227,8 @@ def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> No
         assert [random.random(), torch.rand(1).item(), np.random.random()] == first[0]
 
 
-def test_draws_while_reading_depend_only_on_the_seed_the_split_and_the_sample() -> None:
+def test_draws_while_reading_depend_on_seed_split_and_sample() -> None:
+    """They depend on nothing else."""
     streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> list[Any]:
@@ -236,7 +237,7 @@ def test_draws_while_reading_depend_only_on_the_seed_the_split_and_the_sample() 
 
     found = [
         streams.read(read, [index]) for index in range(70)
-    ]  # more samples than those for which all generators are seeded
+    ]  # more samples than the first ones, for which all generators are seeded
     for index in (0, 1, 63, 64, 69):
         with seeded_generators(3, "train", "sample", 1, index):
             assert [random.random(), torch.rand(1).item(), np.random.random()] == found[index]
@@ -256,7 +257,7 @@ def test_draws_by_any_sample_of_a_batch_are_detected() -> None:
 
 
 @pytest.mark.parametrize(("error", "num_read"), [(ValueError("odd"), 2), (KeyboardInterrupt(), 1)])
-def test_an_error_is_raised_if_reading_fails_again_with_seeded_generators(error: BaseException, num_read: int) -> None:
+def test_an_error_that_recurs_with_seeded_generators_is_raised(error: BaseException, num_read: int) -> None:
     """An error that depends on drawn numbers must be the same in every worker."""
     streams = SampleSeeding("train")
     for index in range(64):
@@ -276,7 +277,7 @@ def test_an_error_is_raised_if_reading_fails_again_with_seeded_generators(error:
         assert (drawn[-1] == random.random()) == (num_read == 2)
 
 
-def test_an_error_before_any_draw_is_raised_without_a_second_attempt() -> None:
+def test_an_error_before_any_draw_is_raised_without_a_retry() -> None:
     streams, calls = SampleSeeding("train"), []
 
     def read(index: int) -> None:

@@ -1,4 +1,4 @@
-"""Shares: all samples are assigned, no rank exceeds its cap, and impossible settings are reported."""
+"""All samples are assigned to shares, no rank exceeds its cap, and impossible settings are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def invalid(shares: tuple[int, ...] | Problem) -> Problem:
 
 @pytest.mark.slow
 @given(st.integers(0, 5000), weights_of_ranks)
-def test_all_samples_are_assigned_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
+def test_all_samples_are_assigned_and_used_ranks_get_one(total: int, weights: list[float]) -> None:
     shares = split_proportionally(total, weights)
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     assert sum(shares) == total
@@ -49,7 +49,7 @@ def test_all_samples_are_assigned_and_every_used_rank_gets_one(total: int, weigh
 
 @pytest.mark.slow
 @given(st.integers(0, 500), weights_of_ranks)
-def test_each_rank_with_a_weight_gets_a_sample_if_there_are_enough(total: int, weights: list[float]) -> None:
+def test_ranks_with_a_weight_get_a_sample_if_possible(total: int, weights: list[float]) -> None:
     shares = split_proportionally(total, weights)
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     assert sum(shares) == total
@@ -65,8 +65,9 @@ def test_shares_are_within_one_sample_of_the_proportion(total: int, weights: lis
         assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
 
 
-def test_remaining_samples_go_to_the_largest_remainder_and_ties_to_the_lower_rank() -> None:
-    assert split_proportionally(32, (11, 8)) == (19, 13)  # 18.53, 13.47
+def test_remaining_samples_go_to_the_largest_remainders() -> None:
+    """In case of a tie, the lower rank gets the sample."""
+    assert split_proportionally(32, (11, 8)) == (19, 13)  # exact shares 18.53 and 13.47
     assert split_proportionally(10, (1, 1, 1)) == (4, 3, 3)
     assert split_proportionally(11, (1, 1, 1)) == (4, 4, 3)
     assert split_proportionally(3, (0.1, 0.1)) == (2, 1)
@@ -78,9 +79,8 @@ def test_remaining_samples_go_to_the_largest_remainder_and_ties_to_the_lower_ran
 
 
 @given(some_shares, st.data())
-def test_all_samples_of_a_smaller_update_are_distributed_within_the_shares(
-    shares: list[int], data: st.DataObject
-) -> None:
+def test_samples_of_a_smaller_update_are_distributed(shares: list[int], data: st.DataObject) -> None:
+    """No rank exceeds its share."""
     num_samples = data.draw(st.integers(0, sum(shares)))
     parts = distribute_samples(num_samples, shares)
     assert sum(parts) == num_samples
@@ -136,9 +136,7 @@ def test_impossible_shares_are_reported_with_a_fix(
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
-def test_accepted_shares_match_the_number_of_ranks_and_the_batch_size(
-    shares: list[int], world_size: int, total: int
-) -> None:
+def test_accepted_shares_match_ranks_and_batch_size(shares: list[int], world_size: int, total: int) -> None:
     taken = fixed_shares(shares, world_size, total)
     good = len(shares) == world_size <= total and min(shares, default=0) > 0
     assert isinstance(taken, Problem) != good
@@ -155,7 +153,7 @@ def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]
     return rank_shares(shares, ["cpu"] * size, [None] * size, [micro] * size)
 
 
-def test_the_equation_fits_on_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
+def test_the_equation_is_one_line_and_columns_are_aligned(screen: Callable[..., None]) -> None:
     eight = (24, 23, 22, 21, 20, 19, 18, 17)
     messages = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
     devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
@@ -171,7 +169,7 @@ def test_the_equation_is_never_longer_than_a_line(size: int, micro: int | None) 
 
 
 @given(some_shares, st.integers(1, 50))
-def test_the_micro_batches_of_a_rank_add_up_to_its_share(shares: list[int], micro: int) -> None:
+def test_micro_batches_of_a_rank_add_up_to_its_share(shares: list[int], micro: int) -> None:
     for row in rows_of(tuple(shares), micro):
         assert sum(row.passes) == row.share
         assert all(0 < samples <= micro for samples in row.passes)

@@ -1,4 +1,4 @@
-"""The timed parts add up to the elapsed time and are assigned to the right update."""
+"""The timed parts add up to the elapsed time, and are assigned to the right update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, ne
 
 
 class Timeline:
-    """A host clock and a device clock that the test advances, including when the device reaches an event."""
+    """A host clock and a device clock that the test advances; it also determines when the device reaches an event."""
 
     now = 100.0
     reached = 0.0
@@ -46,7 +46,7 @@ class FakeEvent:
         self.line.reached = max(self.line.reached, self.at)
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        assert later.query(), "torch raises for an event that the device has not reached"
+        assert later.query(), "torch raises an error for an event that the device has not reached"
         return 1e3 * (later.at - self.at)
 
 
@@ -79,7 +79,7 @@ def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
             line.now += update
             stopwatch.lap("forward")
             stopwatch.stop(update)
-            line.reached = line.now - 150.0  # the device lags behind
+            line.reached = line.now - 150.0  # time by which the device lags behind
         stopwatch.finish()
     assert [(lap.update, lap.seconds) for lap in messages] == [
         (update, {"hooks": 100.0, "forward": float(update)}) for update in range(1, 6)
@@ -103,7 +103,7 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
         for part, eighths in steps:
             line.now += eighths / 8
             if part == "stop":
-                line.now -= eighths / 8  # stop() does not add a lap: the update ended with its last lap
+                line.now -= eighths / 8  # stop() must not add a lap, because the update ended with its last lap
                 update += 1
                 stopwatch.stop(update)
                 snapshots.append(stopwatch.snapshot())
@@ -115,7 +115,7 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
             else:
                 stopwatch.lap(part)
                 expected[part] = expected.get(part, 0.0) + eighths / 8
-            line.reached = max(line.reached, line.now - eighths / 4)  # the device lags behind
+            line.reached = max(line.reached, line.now - eighths / 4)  # time by which the device lags behind
         spent = stopwatch.finish()
         assert {part: seconds for part, seconds in spent.items() if seconds} == {
             part: seconds for part, seconds in expected.items() if seconds
@@ -136,9 +136,8 @@ def test_nested_parts_are_timed_separately(stopwatch: Stopwatch, line: Timeline)
     assert stopwatch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
 
 
-def test_time_after_an_error_in_a_nested_part_counts_for_the_enclosing_part(
-    stopwatch: Stopwatch, line: Timeline
-) -> None:
+def test_time_after_an_error_counts_for_the_enclosing_part(stopwatch: Stopwatch, line: Timeline) -> None:
+    """The error occurs in a nested part."""
     with pytest.raises(KeyError), stopwatch.during("evaluation"):
         line.now += 1.0
         raise KeyError
@@ -146,7 +145,7 @@ def test_time_after_an_error_in_a_nested_part_counts_for_the_enclosing_part(
     assert stopwatch.finish() == {"hooks": 0.5, "evaluation": 1.0}
 
 
-def test_the_last_update_is_reported_without_parts_of_earlier_updates(stopwatch: Stopwatch, line: Timeline) -> None:
+def test_the_last_update_has_no_parts_of_earlier_ones(stopwatch: Stopwatch, line: Timeline) -> None:
     assert stopwatch.last is None
     for update, part in ((1, "data"), (2, "backward")):
         line.now += update
@@ -164,7 +163,7 @@ def test_the_next_phase_starts_at_zero(stopwatch: Stopwatch, line: Timeline) -> 
     stopwatch.stop(7)
     stopwatch.begin()
     line.reached = line.now
-    assert stopwatch.last is None, "update 7 belongs to the previous phase"
+    assert stopwatch.last is None, "update 7 must not be counted, because it belongs to the previous phase"
     line.now += 0.5
     stopwatch.lap("forward")
     line.reached = line.now
@@ -181,7 +180,7 @@ def test_a_cpu_uses_the_host_clock() -> None:
 # ---------------------------------------------------------------- on a device
 
 
-def test_device_events_are_read_when_complete_and_never_waited_for(line: Timeline) -> None:
+def test_device_events_are_read_without_waiting(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     for update in (1, 2):
         line.now += update
@@ -189,7 +188,7 @@ def test_device_events_are_read_when_complete_and_never_waited_for(line: Timelin
         line.now += 0.5
         device.lap("backward")
         device.stop(update)
-        assert device.last is None, "the device has not reached it"
+        assert device.last is None, "the device has not reached the event"
         assert device.spent() == {}
     line.reached = 101.5
     device.stop(3)
@@ -201,7 +200,7 @@ def test_device_events_are_read_when_complete_and_never_waited_for(line: Timelin
     assert line.waited == 0
 
 
-def test_a_snapshot_reports_the_times_up_to_its_creation(line: Timeline) -> None:
+def test_a_snapshot_has_the_times_before_its_creation(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     snapshots = []
     for update in range(1, 4):
@@ -222,4 +221,4 @@ def test_completed_events_are_reused(line: Timeline) -> None:
             device.lap(part)
         device.stop(update)
         line.reached = line.now
-    assert line.num_made < 4 * len(PARTS), "the memory for events does not grow with the run"
+    assert line.num_made < 4 * len(PARTS), "the memory for events must not grow with the run"

@@ -31,7 +31,7 @@ COMMAND = TABLE.splitlines()[-1]
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 90])
-def test_lines_are_broken_between_words_only(columns: int) -> None:
+def test_lines_are_broken_only_between_words(columns: int) -> None:
     lines = wrap(TABLE, columns).split("\n")
     assert " ".join(lines).split() == TABLE.split()
     assert all(len(line) <= columns or line == COMMAND for line in lines)
@@ -52,7 +52,8 @@ def test_continuation_lines_of_list_entries_are_indented() -> None:
     ]
 
 
-def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
+def test_only_the_description_of_a_command_is_wrapped() -> None:
+    """A command to paste stays on one line."""
     command, meaning = (
         "accel-run train --task ./my_task.py optimizer.lr=0.1",
         "a task of your own, made by accel-run new",
@@ -64,7 +65,7 @@ def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
     assert wrap(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
 
 
-def test_columns_that_do_not_fit_are_dropped_in_order_and_listed() -> None:
+def test_columns_that_do_not_fit_are_dropped_and_listed() -> None:
     rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
     assert format_table(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
     assert format_table(rows, "<<>", ("size", "task"), 20) == format_table(rows, "<<>")
@@ -74,7 +75,8 @@ def test_columns_that_do_not_fit_are_dropped_in_order_and_listed() -> None:
     assert format_table(rows, "<<>", ("size", "task"), 8)[0] == "run"
 
 
-def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
+def test_titles_and_long_cells_do_not_widen_a_table() -> None:
+    """Titles are between rows."""
     rows = [("", "lowest", "mean"), ("graphics-card",), ("cpu", "9", "10")]
     assert format_table(rows, "<>", indent="  ") == [
         "       lowest  mean",
@@ -85,7 +87,7 @@ def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
     assert format_table([]) == []
 
 
-def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
+def test_only_terminal_output_is_wrapped() -> None:
     """This includes output above a progress bar, output without a progress bar, and errors."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 40))
@@ -100,7 +102,7 @@ def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
         Console().error(text)
         print_problems(ConfigError(Problem(what, "sed=1", fix)))
     messages = b""
-    with suppress(OSError):  # EIO: the terminal is closed
+    with suppress(OSError):  # EIO means that the terminal is closed
         while part := os.read(ours, 4096):
             messages += part
     os.close(ours)
@@ -122,15 +124,17 @@ def test_help_is_wrapped_at_the_width_of_the_terminal(text: str, columns: int) -
     assert shown.split() == text.split()
     lines = shown.split("\n")
     if lines[0].startswith("usage:"):
-        assert max(map(len, lines[: lines.index("")])) <= columns, "usage lines are not commands to paste"
+        assert max(map(len, lines[: lines.index("")])) <= columns, (
+            "usage lines must be wrapped, because they are no commands to paste"
+        )
     for line in lines:
         assert len(line) <= columns or "accel-run " in line or max(map(len, line.split())) > columns // 2
-    for line, below in pairwise(lines):  # lines of a paragraph at the left edge are filled
+    for line, below in pairwise(lines):  # lines of a paragraph at the left margin are filled
         if line[:1].isupper() and below[:1].strip() and not line.startswith("usage") and not line.endswith(":"):
             assert len(line) + 1 + len(below.split()[0]) > columns or "accel-run" in line + below
 
 
-def test_a_description_in_the_right_half_of_a_narrow_terminal_moves_below_its_term() -> None:
+def test_a_narrow_terminal_moves_descriptions_below_terms() -> None:
     command = "  accel-run plan precision=bf16"
     row = f"{command}    show what would run, and why, without training"
     assert reflow(row, 120) == row
@@ -146,7 +150,7 @@ def test_continuation_lines_of_a_paragraph_are_not_indented() -> None:
 
 
 @given(st.integers(0, 2**50))
-def test_every_size_is_shown_with_three_digits_and_without_exponent(size: int) -> None:
+def test_sizes_are_shown_with_three_digits_without_exponent(size: int) -> None:
     shown = format_bytes(size)
     if size == 0:
         assert shown == "0"
@@ -163,7 +167,7 @@ def test_small_amounts_are_shown_in_small_units() -> None:
 
 
 @given(st.floats(min_value=1.0, max_value=9e8))
-def test_metrics_are_shown_with_four_digits_and_without_exponent(value: float) -> None:
+def test_metrics_are_shown_with_four_digits_without_exponent(value: float) -> None:
     for number in (value, -value):
         text = format_metric(number)
         assert "e" not in text

@@ -1,4 +1,4 @@
-"""Composing option files gives the same result as plain Hydra, and each file is parsed once per process."""
+"""Composing option files gives the same result as Hydra, and parses each file once per process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.faults.test_configuration_fuzz import Case, cases
 
 CONF = shipped_path("conf")
 NUM_CASES = 100 if IS_LONG else 5
-KNOWN = {"optimizer.lr": "0.001", "updates": "300", "checkpoint.keep": "1", "scheduler.warmup": "0"}  # to be misspelled
+# a word to misspell
+KNOWN = {"optimizer.lr": "0.001", "updates": "300", "checkpoint.keep": "1", "scheduler.warmup": "0"}
 
 
 def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
@@ -52,14 +53,14 @@ def test_composition_gives_the_same_result_as_hydra(number: int, tmp_path: Path)
     assert set(choices) == set(GROUPS)
 
 
-def not_cached(folder: Path) -> Request:
-    """Return a request whose composition no other test has cached: the name of the folder is part of its content."""
+def uncached_request(folder: Path) -> Request:
+    """Return a request whose composition no other test has cached: its content includes the name of the folder."""
     (folder / "own").write_text(str(folder))
     return Request(config_dir=folder)
 
 
 def test_concurrent_compositions_run_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = not_cached(tmp_path)
+    request = uncached_request(tmp_path)
     errors: list[BaseException] = []
     groups = {group: list_options(group)[0] for group in GROUPS if list_options(group)}
 
@@ -83,22 +84,23 @@ def test_concurrent_compositions_run_one_after_another(tmp_path: Path, monkeypat
     assert errors == []
 
 
-def test_composing_does_not_change_the_hydra_state_of_the_program(tmp_path: Path) -> None:
+def test_composing_does_not_change_the_callers_hydra_state(tmp_path: Path) -> None:
     with initialize_config_dir(str(shipped_path("conf")), **version_base()):
         wanted = GlobalHydra.instance().hydra
-        compose_groups({group: list_options(group)[0] for group in GROUPS}, not_cached(tmp_path), [])
+        compose_groups({group: list_options(group)[0] for group in GROUPS}, uncached_request(tmp_path), [])
         assert GlobalHydra.instance().hydra is wanted
         hydra_compose("config", overrides=[])
 
 
 @pytest.mark.slow
-def test_libyaml_parses_the_shipped_files_as_omegaconf_does() -> None:
+def test_libyaml_parses_shipped_files_like_omegaconf() -> None:
     for file in sorted(CONF.rglob("*.yaml")):
         parsed = OmegaConf.to_container(parse_config(file.read_text(), str(file)))
         assert repr(parsed) == repr(OmegaConf.to_container(OmegaConf.load(file))), file
 
 
-def test_invalid_yaml_has_the_same_message_in_shipped_and_other_files(tmp_path: Path) -> None:
+def test_messages_about_invalid_yaml_are_the_same_for_all_files(tmp_path: Path) -> None:
+    """Shipped files are parsed by libyaml."""
     for text in ("a: [1,\nb: 2\n", "a: 1\na: 2\n", "\t- x", "a: *b\n"):
         messages = []
         for file in (CONF / "x.yaml", tmp_path / "x.yaml"):
@@ -116,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def outcome(case: Case, folder: Path) -> str:
-    """Return the configuration or the problems; the files of a case are always written to the same folder."""
+    """Return the configuration or the problems. The files of a case are always written to the same folder."""
     for name, content in case.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -128,7 +130,7 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_cached_parsing_changes_neither_configurations_nor_messages(tmp_path: Path) -> None:
+def test_cached_parsing_does_not_change_results_or_messages(tmp_path: Path) -> None:
     for number, case in enumerate(cases(KNOWN, 30 * NUM_CASES if IS_LONG else NUM_CASES)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -139,16 +141,16 @@ def test_cached_parsing_changes_neither_configurations_nor_messages(tmp_path: Pa
 
 @pytest.mark.slow
 def test_each_file_is_parsed_once_per_process(folder: Path) -> None:
-    def num_parsed(*words: str) -> int:
+    def count_parsed(*words: str) -> int:
         """Return the number of files that composing has parsed."""
         before = parse_config.cache_info().misses
         compose(Request(words, config_dir=folder))
         return parse_config.cache_info().misses - before
 
     parse_config.cache_clear()
-    assert num_parsed("optimizer=mine") >= len(GROUPS)
-    assert num_parsed("optimizer=mine", "updates=7") == 0
-    assert num_parsed("optimizer=mine", "updates=7", "precision=fp16") == 1
+    assert count_parsed("optimizer=mine") >= len(GROUPS)
+    assert count_parsed("optimizer=mine", "updates=7") == 0
+    assert count_parsed("optimizer=mine", "updates=7", "precision=fp16") == 1
 
 
 @pytest.mark.slow

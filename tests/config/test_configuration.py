@@ -1,4 +1,4 @@
-"""The configuration: precedence, sources of settings, and problems with suggestions."""
+"""The precedence of settings, their sources, and the suggestions for invalid settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def composed(*args: str, task: Path | None = None, folder: Path | None = None) -
 
 
 def rejected(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
-    """Compose and return the reported problems."""
+    """Compose, and return the reported problems."""
     with pytest.raises(ConfigError) as caught:
         composed(*args, task=task, folder=folder)
     return list(caught.value.problems)
@@ -95,9 +95,10 @@ def test_a_plus_before_a_group_has_no_effect() -> None:
         (("hardware=t4", "precision=fp32"), "fp32", "command line"),
     ],
 )
-def test_command_line_overrides_profile_and_profile_overrides_default(
+def test_profiles_override_defaults_and_are_overridden(
     args: tuple[str, ...], precision: str, source: str | None
 ) -> None:
+    """The command line overrides profiles."""
     configuration = composed(*args)
     assert configuration.choices["precision"].name == precision
     assert configuration.sources.get("precision") == source
@@ -116,7 +117,8 @@ def test_the_order_of_arguments_does_not_matter() -> None:
     assert all(answer.flat() == flat and answer.sources == answers[0].sources for answer in answers)
 
 
-def test_task_settings_override_defaults_and_the_command_line_overrides_both(task: Path) -> None:
+def test_task_settings_override_only_defaults(task: Path) -> None:
+    """The command line overrides task settings."""
     of_task, typed = composed(task=task), composed("optimizer.lr=0.1", "updates=7", "task.hidden=9", task=task)
     keys = ("updates", "optimizer.lr", "scheduler.warmup", "evaluate.samples", "task.hidden")
     assert [of_task.flat()[key] for key in keys] == [40, 0.02, 5, 8, 4]
@@ -127,7 +129,7 @@ def test_task_settings_override_defaults_and_the_command_line_overrides_both(tas
     ]  # fmt: skip
 
 
-def test_a_task_file_defines_the_task_keys_and_the_inference_keys(task: Path) -> None:
+def test_a_task_file_defines_task_and_inference_keys(task: Path) -> None:
     configuration = composed("task.kind=flat", "inference.samples=9", task=task)
     assert configuration.choices["task"].name == "mine"
     assert configuration.choices["task"].options == {"hidden": 4, "kind": "flat"}
@@ -147,7 +149,7 @@ def test_a_task_file_defines_the_task_keys_and_the_inference_keys(task: Path) ->
         (("epochs=2", "updates=null"), '{"updates": 40}', (None, 2)),
     ],
 )
-def test_epochs_override_updates_of_sources_with_lower_precedence(
+def test_epochs_override_updates_of_lower_precedence(
     args: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
@@ -156,7 +158,7 @@ def test_epochs_override_updates_of_sources_with_lower_precedence(
 
 
 @pytest.mark.slow
-def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) -> None:
+def test_tuned_values_apply_only_to_the_tuned_option(tmp_path: Path) -> None:
     settings = '{"optimizer.betas": [0.8, 0.9], "optimizer.lr": 0.5, "precision.keep_fp32": ["head"], "seed": 3}'
     task = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     tuned, other = composed("optimizer=adamw", task=task), composed("optimizer=sgd", "precision=bf16", task=task)
@@ -197,7 +199,7 @@ def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
         (("optimizer.lr_scales={0:0.1}",), {"0": 0.1}),
     ],
 )
-def test_a_mapping_can_be_set_as_a_whole_or_entry_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
+def test_a_mapping_can_be_set_at_once_or_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
     configuration = composed(*args)
     assert configuration.choices["optimizer"].options["lr_scales"] == scales
     assert configuration.sources["optimizer.lr_scales"] == "command line"
@@ -208,7 +210,7 @@ def test_a_mapping_can_be_set_as_a_whole_or_entry_by_entry(args: tuple[str, ...]
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A task without settings."""
+    """Return a task without settings."""
     return write(tmp_path, {"bare.py": "def build(): ...\n"}) / "bare.py"
 
 
@@ -241,12 +243,12 @@ def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: P
     (note,) = configuration.notes
     assert note.startswith(f"{folder}/optimizer/adamw.yaml ")
     assert composed(task=bare).flat()["optimizer.lr"] != 7, (
-        "the next request, without the folder, does not use its files"
+        "the next request, without the folder, must not use its files"
     )
 
 
 @pytest.mark.parametrize("text", ["/data/year=2024", "epoch=3-step=10.safetensors", "a==b"])
-def test_an_equals_sign_in_a_string_setting_needs_no_quotes(text: str) -> None:
+def test_equals_signs_in_string_settings_need_no_quotes(text: str) -> None:
     assert compose(Request((f"data.path={text}", f"weights={text}"))).settings.data.path == text
     assert compose(Request((f"weights={text}",))).settings.weights.source == text
 
@@ -276,18 +278,19 @@ def test_options_of_commands_are_quoted_like_settings(argument: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["2026", "007", "1e-3", "2.50", "-1", "nan"])
-def test_a_number_given_to_a_string_setting_is_used_as_written(text: str) -> None:
+def test_a_number_is_a_valid_string_setting(text: str) -> None:
+    """It is used as written."""
     settings = compose(Request((f"run={text}", f"weights={text}"))).settings
     assert (settings.run, settings.weights.source) == (text, text)
 
 
 @pytest.mark.parametrize("text", ["true", "null", "[1,2]"])
-def test_other_literals_given_to_a_string_setting_are_rejected(text: str) -> None:
+def test_other_literals_are_invalid_string_settings(text: str) -> None:
     assert where(rejected(f"output_root={text}")) == [f"output_root={text}"]
 
 
 def test_modules_may_have_numbers_as_names(tmp_path: Path) -> None:
-    """The modules of nn.Sequential have."""
+    """The modules of nn.Sequential have such names."""
     task = tmp_path / "task.py"
     task.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
     configuration = composed("weights.only=[0]", "phase.two.trains=[0,3]", task=task)
@@ -313,7 +316,7 @@ def test_non_ascii_letters_need_no_quotes() -> None:
     assert compose(Request((f"data.path={path}",))).settings.data.path == path
 
 
-def test_a_file_in_the_config_folder_overrides_task_settings(task: Path, tmp_path: Path) -> None:
+def test_a_config_folder_overrides_task_settings(task: Path, tmp_path: Path) -> None:
     file = write(tmp_path, {"conf/optimizer/adamw.yaml": "lr: 7\n"}) / "conf/optimizer/adamw.yaml"
     configuration = composed(task=task, folder=tmp_path / "conf")
     assert (configuration.flat()["optimizer.lr"], configuration.sources["optimizer.lr"]) == (7, "config folder")
@@ -346,7 +349,7 @@ hardware:
 """
 
 
-def test_a_users_hardware_profile_selects_options_and_describes_devices(tmp_path: Path) -> None:
+def test_a_users_profile_selects_options_and_describes_devices(tmp_path: Path) -> None:
     folder = write(tmp_path, {"hardware/mine.yaml": PROFILE})
     configuration = composed("+hardware=mine", "precision=bf16", folder=folder)
     assert (configuration.choices["precision"].name, configuration.choices["dataloader"].name) == ("bf16", "thread")
@@ -372,8 +375,8 @@ hardware: {title: mine, devices: []}
 
 
 @pytest.mark.slow
-def test_a_profile_overrides_the_task_and_the_command_line_overrides_the_profile(tmp_path: Path) -> None:
-    """Otherwise a task's setting would override the tuning for a machine."""
+def test_a_profile_overrides_task_settings(tmp_path: Path) -> None:
+    """Otherwise, a setting of the task would override the tuning for a machine. The command line overrides profiles."""
     folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
     configuration = compose(Request(("+hardware=mine", "global_batch_size=16"), folder / "two.py", folder))
     messages = compose(
@@ -382,7 +385,9 @@ def test_a_profile_overrides_the_task_and_the_command_line_overrides_the_profile
 
     result, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
     assert [result[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
-    assert result["phase.first.optimizer.kernel"] == "foreach", "keys that the profile does not set come from the task"
+    assert result["phase.first.optimizer.kernel"] == "foreach", (
+        "keys that the profile does not set must come from the task"
+    )
     assert {configuration.sources[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)} == {
         "profile mine"
     }
@@ -392,7 +397,7 @@ def test_a_profile_overrides_the_task_and_the_command_line_overrides_the_profile
 
 OPTION = "# mine\noption: adamw\nlr: 0.00001\n"
 TO_BF16 = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
-# files of the folder, overrides, locations of the problems; {folder} is the folder with the files
+# files of the folder, overrides, places of the problems; {folder} is the folder that contains the files
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     "unknown key": (
         {"optimizer/mine.yaml": "option: sgd\nlrr: 3\n"},
@@ -449,7 +454,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
         ("optimizer=mine",),
         ["{folder}/optimizer/mine.yaml"],
     ),
-    "half a config.yaml": (
+    "incomplete config.yaml": (
         {"config.yaml": "seed: 5\n"},
         (),
         ["{folder}/config.yaml"],
@@ -463,7 +468,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
 
 
 @pytest.mark.slow
-def test_an_error_in_a_config_folder_names_the_file_or_the_key(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_an_error_in_a_config_folder_names_file_or_key(tmp_path: Path, screen: Callable[..., None]) -> None:
     messages = []
     for number, (name, (files, args, places)) in enumerate(FAULTS.items()):
         folder = write(tmp_path / str(number), files)
@@ -490,7 +495,7 @@ def test_an_unresolved_interpolation_is_reported(tmp_path: Path) -> None:
         ("\0", "null bytes"),
     ],
 )
-def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
+def test_errors_in_a_task_file_are_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
     (result,) = rejected(task=file)
     assert str(result).startswith(f"{file}: ")
@@ -505,7 +510,8 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
         ('"seed": 1,\n**SHARED', "SHARED"),
     ],
 )
-def test_the_error_for_an_entry_that_is_not_a_literal_names_its_line(entries: str, shown: str, tmp_path: Path) -> None:
+def test_an_entry_that_is_not_a_literal_is_reported(entries: str, shown: str, tmp_path: Path) -> None:
+    """The error names its line."""
     file = write(tmp_path, {"mine.py": f"def build(): ...\nSETTINGS = {{{entries}}}\n"}) / "mine.py"
     (problem,) = rejected(task=file)
     assert problem.what.endswith(f" {shown}")
@@ -526,9 +532,10 @@ def test_the_error_for_an_entry_that_is_not_a_literal_names_its_line(entries: st
         "{0} = {{}}\ndef change():\n    global {0}\n    {0}['seed'] = 1\nchange()",
     ],
 )
-def test_declarations_that_parsing_cannot_see_are_detected_when_the_file_is_executed(
+def test_dynamic_declarations_are_detected_on_execution(
     text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Parsing the file cannot see them."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "common", raising=False)
     common = f"{name} = {{'seed': 1}}\n"
@@ -571,7 +578,7 @@ def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_user_can_override_the_optimizer_that_a_task_selects(tmp_path: Path) -> None:
+def test_users_can_override_the_optimizer_of_a_task(tmp_path: Path) -> None:
     settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     tuned = composed(task=file)
@@ -605,9 +612,7 @@ def build(*, size: str = "tiny"): ...
         ("phase.b.global_batch_size=0", "phase.b.global_batch_size=8"),
     ],
 )
-def test_a_suggested_value_is_the_one_that_applies_without_the_command_line(
-    override: str, value: str, tmp_path: Path
-) -> None:
+def test_the_suggested_value_applies_without_the_override(override: str, value: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
     (problem,) = rejected(override, task=file)
     assert f" {value}," in problem.fix
@@ -626,7 +631,7 @@ def test_phase_settings_override_run_settings(tmp_path: Path) -> None:
     assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
         "train", 5, "adam", 0.25, 3.0,
     )  # fmt: skip
-    assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not the value of the run's adamw
+    assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not the value for adamw that the run uses
     assert (b.kind, b.global_batch_size, b.micro_batch_size, b.updates) == ("fit", 8, 4, None)
     typed = composed("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
     assert (typed.updates, typed.max_grad_norm, typed.optimizer.options["lr"]) == (9, 1.5, 0.125)
@@ -656,12 +661,12 @@ def build(): ...
     screen(joined(problems))
 
 
-def test_parameters_of_helpers_in_a_task_file_are_not_settings(tmp_path: Path) -> None:
+def test_parameters_of_helper_functions_are_not_settings(tmp_path: Path) -> None:
     text = "def build(*, a: int = 1): ...\ndef helper(*, device=cpu()): ...\n"
     assert composed(task=write(tmp_path, {"mine.py": text}) / "mine.py").flat()["task.a"] == 1
 
 
-def test_a_missing_file_or_folder_is_reported_at_once(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_reported_early(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
         composed(task=tmp_path / "none.py")
     with pytest.raises(InputMissing, match="is a folder; expected a file"):
@@ -697,12 +702,12 @@ def test_a_mirror_with_credentials_or_options_is_rejected(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["x9:/b", "a/b:c", "://b", "1x://b", "./s3://b"])
-def test_a_path_that_only_looks_like_a_url_is_local(path: str) -> None:
+def test_a_path_that_resembles_a_url_is_local(path: str) -> None:
     assert composed(f'output_root="{path}"').settings.output_root == path
 
 
 @pytest.mark.parametrize("word", ["task.x=1", "task.zzz=1"])
-def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(word: str) -> None:
+def test_an_unknown_task_key_lists_the_keys_of_the_task(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         composed(word)
     (problem,) = caught.value.problems
@@ -710,7 +715,7 @@ def test_the_error_for_an_unknown_task_key_lists_the_keys_of_the_task(word: str)
     assert "task?" not in problem.fix
 
 
-def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
+def test_all_problems_are_reported_together(screen: Callable[..., None]) -> None:
     args = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
     more = ("updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3", "backend.threads=2000")
     problems = rejected(*args, *more)
@@ -729,7 +734,7 @@ def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
     screen(joined(problems))
 
 
-def test_a_warmup_longer_than_the_training_is_rejected_before_a_run_is_created() -> None:
+def test_too_long_warmups_are_rejected_before_a_run_is_created() -> None:
     (problem,) = rejected("updates=2", "scheduler.warmup=40")
     assert problem.where == "scheduler.warmup"
     assert "scheduler.warmup=2 " in problem.fix
@@ -746,8 +751,8 @@ def test_a_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_setting_names_of_other_trainers_produce_suggestions() -> None:
-    known = [key for key in FOREIGN_KEYS if key not in GROUPS]  # an unknown option of a group is another error
+def test_setting_names_of_other_trainers_get_suggestions() -> None:
+    known = [key for key in FOREIGN_KEYS if key not in GROUPS]  # an unknown option of a group is a different error
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         result = rejected(*(f"{key}=1" for key in keys))
         suggestions = [translate_key(key, "1", ()) for key in keys]
@@ -772,7 +777,8 @@ def test_suggested_setting_names_exist(messages: str) -> None:
 
 
 @pytest.mark.parametrize("arg", ["max_grad_norm=0", "max_grad_norm=none", "early_stopping.patience=0"])
-def test_null_is_suggested_for_settings_that_other_tools_disable_with_0(arg: str) -> None:
+def test_null_is_suggested_for_settings_disabled_with_0(arg: str) -> None:
+    """Other tools disable these settings with 0."""
     (problem,) = rejected(arg)
     assert f"{arg.partition('=')[0]}=null" in problem.fix
 
@@ -794,7 +800,7 @@ def test_null_is_suggested_for_settings_that_other_tools_disable_with_0(arg: str
         ((), [()]),
     ],
 )  # fmt: skip
-def test_a_sweep_contains_every_combination_in_order(args: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
+def test_a_sweep_has_every_combination_in_order(args: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
     request = Request(args, Path("task.py"), Path("folder"))
     assert expand_sweep(request) == [Request(each, Path("task.py"), Path("folder")) for each in expected]
 
@@ -805,7 +811,7 @@ def test_a_sweep_without_values_is_rejected(word: str) -> None:
         expand_sweep(Request((word,)))
 
 
-def test_a_combination_of_a_sweep_is_composed_like_a_single_run() -> None:
+def test_a_trial_is_composed_like_a_single_run() -> None:
     seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
     assert seeds == [3, 4]
     (problem,) = rejected("seed=3,4")
@@ -839,7 +845,7 @@ def test_new_overrides_replace_old_ones_of_the_same_key(
 # ---------------------------------------------------------------- shipped files
 
 
-def test_every_shipped_option_of_every_group_can_be_composed() -> None:
+def test_all_shipped_options_can_be_composed() -> None:
     options = {group: list_options(group) for group in GROUPS}
     assert all(options.values())
     for number in range(max(map(len, options.values()))):
@@ -852,10 +858,10 @@ def test_every_shipped_option_of_every_group_can_be_composed() -> None:
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 
-def test_the_defaults_list_contains_every_group_and_ends_with_the_profile() -> None:
+def test_the_defaults_list_has_every_group_and_ends_with_the_profile() -> None:
     entries = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
     groups = [next(iter(entry)) for entry in entries[1:]]
-    assert entries[0] == "_self_", "a later group would override the values of a profile"
+    assert entries[0] == "_self_", "a group after the profile would override its values"
     assert sorted(groups) == sorted(GROUPS)
     assert groups[-1] == "hardware"
     assert shipped_options() == {
@@ -874,13 +880,13 @@ def test_config_yaml_has_exactly_the_settings_of_the_code() -> None:
     in_code = {name: key.default for name, key in settings_keys(Settings).items()}
     assert list(written) == list(in_code)
     assert {key for key in written if written[key] != in_code[key]} == {"updates"}, (
-        "the number of updates or epochs has no default"
+        "the number of updates or epochs must have no default"
     )
 
 
-def test_every_folder_of_options_is_a_known_group() -> None:
+def test_all_folders_of_options_are_known_groups() -> None:
     folders = {path.name for path in shipped_path("conf").iterdir() if path.is_dir()}
-    assert folders - {"benchmark"} == set(GROUPS), "apart from the techniques of the benchmark"
+    assert folders - {"benchmark"} == set(GROUPS), "the only other folder must be that of the techniques"
 
 
 def test_the_yaml_of_a_configuration_can_be_read_back() -> None:

@@ -1,4 +1,4 @@
-"""Hooks of a task file and of packages: settings come from the signature, without running code."""
+"""Hooks of task files and packages have settings, which are read from signatures without running code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEVER_RUN = HOOKS + "\ndef build(): ...\nraise SystemExit('a task file is not ex
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a task file with a module name that is unique to the test."""
+    """Return a function that writes a task file with a module name unique to the test."""
 
     def write(text: str) -> Path:
         file = tmp_path / f"{tmp_path.name}_task.py"
@@ -71,11 +71,12 @@ def problems_of(file: Path, *args: str) -> list[Problem]:
     ("name", "key"),
     [("LogImages", "log_images"), ("EMA", "ema"), ("EMAHook", "ema_hook"), ("Log2D", "log2_d"), ("_Own", "own")],
 )
-def test_the_name_of_a_hook_is_its_class_name_in_lowercase(name: str, key: str) -> None:
+def test_hook_names_are_class_names_in_snake_case(name: str, key: str) -> None:
     assert hook_name(name) == key
 
 
-def test_a_hook_has_the_keys_of_its_own_or_inherited_constructor(write: Callable[[str], Path]) -> None:
+def test_a_hook_has_the_keys_of_its_constructor(write: Callable[[str], Path]) -> None:
+    """The constructor may be inherited."""
     file = write(NEVER_RUN)
     configuration = compose(Request(("hook.log_images.every=7",), file))
     assert {hook.name: hook.options for hook in configuration.hooks} == {
@@ -92,14 +93,15 @@ def test_a_task_can_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> N
     assert compose(Request((), file)).hooks[0].options["every"] == 9
 
 
-def test_keys_of_a_disabled_hook_are_reported_as_without_effect(write: Callable[[str], Path]) -> None:
+def test_keys_of_a_disabled_hook_are_noted(write: Callable[[str], Path]) -> None:
+    """A note reports that they have no effect."""
     args = ("hook.log_images.enabled=false", "hook.log_images.every=7")
     configuration = compose(Request(args, write(NEVER_RUN)))
     assert [hook.name for hook in configuration.hooks if hook.options["enabled"]] == ["freeze_after"]
     assert [note for note in configuration.notes if "hook.log_images.every=7" in note]
 
 
-def test_a_typo_in_a_hook_or_its_keys_produces_a_suggestion(write: Callable[[str], Path]) -> None:
+def test_typos_in_hooks_and_their_keys_get_suggestions(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     for typo, meant in (
         ("hook.log_images.evry", "hook.log_images.every"),
@@ -122,14 +124,14 @@ def test_completion_offers_hooks_and_their_keys(write: Callable[[str], Path]) ->
     ]
 
 
-def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
+def test_explain_names_the_file_of_a_hook_and_describes_its_key(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(NEVER_RUN)
     assert main(["explain", "hook.log_images.every", "--task", str(file)]) == 0
     shown = capsys.readouterr().out
     assert f"the default ({file})" in shown
-    assert len(shown.splitlines()) == 3, "value, source and help text"
+    assert len(shown.splitlines()) == 3, "the output must have a value, a source and a help text"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
         ("class A(Base):\n    def __init__(self, phase, *, enabled=True): ...\nHOOKS = [A]", ": HOOKS[A]"),
     ],
 )
-def test_an_invalid_hook_table_is_reported_as_one_problem_with_its_location(
+def test_an_invalid_hook_table_is_one_problem_with_its_location(
     table: str, where: str, write: Callable[[str], Path]
 ) -> None:
     text = NEVER_RUN.replace("HOOKS = [LogImages, FreezeAfter]\n", "\n")
@@ -164,7 +166,7 @@ def test_an_invalid_hook_table_is_reported_as_one_problem_with_its_location(
         ("SCHEDULERS", "def make(updates): ...\nif True:\n    SCHEDULERS = {'mine': make}"),
     ],
 )
-def test_a_hook_table_that_code_modifies_is_an_error_when_the_file_is_executed(
+def test_a_hook_table_modified_by_code_is_an_error(
     table: str,
     change: str,
     write: Callable[[str], Path],
@@ -172,6 +174,7 @@ def test_a_hook_table_that_code_modifies_is_an_error_when_the_file_is_executed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """This is detected when the file is executed."""
     monkeypatch.chdir(tmp_path)
     file = write(f"{HOOKS}\ndef build(): ...\n{change}\n")
     assert main(["train", "--task", str(file), "device=cpu", "monitor=off"]) == 78
@@ -180,9 +183,8 @@ def test_a_hook_table_that_code_modifies_is_an_error_when_the_file_is_executed(
     assert table in message
 
 
-def test_a_hook_of_a_package_is_disabled_by_default_and_shows_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packages_hook_is_disabled_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note names its package."""
     name = f"package_{tmp_path.name}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package is not imported to list its hooks')")
@@ -218,7 +220,7 @@ def test_a_hook_method_that_is_never_called_is_rejected(method: str, fix: str, w
     assert fix in problem.fix
 
 
-def test_hook_methods_that_the_hook_calls_itself_are_accepted(write: Callable[[str], Path]) -> None:
+def test_helper_methods_that_a_hook_calls_are_accepted(write: Callable[[str], Path]) -> None:
     more = "def after_updates(self): ...\n    def begin(self): self.after_updates()"
     text = HOOKS.replace("class LogImages(Base):", f"class LogImages(Base):\n    {more}")
     assert len(compose(Request((), write(f"{text}\ndef build(): ...\n"))).hooks) == 2
@@ -227,7 +229,8 @@ def test_hook_methods_that_the_hook_calls_itself_are_accepted(write: Callable[[s
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):"),  # its after_update calls on_step
+        # the `after_update` of EveryN calls `on_step`
+        ("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):"),
         ("class Base(runner.Hook):", "from other import runner\nclass Base(runner.Hook):"),
         ("super().__init__(phase)", "super().__init__(phase)\n        phase.listen(self)"),
         ("super().__init__(phase)", "super().__init__(phase)\n        getattr(self, 'on_step')()"),
@@ -236,7 +239,7 @@ def test_hook_methods_that_the_hook_calls_itself_are_accepted(write: Callable[[s
         ("def on_step(self)", "def __exit__(self)"),
     ],
 )
-def test_hook_methods_that_other_code_may_call_are_accepted(old: str, new: str, write: Callable[[str], Path]) -> None:
+def test_methods_that_other_code_may_call_are_accepted(old: str, new: str, write: Callable[[str], Path]) -> None:
     method = "class LogImages(Base):\n    def on_step(self): ...\n"
     text = HOOKS.replace("import runner\n", "") if "other" in new else HOOKS
     text = text.replace("class LogImages(Base):", method).replace(old, new)
@@ -245,7 +248,8 @@ def test_hook_methods_that_other_code_may_call_are_accepted(old: str, new: str, 
     assert not [note for note in configuration.notes if "did you mean" in note]
 
 
-def test_a_possible_typo_in_a_hook_method_that_other_code_may_call_is_noted(write: Callable[[str], Path]) -> None:
+def test_possible_typos_in_callable_methods_are_noted(write: Callable[[str], Path]) -> None:
+    """Other code may call these methods, so they are no errors."""
     text = HOOKS.replace("class Base(runner.Hook):", "from base import EveryN\nclass Base(EveryN):")
     text = text.replace("class LogImages(Base):", "class LogImages(Base):\n    def after_updat(self, step): ...\n")
     notes = compose(Request((), write(f"{text}\ndef build(): ...\n"))).notes

@@ -89,7 +89,7 @@ class Listed(torch.optim.Optimizer):
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a task file with a module name that is unique to the test."""
+    """Return a function that writes a task file with a module name unique to the test."""
 
     def write(text: str) -> Path:
         file = tmp_path / f"{tmp_path.name}_task.py"
@@ -105,7 +105,7 @@ def problems_of(file: Path, *args: str) -> list[Problem]:
     return list(caught.value.problems)
 
 
-def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callable[[str], Path]) -> None:
+def test_a_custom_option_has_the_keys_of_its_signature(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     configuration = compose(Request(("optimizer=signed", "scheduler=halving", "optimizer.beta=0.75"), file))
     chosen = configuration.choices["optimizer"]
@@ -118,22 +118,22 @@ def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callabl
     assert [note for note in configuration.notes if "optimizer=signed" in note and str(file) in note]
 
 
-def test_a_typo_in_a_user_defined_option_or_its_keys_produces_a_suggestion(write: Callable[[str], Path]) -> None:
+def test_typos_in_custom_options_and_their_keys_get_suggestions(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     assert [problem.fix for problem in problems_of(file, "optimizer=signd")] == [did_you_mean("signd", ["signed"])]
     (problem,) = problems_of(file, "optimizer=signed", "optimizer.bet=1")
     assert problem.fix == did_you_mean("optimizer.bet", ["optimizer.beta"])
     (problem,) = problems_of(file, "scheduler.every=3")
-    assert suggested(problem.fix) == ["scheduler=step"], "the shipped option comes first"
+    assert suggested(problem.fix) == ["scheduler=step"], "the shipped option must be suggested first"
 
 
-def test_completion_offers_user_defined_options_and_their_keys(write: Callable[[str], Path]) -> None:
+def test_completion_offers_custom_options_and_their_keys(write: Callable[[str], Path]) -> None:
     before = ["train", "--task", str(write(NEVER_RUN))]
     assert "optimizer=signed" in candidates([*before, "optimizer=s"])
     assert "optimizer.beta=" in candidates([*before, "optimizer=signed", "optimizer.b"])
 
 
-def test_the_help_of_a_command_lists_what_the_task_file_defines(
+def test_help_lists_what_the_task_file_defines(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -157,7 +157,7 @@ def test_the_help_of_a_command_lists_what_the_task_file_defines(
         assert capsys.readouterr().out == without
 
 
-def test_explain_names_the_file_of_a_user_defined_option(
+def test_explain_names_the_file_of_a_custom_option(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(NEVER_RUN)
@@ -214,7 +214,7 @@ def test_explain_names_the_file_of_a_user_defined_option(
         ("TECHNIQUES = {'plots': ['precision=bf16']}", ": TECHNIQUES['plots']"),
     ],
 )
-def test_an_invalid_option_table_is_reported_as_one_problem_with_its_location(
+def test_an_invalid_option_table_is_one_problem_with_its_location(
     table: str, where: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(f"{NEVER_RUN}\n{table}\n")
@@ -223,7 +223,7 @@ def test_an_invalid_option_table_is_reported_as_one_problem_with_its_location(
     assert capsys.readouterr().err.count("accel-run:") == 1
 
 
-def test_selecting_an_invalid_entry_is_reported_as_one_problem(write: Callable[[str], Path]) -> None:
+def test_selecting_an_invalid_entry_is_one_problem(write: Callable[[str], Path]) -> None:
     """It is not also reported as an unknown option on the command line or in SETTINGS."""
     table = "def own(parameters, more): ...\nOPTIMIZERS = {'own': own}\n"
     where = "OPTIMIZERS['own']"
@@ -244,7 +244,7 @@ def test_selecting_an_invalid_entry_is_reported_as_one_problem(write: Callable[[
         ("class Mine(Task):\n    def evalute(self, model, batch): ...", "evaluate"),
     ],
 )
-def test_an_unused_name_that_resembles_a_known_one_is_noted(line: str, name: str, write: Callable[[str], Path]) -> None:
+def test_unused_names_similar_to_known_ones_are_noted(line: str, name: str, write: Callable[[str], Path]) -> None:
     text = f"def build(): ...\n\n{line}\n"
     (note,) = (note for note in compose(Request((), write(text))).notes if "not read" in note)
     assert note.endswith(did_you_mean(name, [name]))
@@ -254,7 +254,7 @@ def test_an_unused_name_that_resembles_a_known_one_is_noted(line: str, name: str
     assert not [note for note in compose(Request((), used)).notes if "not read" in note]
 
 
-def test_an_extended_option_has_the_keys_of_its_base_and_of_its_function(write: Callable[[str], Path]) -> None:
+def test_an_extended_option_has_base_and_own_keys(write: Callable[[str], Path]) -> None:
     own = "def rounded(model, *, bits: int = 8): ...\nPRECISIONS = {'rounded': ('fp16', rounded)}\n"
     file = write(own + NEVER_RUN)
     chosen = compose(Request(("precision=rounded", "precision.init_scale=4.0"), file)).choices["precision"]
@@ -278,9 +278,10 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("keeps_a_list", [False, True])
-def test_a_run_with_a_user_defined_optimizer_and_schedule_resumes_bitwise_equal(
+def test_a_run_with_custom_options_resumes_bitwise_equal(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, keeps_a_list: bool
 ) -> None:
+    """They are an optimizer and a schedule."""
     listed = TASK.replace("lr=lr, momentum=beta", "{'lr': lr}").replace("torch.optim.SGD", "Listed") + KEEPS_A_LIST
     file = write(listed if keeps_a_list else TASK)
     monkeypatch.chdir(tmp_path)
@@ -294,10 +295,8 @@ def test_a_run_with_a_user_defined_optimizer_and_schedule_resumes_bitwise_equal(
     assert uninterrupted[0] > uninterrupted[-1]
 
 
-def test_an_optimizer_of_a_package_is_an_option_that_shows_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The module is parsed, not imported."""
+def test_an_optimizer_of_a_package_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note names its package. The module is parsed, not imported."""
     name = f"package_{tmp_path.name}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package is not imported to list its options')")
@@ -318,9 +317,7 @@ def test_an_optimizer_of_a_package_is_an_option_that_shows_its_package(
     assert name not in sys.modules
 
 
-def test_a_config_file_with_the_name_of_a_user_defined_option_is_reported(
-    write: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_config_file_that_hides_a_custom_option_is_noted(write: Callable[[str], Path], tmp_path: Path) -> None:
     file, folder = write(NEVER_RUN), tmp_path / "conf"
     (folder / "optimizer").mkdir(parents=True)
     (folder / "optimizer" / "signed.yaml").write_text("beta: 0.25\n")

@@ -1,4 +1,4 @@
-"""Methods of other frameworks are errors that name the replacement, before any code runs."""
+"""Methods of other frameworks are rejected, with the name of the replacement, before any code runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mine(Task):
 def build(): ...
 raise SystemExit("a task file is not executed to be checked")
 """
-LINE = 9  # of the method in the file
+LINE = 9  # line of the method in the file
 # Methods that users override, from the documentation of Lightning 2.6 and of the Trainer of transformers 5.
 LIGHTNING = (
     "backward configure_callbacks configure_gradient_clipping configure_model configure_optimizers lr_scheduler_step "
@@ -37,7 +37,7 @@ LIGHTNING = (
     "on_validation_model_zero_grad on_validation_start optimizer_step optimizer_zero_grad predict_dataloader "
     "predict_step prepare_data setup teardown test_dataloader test_step train_dataloader training_step "
     "transfer_batch_to_device val_dataloader validation_step "
-    "test_epoch_end training_epoch_end training_step_end validation_epoch_end validation_step_end"  # before 2.0
+    "test_epoch_end training_epoch_end training_step_end validation_epoch_end validation_step_end"  # names before 2.0
 )
 TRANSFORMERS = (
     "compute_loss compute_metrics create_optimizer create_optimizer_and_scheduler create_scheduler "
@@ -54,9 +54,7 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
     return []
 
 
-def test_the_error_for_a_method_of_another_framework_names_its_replacement(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_methods_of_other_frameworks_name_their_replacement(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     names = [*LIGHTNING.split(), *TRANSFORMERS.split()]
     methods = "\n    ".join(f"def {name}(self): ..." for name in names)
     problems = problems_of(TASK.replace("def {name}(self): ...", methods), tmp_path)
@@ -86,22 +84,20 @@ def test_a_task_class_is_recognized_by_its_base_class(imported: str, base: str, 
 
 
 @pytest.mark.parametrize("imported", ["from lightning_like import Task", "class Task: ..."])
-def test_other_classes_with_the_name_task_are_not_checked(imported: str, tmp_path: Path) -> None:
+def test_other_classes_named_task_are_not_checked(imported: str, tmp_path: Path) -> None:
     text = TASK.format(name="setup").replace("from runner import Task", imported)
     assert not problems_of(text, tmp_path)
 
 
 @pytest.mark.parametrize("use", ["self.{name}()", "getattr(self, '{name}')()"])
 @pytest.mark.parametrize("name", ["setup", "backward", "training_step"])
-def test_methods_that_the_file_itself_calls_are_allowed(name: str, use: str, tmp_path: Path) -> None:
+def test_methods_called_in_the_same_file_are_allowed(name: str, use: str, tmp_path: Path) -> None:
     text = TASK.replace("batch): ...", f"batch):\n        return {use}")
     assert not problems_of(text.format(name=name), tmp_path)
 
 
 @pytest.mark.parametrize(("mixin", "is_known"), [("from other import Mixin", False), ("class Mixin: ...", True)])
-def test_methods_that_a_base_class_of_another_file_may_call_are_allowed(
-    mixin: str, is_known: bool, tmp_path: Path
-) -> None:
+def test_methods_that_a_foreign_base_class_may_call_are_allowed(mixin: str, is_known: bool, tmp_path: Path) -> None:
     text = TASK.replace("from runner import Task", f"from runner import Task\n\n{mixin}")
     text = text.replace("Mine(Task)", "Mine(Mixin, Task)").format(name="setup")
     assert bool(problems_of(text, tmp_path)) == is_known

@@ -1,4 +1,4 @@
-"""The keys of OBJECTIVES in a task file can be overridden on the command line."""
+"""The command line can override the keys of OBJECTIVES in a task file."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def task(tmp_path: Path) -> Path:
     return file
 
 
-def planned(task: Path, *args: str) -> Any:
+def make_plan(task: Path, *args: str) -> Any:
     return plan_this_process(compose(Request((*args, "device=cpu"), task)))[0]
 
 
 def specs(task: Path, *args: str) -> dict[str, Any]:
-    return {spec.name: spec for spec in parse_objectives(Pair(), planned(task, *args).phases[0])}
+    return {spec.name: spec for spec in parse_objectives(Pair(), make_plan(task, *args).phases[0])}
 
 
-def test_a_command_line_key_overrides_the_value_in_objectives(task: Path) -> None:
+def test_the_command_line_overrides_objectives(task: Path) -> None:
     result = specs(
         task, "objective.actor.optimizer.lr=1e-4", "objective.actor.every=3", "objective.critic.max_grad_norm=0.5"
     )
@@ -53,18 +53,18 @@ def test_a_command_line_key_overrides_the_value_in_objectives(task: Path) -> Non
     assert result["critic"].optimizer == specs(task)["critic"].optimizer
 
 
-def test_an_objective_accepts_the_keys_of_an_overridden_optimizer(task: Path) -> None:
+def test_an_objective_accepts_keys_of_an_overridden_optimizer(task: Path) -> None:
     result = specs(task, "objective.actor.optimizer=sgd", "objective.actor.optimizer.momentum=0.3")["actor"].optimizer
     assert isinstance(result, Choice)
     assert (result.name, result.options["momentum"], result.options["lr"]) == ("sgd", 0.3, 0.01)
 
 
-def test_only_keys_that_are_set_are_part_of_the_plan(task: Path) -> None:
-    values = planned(task, "objective.actor.optimizer.lr=1e-4").values()
+def test_the_plan_has_only_keys_that_are_set(task: Path) -> None:
+    values = make_plan(task, "objective.actor.optimizer.lr=1e-4").values()
     assert {key: value for key, value in values.items() if key.startswith("objective.")} == {
         "objective.actor.optimizer.lr": 1e-4
     }
-    assert not [key for key in planned(task).values() if key.startswith("objective.")]
+    assert not [key for key in make_plan(task).values() if key.startswith("objective.")]
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,21 @@ def test_only_keys_that_are_set_are_part_of_the_plan(task: Path) -> None:
 )
 def test_an_invalid_key_or_value_is_rejected(word: str, task: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        planned(task, word)
+        make_plan(task, word)
     assert [problem.where for problem in caught.value.problems] == [word]
 
 
-def test_a_note_says_that_a_run_setting_declared_by_every_objective_has_no_effect(tmp_path: Path) -> None:
+def test_run_settings_replaced_by_all_objectives_are_noted(tmp_path: Path) -> None:
+    """The note reports that they have no effect."""
     file = tmp_path / "both.py"
     declared = {name: {**content, "optimizer.lr": 0.1} for name, content in OBJECTIVES.items()}
     file.write_text(f"OBJECTIVES = {declared}\ndef build(): ...\n")
     suggested = ("objective.actor.optimizer.lr=0.3", "objective.critic.optimizer.lr=0.3")
-    (note,) = planned(file, "optimizer.lr=0.3").notes
+    (note,) = make_plan(file, "optimizer.lr=0.3").notes
     assert note.startswith("optimizer.lr=0.3")
     assert all(word in note for word in suggested)
-    assert planned(file, *suggested).notes == ()
-    assert planned(file, "max_grad_norm=0.3").notes == (), "the key of the actor"
+    assert make_plan(file, *suggested).notes == ()
+    assert make_plan(file, "max_grad_norm=0.3").notes == (), "only the actor declares max_grad_norm"
 
 
 def test_explain_shows_the_keys_of_objectives(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +105,8 @@ def test_explain_shows_the_keys_of_objectives(task: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("value", ["['actor', 'critic']", "('actor',)", "'actor'"])
-def test_the_error_for_objectives_that_are_not_a_mapping_names_the_line(value: str, tmp_path: Path) -> None:
+def test_objectives_that_are_not_a_mapping_are_reported(value: str, tmp_path: Path) -> None:
+    """The error names the line."""
     file = tmp_path / "listed.py"
     file.write_text(f"def build(): ...\n\nOBJECTIVES = {value}\n")
     with pytest.raises(ConfigError) as caught:

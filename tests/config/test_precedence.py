@@ -1,4 +1,4 @@
-"""Precedence of settings: one function decides, and each request is composed once."""
+"""One function decides the precedence of settings, and each request is composed once."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Mine(Task):
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    file = tmp_path / f"{tmp_path.name}_task.py"  # a module name that is unique to the test
+    file = tmp_path / f"{tmp_path.name}_task.py"  # with a module name unique to the test
     file.write_text(TASK)
     return file
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A config folder with its own content, because other compositions are cached across tests."""
+    """Return a config folder with unique content, because compositions are cached across tests."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "own").write_text(str(tmp_path))
     return tmp_path / "conf"
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The overrides of each call of hydra.compose."""
+    """Return the overrides of each call of hydra.compose."""
     calls: list[list[str]] = []
     real = hydra.compose
 
@@ -75,18 +75,19 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def settings() -> list[Setting]:
-    """Return one setting of each precedence rank, for the run and for a phase; the value identifies the source."""
+    """Return a setting of each precedence rank, for the run and for a phase. The value identifies the source."""
     return [
         Setting("seed", (for_phase, rank), rank, for_phase=for_phase) for for_phase in (False, True) for rank in Rank
     ]
 
 
-def test_the_source_with_the_highest_precedence_wins_in_any_order() -> None:
+def test_the_order_of_sources_does_not_matter() -> None:
+    """The source with the highest precedence wins."""
     for order in permutations([Setting("seed", rank, rank) for rank in (Rank.DEFAULT, Rank.TASK, Rank.COMMAND_LINE)]):
         assert merge(order)["seed"].value == Rank.COMMAND_LINE
 
 
-def test_a_command_line_key_overrides_all_sources_except_a_key_of_the_phase() -> None:
+def test_the_command_line_is_overridden_only_by_keys_of_phases() -> None:
     order = []
     rest = settings()
     while rest:
@@ -99,7 +100,7 @@ def test_a_command_line_key_overrides_all_sources_except_a_key_of_the_phase() ->
 
 
 @pytest.mark.parametrize("stronger", [rank for rank in Rank if rank > Rank.TASK])
-def test_a_length_resets_the_other_length_from_sources_of_lower_precedence(stronger: Rank) -> None:
+def test_a_length_resets_the_other_of_lower_precedence(stronger: Rank) -> None:
     merged = merge([Setting("updates", 5, Rank.TASK), Setting("epochs", 2.0, stronger, "who")])
     assert (merged["updates"].value, merged["epochs"].value) == (None, 2.0)
     assert merged["updates"].source == "who"
@@ -110,7 +111,7 @@ def test_a_null_length_does_not_reset_the_other_length() -> None:
     assert (merged["updates"].value, merged["epochs"].value) == (5, None)
 
 
-def test_an_entry_is_added_to_the_mapping_from_sources_of_lower_precedence() -> None:
+def test_an_entry_is_added_to_a_mapping_of_lower_precedence() -> None:
     key = "optimizer.lr_scales"
     merged = merge(
         [
@@ -125,7 +126,7 @@ def test_an_entry_is_added_to_the_mapping_from_sources_of_lower_precedence() -> 
 # ---------------------------------------------------------------- one composition per request
 
 
-def test_a_task_that_selects_its_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
+def test_a_task_that_selects_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
     configuration = compose(Request((), task, folder))
     assert configuration.choices["optimizer"].name == "sgd"
     assert len(composed) == 1
@@ -182,9 +183,7 @@ def profile(folder: Path, option: str, **keys: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
-def test_keys_of_a_profile_apply_only_to_the_option_that_it_selects(
-    task: Path, folder: Path, args: tuple[str, ...]
-) -> None:
+def test_keys_of_a_profile_apply_only_to_its_option(task: Path, folder: Path, args: tuple[str, ...]) -> None:
     profile(folder, "sgd", lr=0.25, momentum=0.5)
     assert compose(Request(("hardware=box",), task, folder)).choices["optimizer"].options["momentum"] == 0.5
     typed = compose(Request(args, task, folder))
@@ -195,7 +194,7 @@ def test_keys_of_a_profile_apply_only_to_the_option_that_it_selects(
 
 
 @pytest.mark.slow
-def test_a_profile_key_for_another_option_does_not_override_the_option_file(task: Path, folder: Path) -> None:
+def test_a_profile_does_not_override_files_of_other_options(task: Path, folder: Path) -> None:
     profile(folder, "sgd", lr=0.25)
     (folder / "optimizer").mkdir()
     (folder / "optimizer" / "slow.yaml").write_text("option: nadam\nlr: 0.125\n")
@@ -213,7 +212,7 @@ def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_and_a_config_folder_can_select_options_of_the_task_file(task: Path, folder: Path) -> None:
+def test_profiles_and_config_folders_can_select_custom_options(task: Path, folder: Path) -> None:
     task.write_text(OWN + TASK.replace('"optimizer": "sgd", ', ""))
     profile(folder, "halved", lr=0.25)
     shipped_config = (shipped_path("conf") / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""The schema: valid and invalid values of each type, messages, and signatures read without running code."""
+"""Validation of values, the messages about invalid ones, and signatures that are read without running code."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_the_error_names_the_invalid_entry_of_a_mapping(value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
 )
-def test_an_error_states_the_expected_and_the_actual_value(value: Any, shown: str) -> None:
+def test_an_error_states_expected_and_actual_value(value: Any, shown: str) -> None:
     assert describe_mismatch(Positive, value) == f"must be {describe_type(Positive)}, but is {shown}"
 
 
 @given(st.floats() | st.integers())
-def test_positive_accepts_exactly_the_finite_numbers_above_zero(value: float) -> None:
+def test_positive_accepts_only_finite_numbers_above_zero(value: float) -> None:
     above = math.isfinite(value) and value > 0 if isinstance(value, float) else 0 < value <= sys.float_info.max
     assert (describe_mismatch(Positive, value) is None) == above
 
@@ -198,7 +198,7 @@ NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b:
         (TASK, {"a"}),
         (BATCH_TASK, {"a", *BATCHED}),
         (NET.format("predict_batch") + TASK, {"a"}),
-        (TASK + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n", {"a"}),  # calls predict
+        (TASK + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n", {"a"}),  # this method calls predict
         (NET.format("predict") + BATCH_TASK, {"a", *BATCHED}),
         (
             TASK.replace(", *, a: int = 1", "") + "    def predict_batch(self, model, batch, *, c: int = 1): ...\n",
@@ -224,7 +224,7 @@ NET = "class Base(nn.Module): ...\n\nclass Net(Base):\n    def {}(self, x, *, b:
         ("from task import Own as Base\nclass Own(Base): ...\nclass Loop(Loop): ...\n", set()),
     ],
 )
-def test_inference_has_the_keys_of_the_method_that_it_calls(text: str, expected: set[str], tmp_path: Path) -> None:
+def test_inference_has_the_keys_of_its_method(text: str, expected: set[str], tmp_path: Path) -> None:
     base = BATCH_TASK.replace("a:", "d:").replace("Own", "Base") + NET.format("predict").replace("Base", "Module")
     package = tmp_path / "package" / "inner"
     package.mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_inference_has_the_keys_of_the_method_that_it_calls(text: str, expected:
     assert {*inference_keys(tmp_path / "task.py")} == expected
 
 
-def test_help_includes_continuation_lines_of_the_docstring_entry(sample: Path) -> None:
+def test_help_includes_continuation_lines_of_the_docstring(sample: Path) -> None:
     first = read_functions(sample)["first"]
     helps = {name: key.help for name, key in first.keys.items()}
 
@@ -249,7 +249,7 @@ def test_help_includes_continuation_lines_of_the_docstring_entry(sample: Path) -
 def test_values_that_need_execution_are_kept_as_text(sample: Path) -> None:
     keys = read_functions(sample)["second"].keys
 
-    assert keys["own"].type is Any, "values of a type that the file defines are not checked"
+    assert keys["own"].type is Any, "values of a type defined in the file must not be checked"
     assert keys["computed"].default == Expression("2 * SIZE")
     assert (keys["negative"].default, keys["pair"].default) == (-1.5, (1, 2))
 
@@ -263,7 +263,7 @@ def test_mutable_defaults_are_not_shared(sample: Path) -> None:
     assert default_values(functions["second"].keys)["pair"] == [1, 2]
 
 
-def test_the_syntax_error_of_an_invalid_file_names_the_line(tmp_path: Path) -> None:
+def test_the_syntax_error_of_a_file_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\ndef build(\n")
     with pytest.raises(SyntaxError) as caught:
         read_functions(tmp_path / "broken.py")
@@ -300,7 +300,7 @@ def test_the_nearest_name_is_suggested(typed: str, meant: str | None) -> None:
     assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
 
 
-def test_a_short_name_is_matched_with_one_wrong_letter() -> None:
+def test_a_short_name_matches_with_one_wrong_letter() -> None:
     assert find_nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
     assert find_nearest("x9", ["a100", "t4", "rtx_mid"]) is None
 

@@ -1,4 +1,4 @@
-"""YAML of a configuration is written as OmegaConf writes it, and is read back with the same values."""
+"""The YAML of a configuration is written as OmegaConf writes it, and is read back with the same values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_strings_are_written_as_omegaconf_writes_them(word: str) -> None:
     try:
         expected = OmegaConf.to_yaml(OmegaConf.create(tree))
     except UnicodeEncodeError:
-        pytest.skip("this version of OmegaConf does not write text that is not Unicode")
+        pytest.skip("this version of OmegaConf cannot write text that is not valid Unicode")
     assert yaml_text(tree) == expected
 
 

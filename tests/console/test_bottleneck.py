@@ -14,7 +14,7 @@ from runner.console.bottleneck import KINDS, MEANINGS, describe_bottleneck, form
 ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
 
 
-def test_every_timed_part_has_one_kind_and_every_kind_has_a_description() -> None:
+def test_each_timed_part_has_a_kind_with_a_description() -> None:
     assert sorted(part for parts in KINDS.values() for part in parts) == sorted(ALL)
     assert KINDS.keys() == MEANINGS.keys()
 
@@ -96,12 +96,12 @@ def test_gpu_utilization_is_shown_if_known(parts_s: dict[str, float], busy: Mapp
 
 
 @given(st.dictionaries(st.sampled_from(ALL), st.floats(0.0, 100.0), min_size=1), st.floats(0.0, 50.0))
-def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float) -> None:
+def test_the_shares_in_the_table_add_up(parts_s: dict[str, float], rest_s: float) -> None:
     total_s = sum(parts_s.values()) + rest_s + 1.0
     lines = format_time_table(parts_s, total_s, updates=3)
     shares = [float(line.partition("%")[0].rpartition(" ")[2]) for line in lines]
     assert sum(shares) == pytest.approx(100.0, abs=0.5 + 0.051 * len(lines)), (
-        "shares are rounded, and a remainder below 0.5 % is not shown"
+        "shares may differ by rounding, and a remainder below 0.5 % is not shown"
     )
     assert all(len(line) <= 80 for line in lines)
 

@@ -1,4 +1,4 @@
-"""Progress: exact lines on a pipe, a bar on a terminal, and almost no cost for updates that display nothing."""
+"""Progress is shown as lines on a pipe and as a bar on a terminal. Updates that display nothing cost almost nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Clock:
 
 @contextmanager
 def terminal(columns: int = 140) -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
-    """Yield a terminal stream of this width, and a function that returns its output."""
+    """Yield a terminal stream with this number of columns, and a function that returns its output."""
     import fcntl
     import struct
     import termios
@@ -76,17 +76,19 @@ def run_lines(total: int, done: int = 0, seconds_each: float = 2.0) -> str:
     return stream.getvalue()
 
 
-def test_a_pipe_shows_lines_at_updates_1_and_10_then_every_30_seconds_and_at_the_last_update(
+def test_a_pipe_shows_lines_at_the_documented_updates(
     screen: Callable[..., None],
 ) -> None:
+    """These are updates 1 and 10, an update every 30 seconds, and the last update."""
     screen(run_lines(40))
 
 
-def test_a_resumed_run_shows_its_first_lines_1_and_10_updates_after_the_resume() -> None:
+def test_a_resumed_run_counts_lines_from_the_resume() -> None:
+    """It shows lines 1 and 10 updates later."""
     assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
 
 
-def test_the_remaining_time_does_not_extrapolate_the_slow_start_of_a_process() -> None:
+def test_the_remaining_time_ignores_the_slow_start() -> None:
     stream, clock = io.StringIO(), Clock()
     lines = ProgressLines(stream, clock)
     lines.start(110, 100)
@@ -108,7 +110,7 @@ def test_a_line_shows_nan_and_omits_unknown_values() -> None:
     }  # fmt: skip
 
 
-def test_plain_lines_are_used_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_dumb_terminals_show_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert type(make_progress(io.StringIO())) is ProgressLines
@@ -127,7 +129,7 @@ def test_lines_are_flushed_immediately() -> None:
         assert reader.read(100) == b"update=1 total=1\n"
 
 
-def test_the_bar_shows_every_figure_and_the_machine_on_the_line_below(screen: Callable[..., None]) -> None:
+def test_the_bar_shows_figures_above_the_machine(screen: Callable[..., None]) -> None:
     clock = Clock()
     with terminal() as (stream, seen):
         bar = Bar(stream, clock, item="token")
@@ -148,7 +150,7 @@ def test_the_bar_keeps_its_columns_for_any_values(columns: int) -> None:
         wide = {"train/loss": 0.00012345, "lr": 1e-4, "grad_norm": 0.0123, "memory_gib": 10.5, "data_wait": 1.0}
         bar.update(1, wide)
         clock.now += 90
-        bar.update(2, wide)  # the widest values: slow updates and a long remaining time
+        bar.update(2, wide)  # the widest values, which are those of slow updates and a long remaining time
         seen()
         lengths, places = set(), set()
         for update in [*range(3, 1000, 31), 1000]:
@@ -164,7 +166,7 @@ def test_the_bar_keeps_its_columns_for_any_values(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
-def test_figures_that_become_known_do_not_change_the_width_of_the_bar(columns: int) -> None:
+def test_new_figures_do_not_change_the_width_of_the_bar(columns: int) -> None:
     clock = Clock()
     with terminal(columns) as (stream, seen):
         bar = Bar(stream, clock)
@@ -191,17 +193,18 @@ def test_a_narrow_terminal_drops_values_not_lines(columns: int) -> None:
             bar.update(update, VALUES, MONITOR)
         drawn = seen()[before:]
         frames = [plain(frame) for frame in re.split(r"\r\x1b\[2K\x1b\[1A\x1b\[2K", drawn)]
-        assert len(frames) == 5  # each frame erases exactly the two lines of the previous one
+        assert len(frames) == 5  # each frame must erase exactly the two lines of the previous one
         assert all(len(line) <= columns for frame in frames for line in frame.splitlines())
         if columns >= 40:
             assert "5/1000" in frames[-1]
-        if columns >= 80:  # less important values are dropped to keep the bar
+        if columns >= 80:  # less important values must be dropped to keep the bar
             assert "░░░░" in frames[-1]
             assert "items/s" in frames[-1]
         bar.finish()
 
 
-def test_the_bar_is_drawn_at_most_four_times_a_second_and_at_the_end() -> None:
+def test_the_bar_is_drawn_at_most_four_times_a_second() -> None:
+    """It is also drawn at the end."""
     clock = Clock()
     with terminal() as (stream, seen):
         bar = Bar(stream, clock)
@@ -211,7 +214,7 @@ def test_the_bar_is_drawn_at_most_four_times_a_second_and_at_the_end() -> None:
             clock.now += 0.001
             due.append(bar.due(update))
             bar.update(update, {})
-        assert 39 <= sum(due) <= 42  # in ten seconds
+        assert 39 <= sum(due) <= 42  # number of frames in ten seconds
         assert due[-1]
         assert "100%" in plain(seen())
         bar.finish()
@@ -249,7 +252,8 @@ def test_the_cursor_is_never_hidden() -> None:
         bar.finish()
 
 
-def test_the_bar_uses_ascii_if_the_terminal_lacks_block_characters() -> None:
+def test_the_bar_is_ascii_without_block_characters() -> None:
+    """The terminal lacks these characters."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w", encoding="ascii") as stream:
         bar = make_progress(stream)
@@ -290,7 +294,7 @@ def test_standard_output_is_restored_after_the_bar() -> None:
     assert (sys.stdout, sys.stderr) == (out, err)
 
 
-def test_silent_ranks_have_a_progress_object_with_the_same_methods() -> None:
+def test_silent_ranks_have_a_progress_object_with_equal_methods() -> None:
     silent = make_progress(None)
     silent.start(3)
     assert not silent.due(3)
@@ -301,7 +305,7 @@ def test_silent_ranks_have_a_progress_object_with_the_same_methods() -> None:
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
 def test_an_update_that_displays_nothing_costs_three_calls(kind: str) -> None:
-    """The calls are `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
+    """These are the calls of `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
     calls = 0
 
     def count(frame: FrameType, event: str, value: object) -> None:
@@ -319,5 +323,5 @@ def test_an_update_that_displays_nothing_costs_three_calls(kind: str) -> None:
                 progress.update(update, VALUES)
         finally:
             sys.setprofile(None)
-        assert calls <= 3 * 1000 + 1  # and the call of setprofile
+        assert calls <= 3 * 1000 + 1  # includes the call of setprofile
         progress.finish()

@@ -1,4 +1,4 @@
-"""The reports at the start and at the end of a run, verbatim."""
+"""The reports at the start and at the end of a run, compared verbatim."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ END = EndOfRun(
 )
 
 
-def test_a_model_without_frozen_parameters_shows_one_parameter_count() -> None:
+def test_a_model_without_frozen_parameters_has_one_count() -> None:
     report = format_start(dataclasses.replace(START, num_parameters=834_304, num_trainable=834_304))
     assert report.count("834,304") == 1
 
@@ -121,7 +121,7 @@ def test_a_process_without_updates_reports_no_bottleneck() -> None:
         assert format_end(dataclasses.replace(END, time=time)).count("limited by") == num_lines
 
 
-def test_the_bottleneck_mentions_the_load_of_other_processes() -> None:
+def test_the_bottleneck_mentions_other_processes() -> None:
     time = TimeSpent(10.0, {"forward": 9.0}, other_load="planted")
     (line,) = [line for line in format_end(dataclasses.replace(END, time=time)).splitlines() if "limited by" in line]
     assert line.endswith("planted")

@@ -19,7 +19,17 @@ from runner.durable.checkpoint import checkpoint_path, load_newest
 from runner.durable.directory import RunDirectory
 from runner.durable.mirror import Mirror, fetch_checkpoints, mirrored_name, mirrored_update
 from runner.durable.mirror_store import MirrorError, MirrorStore
-from tests.durable.test_mirror import LONG_S, UID, add, content, copied, fetched, machine, numbers, thread
+from tests.durable.test_mirror import (
+    LONG_S,
+    UID,
+    add,
+    content,
+    copied,
+    fetch_to_empty_machine,
+    machine,
+    numbers,
+    thread,
+)
 from tests.faults import s3_server
 from tests.faults.s3_server import S3Server
 from tests.faults.tallies import Tally
@@ -64,7 +74,7 @@ def assert_complete_copies_are_equal(mirror: Mirror, run: RunDirectory) -> None:
 
 
 def assert_an_empty_machine_receives(update: int, mirror: Mirror, run: RunDirectory, folder: Path) -> None:
-    there, warnings = fetched(mirror, folder)
+    there, warnings = fetch_to_empty_machine(mirror, folder)
     with there:
         assert warnings == []
         newest = load_newest(there.checkpoints)

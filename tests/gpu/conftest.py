@@ -15,7 +15,7 @@ from tests.gpu.runs import PIPES, GpuServer, Runs
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the stand-in, which computes on the CPU, mark every case of a test except its first as slow."""
+    """On the stand-in, which computes on the CPU, mark all cases of a test except the first as slow."""
     tests: set[str] = set()
     for item in items if is_stand_in() else ():
         test = item.nodeid.partition("[")[0]
@@ -37,11 +37,11 @@ def server() -> Iterator[GpuServer]:
 
 @pytest.fixture(scope="session")
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reference runs that tests share."""
+    """Return reference runs that tests share."""
     return {"folder": tmp_path_factory.mktemp("straight")}
 
 
 @pytest.fixture
 def runs(server: GpuServer, tmp_path: Path, known: dict[str, Path]) -> Runs:
-    """Runs of the small task in the test's temporary folder."""
+    """Return runs of the small task in the temporary folder of the test."""
     return Runs(server, tmp_path, known)

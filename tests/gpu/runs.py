@@ -19,22 +19,22 @@ from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import allowed
 from tests.stand_ins.cuda.devices import VARIABLE
 
-DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may differ
+DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # because CUDA_VISIBLE_DEVICES may differ
 PIPES = "SERVER_FOR_GPUS"  # environment variable with the pipes of a fork server on the stand-in
 TASK = Path(__file__).with_name("task_for_gpus.py")
 UPDATES, SAMPLES = 6, 16
-OF_OUTPUT = 6 + 16 + 16  # additions per output of the task's model: the inputs of its three layers
+OF_OUTPUT = 6 + 16 + 16  # additions per output of the task's model, which are the inputs of its three layers
 TERMS = SAMPLES * OF_OUTPUT  # additions per loss
 SAME_CURVE = allowed(torch.float32, TERMS, growth=UPDATES)  # each update adds in a different order
-# Kernels of another device or compiler: tanh, exp and log are accurate to 2 units in the last place, additions to 1/2.
-# The same bound holds for batch norm, which also rounds a difference, a square, a root and a quotient.
+# Kernels of another device or compiler compute tanh, exp and log with an error of at most 2 ulp, and additions with 1/2
+# ulp. The same bound holds for batch norm, which also rounds a difference, a square, a root and a quotient.
 OTHER_KERNELS = allowed(torch.float32, TERMS, growth=4 * UPDATES)
 HALF_PRECISION = allowed(torch.bfloat16, 1, growth=UPDATES)  # each update rounds its samples in a different order
 COMMON = (
     *(f"updates={UPDATES}", f"global_batch_size={SAMPLES}", "log_every=1", "monitor=off", "evaluate.samples=16"),
     *("optimizer.lr=0.01", "max_grad_norm=1"),
-    *("micro_batch_size=8", "dataloader.num_workers=0"),  # set explicitly, which skips tracing
-    "evaluate.every=2",  # by default after each update, which would take a third of the time
+    *("micro_batch_size=8", "dataloader.num_workers=0"),  # set explicitly, so that tracing is skipped
+    "evaluate.every=2",  # by default, a run evaluates after each update, which would take a third of the time
 )
 
 
@@ -49,9 +49,9 @@ class GpuServer(ForkServer):
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs accel-run in one folder.
+    """Run accel-run in one folder.
 
-    known  arguments -> folder of a reference run; "folder": where to create these folders
+    known  arguments -> folder of a reference run; "folder" -> parent of these folders
     """
 
     server: GpuServer
@@ -77,7 +77,7 @@ class Runs:
         return self.folder / "outputs" / run
 
     def straight(self, args: str) -> Path:
-        """Return the folder of a reference run, cached for all tests."""
+        """Train a reference run, which is cached for all tests, and return its folder."""
         if args not in self.known:
             kept = self.known["folder"] / str(len(self.known))
             kept.mkdir()
@@ -89,7 +89,7 @@ class Runs:
         return Path(shutil.copytree(self.straight(args), self.folder / "outputs" / "straight"))
 
     def stopped(self, args: str) -> Path:
-        """Return the folder of a copy of a run, `stopped`, which SIGTERM ended at update 3; cached for all tests."""
+        """Return the folder of a copy of a cached run, `stopped`, which SIGTERM ended at update 3."""
         key = f"{args} stopped"
         if key not in self.known:
             kept = self.known["folder"] / str(len(self.known))
@@ -99,7 +99,7 @@ class Runs:
         return Path(shutil.copytree(self.known[key], self.folder / "outputs" / "stopped"))
 
     def curve(self, run: str, args: str) -> dict[int, float]:
-        """Train; return update -> loss."""
+        """Train, and return the loss of each update."""
         return losses(self.train(run, args))
 
 

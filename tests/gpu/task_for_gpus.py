@@ -31,7 +31,8 @@ class Small(Task):
             nn.Tanh(),
             nn.Linear(width, 3),
         )
-        self.model.register_buffer("temperature", torch.ones(3))  # used by the loss, but in no layer of a pipeline
+        # used by the loss, but not part of any layer of a pipeline
+        self.model.register_buffer("temperature", torch.ones(3))
         self.short_in, self.rank = short_in, rank
         self.is_due = self.was_short = False
         if short_in == "optimizer":
@@ -39,7 +40,8 @@ class Small(Task):
 
     def begin_update(self, progress):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.is_due = progress.update == 2 and rank == self.rank and not self.was_short  # an update may be repeated
+        # may be called again, because an update may be repeated
+        self.is_due = progress.update == 2 and rank == self.rank and not self.was_short
         if str(progress.update) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
         if progress.update == 2 and (awaited := os.environ.get("WAIT_FOR_LINES")):

@@ -20,7 +20,7 @@ PLANTED = Path(__file__).parents[1] / "tools" / "measure" / "planted"
         ("layers", ["task.width=4096", "global_batch_size=4096", "dataloader.pin_memory=false"], "unpinned"),
     ],
 )
-def test_a_bottleneck_on_a_gpu_is_found_and_its_fix_is_tried(
+def test_a_gpu_bottleneck_is_found_and_its_fix_is_tried(
     server: ForkServer, tmp_path: Path, task: str, args: list[str], rule: str
 ) -> None:
     result = server.run(["advise", "--task", str(PLANTED / f"{task}.py"), *args, "budget_s=90", "--json"], tmp_path)

@@ -1,4 +1,4 @@
-"""Single operations on a GPU: memory, generators, copies, attention kernels, and data workers."""
+"""Single operations on a GPU: memory, generators, copies, attention kernels and data workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEVICES = range(torch.cuda.device_count())
 
 @pytest.fixture(params=DEVICES or [0])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Each GPU, as the current device."""
+    """Each GPU in turn, as the current device."""
     with torch.cuda.device(request.param):
         yield torch.device("cuda", request.param)
 
@@ -117,7 +117,7 @@ def test_the_driver_and_torch_report_the_same_properties(device: torch.device) -
         assert gpu is not None
         assert strip_uuid_prefix(gpu.uuid) == known.uuid
         assert (gpu.name, gpu.capability) == (known.name, known.capability)
-        # lint-tests: measured: the driver reserves memory
+        # lint-tests: measured: the driver reserves some memory
         assert gpu.memory_bytes == pytest.approx(known.memory_bytes, rel=0.02)
         address = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByIndex(gpu.index)).busId  # 00000000:01:00.0
         domain, bus = (int(number, 16) for number in address.split(":")[:2])
@@ -134,7 +134,7 @@ def test_the_state_of_generators_is_restored(device: torch.device) -> None:
     assert torch.equal(torch.randn(100, device=device), first)
 
 
-def test_draws_in_seeded_generators_do_not_advance_the_gpu_generator(device: torch.device) -> None:
+def test_seeded_draws_do_not_advance_the_gpu_generator(device: torch.device) -> None:
     accelerator = get_accelerator(device)
     before = accelerator.generator_state()
     assert before is not None
@@ -177,7 +177,7 @@ def test_host_buffer_copies_are_exact(dtype: torch.dtype, device: torch.device) 
         assert torch.equal(buffer.copy(tensor), tensor.cpu())
 
 
-def test_an_async_copy_has_the_values_at_the_time_of_the_call(device: torch.device) -> None:
+def test_async_copies_have_the_values_at_the_call(device: torch.device) -> None:
     numbers = torch.arange(4.0, device=device)
     pending = start_copy(numbers)
     numbers += 1
@@ -210,20 +210,21 @@ class Numbers(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_worker_forked_after_cuda_initialization_can_read_cpu_data(pins: bool, device: torch.device) -> None:
+def test_a_worker_forked_after_cuda_initialization_reads_cpu_data(pins: bool, device: torch.device) -> None:
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cpu"), batch_size=2, num_workers=1, multiprocessing_context="fork", pin_memory=pins)
     read = torch.cat([batch.to(device, non_blocking=pins) for batch in loader])
     assert read[:, 0].tolist() == list(range(8))
 
 
-def test_a_forked_worker_that_uses_the_gpu_raises_an_error_with_advice(device: torch.device) -> None:
+def test_a_forked_worker_that_uses_the_gpu_raises_an_error(device: torch.device) -> None:
+    """The error gives advice."""
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cuda"), num_workers=1, multiprocessing_context="fork")
     batches: Any = iter(loader)
     with pytest.raises(RuntimeError, match="forked subprocess"):
         next(batches)
-    # lint-tests: private: the traceback keeps the iterator alive, whose collection waits 5 s
+    # lint-tests: private: the traceback keeps the iterator alive, and collecting it waits 5 s
     batches._shutdown_workers()
 
 
@@ -232,7 +233,7 @@ def test_a_forked_worker_that_uses_the_gpu_raises_an_error_with_advice(device: t
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", sorted(KERNELS, key=lambda name: name != "math"))
-def test_an_attention_kernel_runs_exactly_if_there_is_no_refusal_reason(kernel: str, dtype: torch.dtype) -> None:
+def test_attention_kernels_run_unless_there_is_a_refusal_reason(kernel: str, dtype: torch.dtype) -> None:
     where, shape = torch.device("cuda", 0), (1, 2, 64, 64)
     if is_stand_in() and kernel != "math":
         assert isinstance(refusal_reason(kernel, dtype, where), str)

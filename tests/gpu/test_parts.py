@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU, timed by events on the stream, add up to the run without synchronization."""
+"""The parts of a run on a GPU are timed by events on the stream, without synchronization, and add up to the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = "precision=fp32 prefetch=none"
 @pytest.mark.parametrize(
     "args", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
 )
-def test_timed_parts_of_a_run_add_up_to_its_total_time(args: str, runs: Runs) -> None:
+def test_timed_parts_add_up_to_the_total_time(args: str, runs: Runs) -> None:
     result = read_record(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {args}")).evidence
     assert result is not None
     (phase,) = result.phases
@@ -32,9 +32,9 @@ def test_timed_parts_of_a_run_add_up_to_its_total_time(args: str, runs: Runs) ->
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_recording_device_events_does_not_synchronize() -> None:
-    """On the device's clock, the events of a part enclose two events of the test, and two others enclose them."""
+    """On the device's clock, the events of a part enclose two events of the test, and two other events enclose them."""
     device = torch.device("cuda")
-    size = 128 if is_stand_in() else 1024  # a GPU's clock has a resolution of half a microsecond
+    size = 128 if is_stand_in() else 1024  # the clock of a GPU has a resolution of half a microsecond
     matrix = torch.randn(size, size, device=device)
     torch.mm(matrix, matrix)
     outer = [torch.Event(device, enable_timing=True) for _ in range(2)]

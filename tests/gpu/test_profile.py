@@ -1,4 +1,4 @@
-"""A profile on a GPU: operators, kernels, waits of the host, module times."""
+"""A profile on a GPU lists operators, kernels, waits of the host, and module times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.runs import Runs
 pytestmark = pytest.mark.gpu
 
 
-def test_a_profile_on_a_gpu_lists_operators_and_modules_and_finds_planted_waits(runs: Runs) -> None:
+def test_a_gpu_profile_lists_operators_modules_and_waits(runs: Runs) -> None:
     args = "run=p device=cuda monitor=off skip=2 updates=4 task.forward_s=0.01 task.backward_s=0.02 task.waits=true"
     result = runs.end(f"profile --task {TASK} {args}")
     assert result.code == 0, result.err
@@ -33,7 +33,7 @@ def test_a_profile_on_a_gpu_lists_operators_and_modules_and_finds_planted_waits(
     assert named == {f"task_to_profile.py:{loss} in loss": 1.0, f"task_to_profile.py:{begin} in begin_update": 1.0}
     rows = {row["path"]: row for row in actual["modules"]}
     assert rows.keys() >= {"", "first", "inner", "inner.0", "inner.1", "inner.2", "last"}
-    if is_stand_in():  # it has no kernels that a profiler could record, and the processor computes beside the tests
+    if is_stand_in():  # the stand-in has no kernels that a profiler could record, and its CPU computes beside the tests
         assert rows["inner.1"]["own"]["min"] >= 0.01 + 0.02
         return
     assert_kernels_add_up(actual, operators, read_table(folder / "kernels.csv"))
@@ -47,7 +47,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 def assert_kernels_add_up(summary: Any, operators: dict[str, dict[str, str]], kernels: list[dict[str, str]]) -> None:
     assert summary["operators"][0]["self_device_ms"] > 0
     whole = sum(float(row["ms"]) for row in kernels)
-    # lint-tests: measured: both are sums of the same kernels, each of which counts once
+    # lint-tests: measured: both are sums of the same kernels, each of which is counted once
     assert 0 < sum(float(row["self_device_ms"]) for row in operators.values()) <= 1.001 * whole
     assert whole <= summary["update_ms"]["operators recorded"]
     assert not operators.keys() & {row["name"] for row in kernels}

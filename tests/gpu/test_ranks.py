@@ -1,4 +1,4 @@
-"""Ranks on GPUs over NCCL: same losses as on one GPU."""
+"""Ranks on GPUs over NCCL have the same losses as one GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_batch_norm_over_two_gpus_uses_the_complete_batch(runs: Runs) -> None:
 
 @SEVERAL
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_repeat_an_update_if_one_rank_is_out_of_memory(rank: int, runs: Runs) -> None:
+def test_all_ranks_repeat_an_update_after_an_oom_error(rank: int, runs: Runs) -> None:
+    """One rank runs out of memory."""
     whole = losses(runs.straight(DDP))
     short = runs.curve("short", f"{DDP} task.short_in=forward task.rank={rank}")
     assert short == pytest.approx(whole, rel=SAME_CURVE)
@@ -71,7 +72,8 @@ def test_all_ranks_repeat_an_update_if_one_rank_is_out_of_memory(rank: int, runs
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_stopped_and_resumed_ranks_have_the_loss_curve_of_an_uninterrupted_run(strategy: str, runs: Runs) -> None:
+def test_stopped_and_resumed_ranks_have_the_same_loss_curve(strategy: str, runs: Runs) -> None:
+    """The curve is that of an uninterrupted run."""
     args = DDP.replace("ddp", strategy)
     uninterrupted, stopped = runs.straight(args), runs.stopped(args)
     assert runs.end("resume stopped").code == 0
@@ -92,7 +94,7 @@ def test_two_gpus_evaluate_a_run_like_one_gpu(strategy: str, runs: Runs) -> None
 
 
 @SEVERAL
-def test_each_rank_has_a_separate_gpu(runs: Runs) -> None:
+def test_each_rank_uses_a_different_gpu(runs: Runs) -> None:
     plan = plan_of(runs.straight(DDP))
     assert [rank["device"] for rank in plan["ranks"]] == ["cuda:0", "cuda:1"]
 
@@ -116,8 +118,8 @@ def test_every_strategy_has_the_same_losses_on_one_gpu(strategy: str, runs: Runs
     assert same == pytest.approx(one, rel=PROMISED[torch.float32])
 
 
-def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_loss_curve_of_one_rank(runs: Runs) -> None:
-    """Not with fsdp, whose collectives crash gloo on a GPU (torch 2.11)."""
+def test_two_ranks_on_one_gpu_have_the_same_loss_curve(runs: Runs) -> None:
+    """The curve is that of one rank. Shares are unequal. fsdp is left out, as its collectives crash gloo on a GPU."""
     one = losses(runs.straight(PLAIN))
     args = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32"]
     args += ["parallelism=ddp", "parallelism.shares=[11,5]"]
@@ -126,7 +128,7 @@ def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_loss_curve_of_one_ran
         port = str(free.getsockname()[1])
     env = {"CUDA_VISIBLE_DEVICES": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if not is_stand_in():  # its NCCL accepts two ranks on one GPU
+    if not is_stand_in():  # NCCL of the stand-in accepts two ranks on one GPU
         env["IMPORT_FIRST"] = "tests.gpu.over_gloo"
     with runs.server.twin() as twin:
         servers = [runs.server, twin]

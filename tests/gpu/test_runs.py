@@ -27,12 +27,13 @@ SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
-def test_an_update_repeated_after_out_of_memory_has_the_same_result(place: str, runs: Runs) -> None:
+def test_an_update_repeated_after_oom_has_the_same_result(place: str, runs: Runs) -> None:
     short = runs.curve("short", f"{PLAIN} task.short_in={place}")
     assert short == pytest.approx(losses(runs.straight(PLAIN)), rel=SAME_CURVE)
 
 
-def test_on_oom_stop_ends_the_run_and_reports_what_uses_memory(runs: Runs) -> None:
+def test_on_oom_stop_reports_what_uses_memory(runs: Runs) -> None:
+    """The run ends."""
     folder = runs.train("short", "device=cuda:0 task.short_in=forward on_oom=stop", code=80)
     error = json.loads((folder / "error.json").read_text())
     assert "GiB" in json.dumps(error)
@@ -58,7 +59,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_deterministic_run_is_reproducible_bit_for_bit(precision: str, runs: Runs) -> None:
+def test_deterministic_runs_are_bitwise_reproducible(precision: str, runs: Runs) -> None:
     args = f"device=cuda:0 backend=deterministic {RANDOM} precision={precision}"
     first, second = weights(runs.straight(args)), weights(runs.train("second", args))
     for name, tensor in first.items():
@@ -77,7 +78,7 @@ def test_mechanics_do_not_change_the_loss_curve(args: str, runs: Runs) -> None:
     assert runs.curve("other", f"{PLAIN} {args}") == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_a_gpu_has_the_loss_curve_of_the_cpu(runs: Runs) -> None:
+def test_the_loss_curve_on_a_gpu_is_that_of_the_cpu(runs: Runs) -> None:
     on_cpu = runs.curve("cpu", "device=cpu precision=fp32")
     assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=OTHER_KERNELS)
 
@@ -85,7 +86,7 @@ def test_a_gpu_has_the_loss_curve_of_the_cpu(runs: Runs) -> None:
 # ---------------------------------------------------------------- choice of GPU, precision and kernels
 
 
-def test_precision_auto_is_native_to_the_compute_capability(runs: Runs) -> None:
+def test_precision_auto_is_natively_supported_by_the_gpu(runs: Runs) -> None:
     capability = torch.cuda.get_device_capability(0)
     result = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
     assert result == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
@@ -93,7 +94,7 @@ def test_precision_auto_is_native_to_the_compute_capability(runs: Runs) -> None:
 
 @SEVERAL
 @pytest.mark.parametrize("by", ["number", "uuid"])
-def test_only_the_gpus_that_cuda_visible_devices_names_are_used(by: str, runs: Runs) -> None:
+def test_only_gpus_listed_in_cuda_visible_devices_are_used(by: str, runs: Runs) -> None:
     uuid = f"GPU-{list(torch_devices())[1].uuid}"
     env = {"CUDA_VISIBLE_DEVICES": "1" if by == "number" else uuid}
     plan = plan_of(runs.train("one", "device=cuda", env=env))
@@ -101,19 +102,19 @@ def test_only_the_gpus_that_cuda_visible_devices_names_are_used(by: str, runs: R
 
 
 @SEVERAL
-def test_the_second_gpu_trains_alone(runs: Runs) -> None:
+def test_training_can_use_only_the_second_gpu(runs: Runs) -> None:
     second = runs.curve("second", "device=cuda:1 precision=fp32")
     assert second == losses(runs.straight(PLAIN))
     assert plan_of(runs.folder / "outputs/second")["device"] == "cuda:1"
 
 
-def test_an_absent_gpu_is_refused(runs: Runs) -> None:
+def test_a_missing_gpu_is_rejected(runs: Runs) -> None:
     assert runs.end("train device=cuda:7").code == 69
 
 
 @pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
-def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: str, runs: Runs) -> None:
-    """Training, accumulation and evaluation call the model with different shapes and modes."""
+def test_a_compiled_model_has_the_same_losses(option: str, runs: Runs) -> None:
+    """Training, accumulation and evaluation call it with different shapes and modes. Without Triton, it is rejected."""
     if find_spec("triton") is None:
         runs.train("compiled", f"{PLAIN} compile={option}", code=78)
         return
@@ -123,13 +124,13 @@ def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: 
 
 @pytest.mark.parametrize("option", ["default", "regional"])
 def test_a_traced_model_has_the_same_loss_curve(option: str, runs: Runs) -> None:
-    """The backend uses graphs of Dynamo and AOTAutograd with eager kernels, so it needs no Triton."""
+    """The backend runs the graphs of Dynamo and AOTAutograd with eager kernels, so it needs no Triton."""
     plain = losses(runs.straight(PLAIN))
     args = f"{PLAIN} compile={option} compile.backend=aot_eager"
     assert runs.curve("traced", args) == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_an_8_bit_optimizer_learns_or_reports_its_missing_package(runs: Runs) -> None:
+def test_an_8_bit_optimizer_learns_or_names_the_missing_package(runs: Runs) -> None:
     args = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
     if find_spec("bitsandbytes") is None and find_spec("torchao") is None:
         runs.train("eight", args, code=78)
@@ -161,11 +162,11 @@ def test_inference_predicts_the_same_on_every_device(runs: Runs) -> None:
     for other in scores[1:]:
         assert distance(scores[0], other) <= allowed(
             torch.float32, OF_OUTPUT, growth=4
-        )  # tanh: 2 units, see OTHER_KERNELS
+        )  # growth=4: tanh is accurate to 2 ulp, an addition to 1/2 ulp (see OTHER_KERNELS)
 
 
 def test_a_table_of_predictions_is_the_same_on_every_device(runs: Runs) -> None:
-    """Except for rounding, this holds for the rows, their order, and the random numbers of each sample."""
+    """The rows, their order and the random numbers of each sample are identical; the scores agree within rounding."""
     result = runs.end(f"train --task {TABLES} run=tables device=cpu precision=fp32 monitor=off")
     assert result.code == 0, result.err
     tables = []

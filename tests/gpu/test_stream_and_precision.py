@@ -52,7 +52,7 @@ def training(precision: Any) -> Training:
 
 
 def on_host() -> Iterator[MicroBatch]:
-    """Yield the same four micro-batches in pinned memory forever; an update has two."""
+    """Yield the same four micro-batches in pinned memory forever; an update has two of them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 32, 32, generator=generator).pin_memory()
     y = torch.randint(0, 8, (4, 32), generator=generator).pin_memory()
@@ -73,8 +73,8 @@ def loss_of(step: StepInfo) -> Tensor:
     return step.loss_sum
 
 
-def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
-    """The reader is slow: without the wait it would read too early, without record_stream a later batch."""
+def test_a_prefetched_batch_is_complete_when_it_is_read() -> None:
+    """The reader is slow. Without the wait, it would read too early; without record_stream, a later batch."""
     size = 2**16 if is_stand_in() else 4 * 2**20  # on the stand-in, a race changes no value
 
     def numbered() -> Iterator[MicroBatch]:
@@ -90,7 +90,8 @@ def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     assert torch.stack(right).tolist() == [size] * 16
 
 
-def test_page_locked_copies_are_dense_and_keep_the_memory_format() -> None:
+def test_page_locked_copies_keep_the_memory_format() -> None:
+    """They are dense."""
     images = torch.randn(4, 3, 8, 8)
     last = images.to(memory_format=torch.channels_last)
     given = [images, images[:, 1:], images[1:3], images[:, :1].expand(-1, 3, -1, -1), last, last[:, 1:], images[:, :0]]
@@ -120,7 +121,7 @@ def test_training_reduces_the_loss_in_every_precision(precision: Any) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_an_overflow_is_counted_without_waiting_for_it() -> None:
+def test_an_overflow_is_counted_without_waiting() -> None:
     run = training(fp16)
     poison = MicroBatch((torch.full((32, 32), torch.inf), torch.zeros(32, dtype=torch.int64)), last=True)
     (x, y), *_ = next(on_host())
@@ -138,7 +139,7 @@ def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetc
     meter = Meter(CUDA, "train", every=2, write=rows.append, readings=list, stopwatch=new_stopwatch(CUDA.device))
     run = training(precision)
     updates = train_updates(run, prefetch(CUDA.device)(on_host()), 12)
-    for step in islice(updates, 4):  # one-time initialization may wait: streams, optimizer state, library handles
+    for step in islice(updates, 4):  # one-time initialization of streams, optimizer state and library handles may wait
         meter(step)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -150,7 +151,7 @@ def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetc
     assert [row["update"] for row in rows] == [2, 4, 6, 8, 10, 12]
 
 
-def test_metric_rows_are_the_same_for_tensors_on_the_device_and_on_the_host() -> None:
+def test_metric_rows_do_not_depend_on_the_device_of_tensors() -> None:
     rows: list[Row] = []
     for device in ("cuda", "cpu"):
         world = World(torch.device(device))

@@ -1,4 +1,4 @@
-"""Under a limit on the address space, PyTorch is refused or fits, and threads reserve little."""
+"""With a limit on the address space, PyTorch fits or the command is rejected, and threads reserve little."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ raise SystemExit(main())
 
 @pytest.fixture(scope="module")
 def import_mib() -> int:
-    """The address space of a process that has imported torch; it depends on the number of cores."""
+    """Return the address space of a process that has imported torch, which depends on the number of cores."""
     return int(subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout) >> 10
 
 
@@ -56,8 +56,8 @@ except SystemLimit as error:
 
 
 @pytest.mark.parametrize(("mib", "code"), [(200, Exit.SYSTEM), (1000, Exit.DONE)])
-def test_torch_is_imported_only_if_a_trial_process_can_import_it(mib: int, code: Exit, tmp_path: Path) -> None:
-    """A module of 256 MiB replaces PyTorch, whose import takes seconds."""
+def test_torch_is_imported_only_if_it_fits(mib: int, code: Exit, tmp_path: Path) -> None:
+    """A trial process must be able to import it. A module of 256 MiB replaces PyTorch, whose import takes seconds."""
     (tmp_path / "torch.py").write_text(MODULE)
     result = run_program(IMPORTS.format(value=mib), tmp_path)
     assert result.returncode == code, result.stderr
@@ -85,7 +85,7 @@ together.wait()
 
 
 def test_threads_share_a_malloc_arena(tmp_path: Path) -> None:
-    """Otherwise, malloc reserves at least 64 MiB for each thread."""
+    """Otherwise, malloc would reserve at least 64 MiB for each thread."""
     result = run_program(THREADS, tmp_path)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 64
@@ -94,9 +94,7 @@ def test_threads_share_a_malloc_arena(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.2, 0.66, 0.7, 0.8, 0.87, 0.92, 0.97, 1.0])
-def test_every_limit_below_what_the_import_needs_is_refused_with_the_same_message(
-    share: float, import_mib: int, tmp_path: Path
-) -> None:
+def test_limits_below_the_import_are_rejected_with_one_message(share: float, import_mib: int, tmp_path: Path) -> None:
     result = run_within(int(share * import_mib), tmp_path, *LINE, "dataloader.num_workers=0")
     assert result.returncode == Exit.SYSTEM, result.stderr
     assert f"{int(share * import_mib)} MiB" in result.stderr
@@ -107,14 +105,14 @@ def test_every_limit_below_what_the_import_needs_is_refused_with_the_same_messag
 
 @pytest.mark.slow
 def test_a_run_needs_little_more_address_space_than_the_import(import_mib: int, tmp_path: Path) -> None:
-    # With an arena of malloc per thread, threads of the worker would take 64 MiB each, and others could not start.
+    # With a malloc arena per thread, the threads of the worker would take 64 MiB each, and others could not start.
     if torch.version.cuda:
-        pytest.skip("a CUDA build loads further libraries in the first update")
+        pytest.skip("a CUDA build loads more libraries in the first update")
     result = run_within(import_mib + 170, tmp_path, *LINE, "dataloader.num_workers=1")
     assert result.returncode == 0, result.stderr
 
 
-def test_commands_without_torch_work_within_a_small_limit(tmp_path: Path) -> None:
+def test_commands_without_torch_fit_into_a_small_limit(tmp_path: Path) -> None:
     assert run_within(120, tmp_path, "runs").returncode == 0
 
 
@@ -133,6 +131,6 @@ raise SystemExit(main())
 """
 
 
-def test_a_command_ends_although_a_worker_ignores_sigterm(tmp_path: Path) -> None:
+def test_a_command_ends_even_if_a_worker_ignores_sigterm(tmp_path: Path) -> None:
     program = [sys.executable, "-c", IGNORES, "runs"]
     assert subprocess.run(program, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0

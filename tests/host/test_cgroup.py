@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def system(root: Path, **files: str) -> Path:
-    """Write files of a small /proc and /sys; `__` in a name stands for a slash."""
+    """Write the files of a small /proc and /sys; `__` in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,7 +20,7 @@ def system(root: Path, **files: str) -> Path:
     return root
 
 
-def test_cgroup_version_2_limits_are_the_minimum_over_parents(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_are_the_minimum_over_parents(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/user/job/step\n")
     system(root / "sys/fs/cgroup/user", **{"memory.max": "max\n", "cpu.max": "max 100000\n"})
     system(root / "sys/fs/cgroup/user/job", **{"memory.max": "8589934592\n", "cpu.max": "250000 100000\n"})
@@ -29,7 +29,8 @@ def test_cgroup_version_2_limits_are_the_minimum_over_parents(tmp_path: Path) ->
     assert cgroup_limits(root) == (2.5, 8 * GIB)
 
 
-def test_cgroup_version_1_limits_are_found_below_the_mount_of_a_container(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_found_in_a_container(tmp_path: Path) -> None:
+    """They are below the mount of the container."""
     root = system(tmp_path, proc__self__cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n3:pids:/\n")
     quota = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
     system(root / "sys/fs/cgroup/cpu,cpuacct", **quota)
@@ -38,7 +39,7 @@ def test_cgroup_version_1_limits_are_found_below_the_mount_of_a_container(tmp_pa
     assert cgroup_limits(root) == (1.5, 2 * GIB)
 
 
-def test_without_cgroup_limits_there_are_none(tmp_path: Path) -> None:
+def test_missing_cgroup_limits_are_none(tmp_path: Path) -> None:
     assert cgroup_limits(tmp_path) == (None, None)
     root = system(tmp_path, proc__self__cgroup="4:cpu:/\n0::/\n")
     system(root / "sys/fs/cgroup/cpu", **{"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
@@ -62,11 +63,11 @@ def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:
     assert cpu is not None
     assert memory is not None
     assert (cpu.amount, cpu.cpu_seconds()) == (2, 1.5)
-    assert (memory.amount, memory.memory_bytes()) == (4 * GIB, 2 * GIB), "the page cache is released first"
+    assert (memory.amount, memory.memory_bytes()) == (4 * GIB, 2 * GIB), "the page cache must not count as used"
 
 
 @pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
-def test_version_1_counts_cpu_time_in_a_separate_controller(tmp_path: Path, mount: str) -> None:
+def test_cgroup_v1_counts_cpu_time_in_another_controller(tmp_path: Path, mount: str) -> None:
     root = system(tmp_path, proc__self__cgroup="".join(f"{at}:{name}:/\n" for at, name in enumerate([mount, "memory"])))
     system(root / "sys/fs/cgroup" / mount, **{"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
     system(root / "sys/fs/cgroup" / mount.replace("cpu", "cpuacct", 1) if mount == "cpu" else

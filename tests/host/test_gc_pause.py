@@ -1,4 +1,4 @@
-"""Garbage collection is off only until a run has started, and never after the command has ended."""
+"""Garbage collection is paused only until a run has started, and never after the command has ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_inner_pause_does_not_end_the_outer_one() -> None:
     assert gc.isenabled()
 
 
-def test_collection_that_the_user_disabled_stays_disabled() -> None:
+def test_collection_disabled_by_the_user_stays_disabled() -> None:
     gc.disable()
     with paused_collection():
         end_pause()
@@ -51,23 +51,20 @@ def test_collection_that_the_user_disabled_stays_disabled() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["unknown"], ["plan", "--help"]])
-def test_garbage_collection_is_enabled_again_when_a_command_ends(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collection_is_enabled_again_when_a_command_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(cli, "refuse_secrets", lambda *args: seen.append(gc.isenabled()))
     monkeypatch.setattr(sys, "argv", ["accel-run", *arguments])
     monkeypatch.setattr("os.umask", lambda mode: None)
     for name in ("open_closed_streams", "limit_thread_starts", "prepare_for_limit", "_end_daemons"):
-        monkeypatch.setattr(cli, name, lambda: None)  # they change the process
+        monkeypatch.setattr(cli, name, lambda: None)  # these functions change the process
     cli.main()
     assert seen == [False]
     assert gc.isenabled()
 
 
-def test_garbage_collection_is_enabled_after_the_first_update_even_if_the_screen_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collection_is_enabled_after_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This does not depend on the screen."""
     shown: list[Any] = []
     monkeypatch.setattr(Screen, "show_first_update", lambda self, update, *args: shown.append(update))
     with paused_collection(), opened(tmp_path) as phase:

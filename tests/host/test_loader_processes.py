@@ -1,4 +1,4 @@
-"""Data workers that could not all be started."""
+"""Data workers that cannot all be started."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from runner.host.loader_processes import kill_on_partial_start
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_workers_that_cannot_all_be_started_leave_no_process_and_no_traceback(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The destructor of torch's iterator accesses attributes that are missing in this case."""
+def test_workers_that_cannot_all_start_leave_nothing_behind(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process or traceback is left, although torch's iterator then lacks attributes that its destructor uses."""
     errors: list[Any] = []
     starts: list[BaseProcess] = []
 

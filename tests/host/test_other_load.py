@@ -1,4 +1,4 @@
-"""CPU use of other processes, and the wait policy of idle threads that is chosen from it."""
+"""CPU use of other processes, and the wait policy of idle threads that depends on it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_load, "has_cpu_quota", lambda cores: False)
     for name in (*VARIABLES, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)  # and at the end, if the code under test sets it
+        monkeypatch.delenv(name)  # registers the variable to be removed at the end, if the code under test sets it
 
 
 def load(other_cores: float, *, own_cores: float = 1.0, seconds: float = 2.0, num_cores: int = 4) -> OtherLoad:
-    """Return a load that was measured over some time, beside a run that used `own_cores`."""
+    """Return a load that was measured for `seconds`, beside a run that used `own_cores`."""
     now = [0.0]
     started = OtherLoad(
         lambda: own_cores * now[0],
@@ -38,7 +38,7 @@ def test_other_load_is_the_cpu_time_not_used_by_the_run(other_cores: float, meas
     assert load(other_cores).cores() == pytest.approx(measured)
 
 
-def test_the_load_of_a_short_time_is_unknown() -> None:
+def test_a_load_measured_for_a_short_time_is_unknown() -> None:
     assert load(1.0, seconds=0.05).cores() is None
     assert load(1.0, seconds=0.05).describe() == ""
 
@@ -56,9 +56,9 @@ def test_the_load_under_a_cpu_quota_is_unknown(monkeypatch: pytest.MonkeyPatch) 
         ("4", 0.4, False),  # hardly used
         ("4", 0.6, True),
         ("4", 3.5, True),
-        ("3", 1.0, False),  # each thread has a core
+        ("3", 1.0, False),  # there is a core for each thread
         ("3", 1.1, True),
-        ("1", 2.9, False),  # one thread waits for no other
+        ("1", 2.9, False),  # a single thread waits for no other
     ],
 )
 def test_threads_sleep_if_they_outnumber_the_free_cores(
@@ -70,7 +70,7 @@ def test_threads_sleep_if_they_outnumber_the_free_cores(
     assert (f"{other_cores:.1f} of 4 cores" in reason) == sleeps
 
 
-def test_by_default_there_is_a_thread_for_each_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_each_physical_core_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_load.psutil, "cpu_count", lambda logical=True: 4 if logical else 2)
     assert choose_wait_policy(load(1.5)) == ""
     assert choose_wait_policy(load(2.5)) != ""
@@ -85,14 +85,14 @@ def test_a_wait_policy_set_by_the_user_is_kept(name: str, monkeypatch: pytest.Mo
 
 
 def test_processes_of_the_run_do_not_count_as_other_load() -> None:
-    """Without other processes, all CPU time between two samples is used by the process tree of the run."""
+    """Without other processes, the process tree of the run uses all CPU time between two samples."""
     own = [0.0]
     started = OtherLoad(lambda: own[0], busy_s=lambda: own[0], clock=lambda: own[0], num_cores=1)
     own[0] = 10.0
     assert started.cores() == 0.0
 
 
-def test_a_cgroup_limit_below_the_number_of_cores_is_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cgroup_limit_below_the_core_count_is_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.host import run_queue
 
     for amount, is_quota in ((0.5, True), (1.0, False)):

@@ -1,4 +1,4 @@
-"""Non-blocking output: complete and in order if it is read, bounded if it is not."""
+"""Non-blocking output is complete and in order if it is read, and bounded if it is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.host import output
 from runner.host.output import nonblocking_streams
 from tests.waiting import wait_until
 
-LIMIT_S = 60.0  # exceeded only by a defect
+LIMIT_S = 60.0  # exceeded only if there is a defect
 
 
 class Pipe:
@@ -60,7 +60,7 @@ def pipe() -> Iterator[Pipe]:
 def printing(to: Pipe | TextIO, *, is_read: bool = False) -> Iterator[None]:
     """Print to the stream without blocking. This is not a fixture, because pytest replaces the streams before the test.
 
-    is_read  a thread reads; on a busy machine, it may make no progress for longer than a command waits at its end
+    is_read  whether a thread reads; on a busy machine, it may pause for longer than a command waits at its end
     """
     with contextlib.redirect_stdout(to.stream if isinstance(to, Pipe) else to), nonblocking_streams():
         yield
@@ -73,7 +73,7 @@ def lines_of(number: int) -> list[str]:
 
 
 def read_slowly(pipe: Pipe, got: bytearray, piece: int = 3000) -> threading.Thread:
-    """Read in small pieces, yielding to the writer after each, until the other end is closed."""
+    """Read in small pieces until the other end is closed, and yield to the writer after each piece."""
 
     def read() -> None:
         while data := os.read(pipe.reader, piece):
@@ -101,7 +101,7 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
     written, got = lines_of(5_000), bytearray()
     with printing(pipe, is_read=True):
         for line in written:
-            print(line)  # everything is printed before the first byte is read, without blocking
+            print(line)  # all lines are printed before the first byte is read, without blocking
         reader = read_slowly(pipe, got, 1 << 16)
     pipe.stream.close()
     reader.join(LIMIT_S)
@@ -109,7 +109,8 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
 
 
 @pytest.mark.slow
-def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_lines_beyond_the_bound_are_dropped(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped lines are counted."""
     monkeypatch.setattr(output, "MAX_BUFFERED_BYTES", 50_000)
     written, got = lines_of(5_000), bytearray()
     with printing(pipe, is_read=True):
@@ -131,14 +132,14 @@ def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, m
 
 
 def test_the_end_does_not_wait_for_a_stalled_reader(pipe: Pipe) -> None:
-    """Waiting would take forever; the writer thread has to end as well."""
+    """The wait would not end. The writer thread has to end, too."""
     with printing(pipe):
         for line in lines_of(5_000):
             print(line)
     assert "output" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_stdout_and_stderr_into_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_and_stderr_in_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = os.fdopen(os.dup(pipe.writer), "w", encoding="utf-8")
     monkeypatch.setattr(sys, "stderr", twin)
     written, got = lines_of(3_000), bytearray()
@@ -156,12 +157,14 @@ def test_direct_writes_to_the_descriptor_do_not_block(pipe: Pipe, monkeypatch: p
     monkeypatch.setattr(output, "STALLED_S", 0.0)
     with printing(pipe, is_read=True):
         print("x" * 200_000)
-        wait_until(lambda: fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "the descriptor still waits")
+        wait_until(lambda: fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "the descriptor does not block")
         with pytest.raises(BlockingIOError):
             os.write(pipe.writer, b"y" * 4096)
         got = bytearray()
         reader = read_slowly(pipe, got, 1 << 16)
-    assert not fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "the shell also uses it"
+    assert not fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, (
+        "the descriptor must block again, because the shell also uses it"
+    )
     pipe.stream.close()
     reader.join(LIMIT_S)
     assert got.decode() == "x" * 200_000 + "\n"
@@ -193,8 +196,8 @@ def test_a_reader_that_exits_does_not_end_the_run(pipe: Pipe) -> None:
     pipe.reader = os.open(os.devnull, os.O_RDONLY)
 
 
-def test_a_terminal_of_another_user_is_not_waited_for() -> None:
-    """As under sudo: the terminal cannot be opened by its name, and no process reads it."""
+def test_a_terminal_of_another_user_does_not_block_the_end() -> None:
+    """Under sudo, for example, the terminal cannot be opened by its name, and no process reads it."""
     pid, master = pty.fork()
     if pid == 0:
         opened = os.open
@@ -217,7 +220,7 @@ def test_a_terminal_of_another_user_is_not_waited_for() -> None:
         return result == pid
 
     try:
-        wait_until(has_ended, "the process that prints waits for a terminal that nobody reads")
+        wait_until(has_ended, "the process waits for a terminal that nobody reads")
     finally:
         if not status:
             os.kill(pid, signal.SIGKILL)
@@ -251,7 +254,7 @@ def test_output_to_a_file_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refusal", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_drops_lines_until_there_is_room(
+def test_a_full_disk_drops_lines_until_space_is_free(
     refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, is_full, write = tmp_path / "out.log", [False], os.write
@@ -287,8 +290,8 @@ def test_a_task_may_redirect_its_output(pipe: Pipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
-def test_descriptors_of_closed_streams_are_not_reused_by_files(closed: str, tmp_path: Path) -> None:
-    """Otherwise the next opened file would get the descriptor and the printed text."""
+def test_descriptors_of_closed_streams_are_not_reused(closed: str, tmp_path: Path) -> None:
+    """Otherwise, the next file that is opened would get the descriptor, and the printed text."""
     program = (
         "import os, sys\nfrom runner.host.output import open_closed_streams\nopen_closed_streams()\n"
         "number = os.open('data', os.O_WRONLY | os.O_CREAT)\nprint('words'); print('words', file=sys.stderr)\n"

@@ -43,7 +43,7 @@ def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block_s", [0.0, 0.25])
 def test_waits_outside_the_measured_block_do_not_count(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
-    """Each sample itself waits for 5 ms; other processes are always busy."""
+    """Each sample itself waits for 5 ms, and other processes are always busy."""
     waited, busy = [0.0], itertools.count(1.0)
 
     def looks_around() -> float:
@@ -91,7 +91,7 @@ def compute_for(seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system does not count it")
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system has no schedstat")
 def test_waits_for_another_job_on_the_core_are_counted() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
@@ -106,5 +106,5 @@ def test_waits_for_another_job_on_the_core_are_counted() -> None:
         os.sched_setaffinity(0, before)
     assert sample is not None
     assert over is not None
-    assert over.wait_s > sample.wait_s, "the system lets the other job run, too"
+    assert over.wait_s > sample.wait_s, "the wait must have increased, because the other job runs on the same core"
     assert 0.0 <= waits.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s

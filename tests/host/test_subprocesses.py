@@ -24,7 +24,7 @@ def test_a_long_wait_is_reported_once() -> None:
     with os.fdopen(reading, "rb") as notices, os.fdopen(writing, "wb", buffering=0) as tell:
         assert run_in_subprocess(notices.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
         tell.close()
-        assert notices.read() == b"", "reported once"
+        assert notices.read() == b"", "the wait must be reported once"
 
 
 def test_a_short_wait_is_not_reported() -> None:
@@ -39,7 +39,7 @@ def test_an_error_in_the_function_is_raised_in_the_caller() -> None:
         run_in_subprocess(late, on_wait=lambda: None, notify_after_s=0.0)
 
 
-def test_no_process_is_forked_after_cuda_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_forked_after_cuda_initialization(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork(*_: Any, **__: Any) -> None:
         raise AssertionError("forked")
 

@@ -1,4 +1,4 @@
-"""Ranks as forks of the test process, each with its own environment, output and optionally network namespace."""
+"""Run ranks as forks of the test process, each with its own environment, output and optional network namespace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 @dataclass(frozen=True)
 class CompletedFork:
-    """The end of a rank: its return value, or its exit code and error, and its output."""
+    """The result of a rank: its return value, or its exit code and error, and its output."""
 
     value: Any
     code: int
@@ -32,14 +32,14 @@ class CompletedFork:
     err: str
 
 
-def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[CompletedFork]:
-    """Return how each function ended in a fork of this process, after all have ended.
+def run_forks(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[CompletedFork]:
+    """Run each function in a fork of this process, and return their results when all have ended.
 
-    spaces  names of the network namespaces, one per function; if empty, that of this process
+    spaces  names of the network namespaces, one per function; if empty, the namespace of this process
     """
     torch.set_num_threads(1)
     pids = [
-        _forked(function, folder / str(number), spaces[number] if spaces else None)
+        _fork_function(function, folder / str(number), spaces[number] if spaces else None)
         for number, function in enumerate(functions)
     ]
     living = set(pids)
@@ -62,7 +62,7 @@ def _read_result(place: Path) -> CompletedFork:
     return CompletedFork(**json.loads(place.with_suffix(".json").read_text()), out=out, err=err)
 
 
-def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:
+def _fork_function(function: Callable[[], Any], place: Path, space: str | None) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -83,7 +83,7 @@ def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         place.with_suffix(".json").write_text(json.dumps(result))
-        os._exit(0)  # no exit handlers of pytest
+        os._exit(0)  # without the exit handlers of pytest
 
 
 def enter(space: str) -> None:
@@ -94,10 +94,10 @@ def enter(space: str) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def started_elsewhere(
+def rank_function(
     args: Sequence[str], folder: Path, rank: int, num_ranks: int, address: str, num_local_ranks: int = 1
 ) -> Callable[[], int]:
-    """Return a function that runs accel-run as a rank started by torchrun or SLURM, in the folder of its machine.
+    """Return a function that runs accel-run in the folder of its machine, as a rank that torchrun or SLURM has started.
 
     address  host:port of rank 0
     """

@@ -37,8 +37,8 @@ def num_descriptors(member: RankInfo) -> tuple[int, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_a_rank_holds_no_descriptor_for_another_rank(num_ranks: int) -> None:
-    """Rank n is forked when the supervisor holds n descriptors."""
-    gc.collect()  # some ranks would close the files that earlier tests have left behind in reference cycles
+    """The supervisor holds n descriptors when it forks rank n."""
+    gc.collect()  # otherwise, some ranks would close files that earlier tests have left in reference cycles
     assert len(set(local.run_ranks(num_descriptors, num_ranks).results)) == 1
 
 
@@ -82,10 +82,14 @@ def test_reporting_a_hang_scans_the_processes_once(
         found = detector.check(range(num_ranks))
     assert found is not None
     assert found.rank == 1
-    assert max(reads[f"/proc/{pid}/stat"] for pid in pids) <= 3, "its state twice, and one scan"
+    assert max(reads[f"/proc/{pid}/stat"] for pid in pids) <= 3, (
+        "the state of a process is read twice, and the scan reads it once"
+    )
 
 
-def test_the_error_of_a_lost_rank_has_the_same_length_for_any_number_of_ranks() -> None:
+def test_the_error_of_a_lost_rank_has_a_constant_length() -> None:
+    """The length does not depend on the number of ranks."""
+
     def text(num_ranks: int) -> str:
         failure = local.Failure(1, 71, None, "lost its peers", (), "", True, 1.0)
         others = tuple(rank for rank in range(num_ranks) if rank != 1)
@@ -118,7 +122,7 @@ class NoAttachment:
         return False
 
 
-def test_the_size_of_exchanged_flags_is_linear_in_the_number_of_ranks() -> None:
+def test_exchanged_flags_are_linear_in_the_number_of_ranks() -> None:
     def sent(num_ranks: int) -> int:
         world = RecordingWorld(num_ranks)
         exchange = Exchange(world, NoAttachment())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The examples of docs/scale.md: the Kubernetes manifest is valid, and the scripts use valid arguments."""
+"""The Kubernetes manifest of docs/scale.md is valid, and the scripts use valid arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANIFEST = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1123
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
-# Schemas of the used fields of JobSet v1alpha2, batch/v1 and v1: `!` marks required fields. Other fields are refused,
+# Schemas of the used fields of JobSet v1alpha2, batch/v1 and v1: `!` marks required fields. Other fields are rejected,
 # as by `kubectl apply --dry-run=client --validate=strict`.
 FIELD_REF = {"fieldPath!": str, "apiVersion": str}
 CONTAINER = {
@@ -38,7 +38,7 @@ VOLUME = {
     "emptyDir": {"medium": str, "sizeLimit": QUANTITY},
 }
 POD = {
-    "restartPolicy!": ("Never", "OnFailure"),  # a Job accepts no other policy
+    "restartPolicy!": ("Never", "OnFailure"),  # the only policy that a Job accepts
     "terminationGracePeriodSeconds": int,
     "containers!": [CONTAINER],
     "volumes": [VOLUME],
@@ -62,8 +62,8 @@ JOBSET = {
 }
 
 
-def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
-    """Yield the faults that an API server would report."""
+def find_faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
+    """Yield the errors that an API server would report."""
     if isinstance(schema, dict):
         if not isinstance(value, Mapping):
             yield f"{where} must be a mapping"
@@ -74,7 +74,7 @@ def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
         )
         for field, inner in value.items():
             if field in known:
-                yield from faults(inner, known[field], f"{where}.{field}")
+                yield from find_faults(inner, known[field], f"{where}.{field}")
             else:
                 yield f"{where}.{field} is unknown"
     elif isinstance(schema, list):
@@ -82,10 +82,10 @@ def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
             yield f"{where} must be a list"
             return
         for number, inner in enumerate(value):
-            yield from faults(inner, schema[0], f"{where}[{number}]")
+            yield from find_faults(inner, schema[0], f"{where}[{number}]")
     elif schema is QUANTITY and isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from faults(inner, schema, f"{where}.{name}")
+            yield from find_faults(inner, schema, f"{where}.{name}")
     elif isinstance(schema, re.Pattern):
         if schema.fullmatch(str(value)) is None:
             yield f"{where} must match {schema.pattern}, but is {value}"
@@ -97,7 +97,7 @@ def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
 
 
 def test_the_kubernetes_manifest_matches_the_api_schema() -> None:
-    assert list(faults(MANIFEST, JOBSET)) == []
+    assert list(find_faults(MANIFEST, JOBSET)) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_kubernetes_manifest_matches_the_api_schema() -> None:
 def test_an_invalid_kubernetes_manifest_is_detected(change: Any, expected: str) -> None:
     spoiled = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
     change(spoiled["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
-    (fault,) = faults(spoiled, JOBSET)
+    (fault,) = find_faults(spoiled, JOBSET)
     assert expected in fault
 
 
@@ -141,4 +141,4 @@ def test_numbers_in_the_manifest_are_consistent() -> None:
     assert rest[begin : begin + 3] == ["-m", "runner", "train"]
     settings = compose(Request(tuple(rest[begin + 3 :]))).settings
     assert settings.output_root in {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert settings.run, "without a name, the next start would not resume this run"
+    assert settings.run, "without a run name, the next start would not resume this run"

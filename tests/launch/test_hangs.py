@@ -1,4 +1,4 @@
-"""Hang detection: which rank blocks the others, as observed from outside."""
+"""Hang detection finds the rank that blocks the others, as observed from outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.host.stacks import StackFrame, waits_for_ranks
 from runner.launch.hangs import HangDetector, RankState, blocking_rank
 from runner.tensors import async_copy
 
-# A child requests to be traced and stops; its parent keeps it stopped, as gdb does.
+# A child asks to be traced and stops. Its parent keeps it stopped, as gdb does.
 TRACED = """
 import ctypes, os, signal, time
 pid = os.fork()
@@ -53,21 +53,21 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
     [
         ([BUSY, BUSY], None),
         ([WAITS, BUSY], None),
-        ([OVERDUE_WAITS, BUSY], None),  # within its time limit
+        ([OVERDUE_WAITS, BUSY], None),  # rank 1 is within its time limit
         ([OVERDUE_WAITS, RankState(sign(500.0, 600.0, kind=CHECKPOINT))], None),
         ([OVERDUE_WAITS, RankState(sign(601.0, 600.0, kind=CHECKPOINT))], 1),
         ([OVERDUE_WAITS, OVERDUE], 1),
         ([OVERDUE, OVERDUE_WAITS], 0),
-        ([OVERDUE_WAITS, WAITS], 0),  # they wait for each other
-        ([OVERDUE_WAITS, RankState(sign(51.0, waits=True, update=6))], 1),  # the one that is furthest behind
+        ([OVERDUE_WAITS, WAITS], 0),  # the ranks wait for each other
+        ([OVERDUE_WAITS, RankState(sign(51.0, waits=True, update=6))], 1),  # the rank that is furthest behind blocks
         ([RankState(sign(51.0, update=8)), OVERDUE], 1),
-        ([OVERDUE, RankState(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU, rank 0 may be waiting for it
+        ([OVERDUE, RankState(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU, rank 0 may be waiting for rank 1
         ([OVERDUE, RankState(sign(51.0, 600.0, waits=True, kind=CHECKPOINT))], 0),
         ([OVERDUE, RankState(sign(0.1))], None),
         ([RankState(sign(0.6)), OVERDUE], None),
         ([RankState(sign(0.1)), OVERDUE, OVERDUE_WAITS], None),
         ([OVERDUE, RankState(sign(0.1, waits=True))], 0),
-        ([OVERDUE, RankState(sign(60.0))], 1),  # the longest in the same update
+        ([OVERDUE, RankState(sign(60.0))], 1),  # the rank that waits longest in the same update blocks
         ([OVERDUE_WAITS, RankState(sign(10.0, waits=True), is_traced=True)], None),
         ([OVERDUE_WAITS, RankState(sign(0.0), is_traced=True)], None),
         ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=MIN_TIMEOUT_S + 1)], 1),
@@ -75,12 +75,13 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
         ([RankState(sign(0.0, 2.0)), RankState(sign(0.0, 1800.0), stopped_s=3.0)], 1),
         ([WAITS, RankState(sign(0.0), silent_s=51.0)], 1),
         ([WAITS, RankState(sign(0.0, 1800.0), silent_s=51.0)], None),
-        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=MIN_TIMEOUT_S + 1)], 1),  # stopped before its first heartbeat
-        ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # no information yet, or it has ended
+        # rank 1 was stopped before its first heartbeat
+        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=MIN_TIMEOUT_S + 1)], 1),
+        ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # nothing is known about rank 1 yet, or it has ended
         ([RankState(Heartbeat(), stopped_s=1000.0), RankState(Heartbeat(), silent_s=1000.0)], None),  # watchdog=off
     ],
 )
-def test_the_blocking_rank_is_the_one_the_others_wait_for(states: list[RankState], expected: int | None) -> None:
+def test_the_blocking_rank_is_the_one_others_wait_for(states: list[RankState], expected: int | None) -> None:
     assert blocking_rank(dict(enumerate(states))) == expected
 
 
@@ -95,13 +96,12 @@ def test_the_blocking_rank_is_the_one_the_others_wait_for(states: list[RankState
         (torch.nn.functional.__file__, "linear", False),
     ],
 )
-def test_the_innermost_call_distinguishes_waits_for_ranks_and_for_the_device(
-    file: str, function: str, expected: bool
-) -> None:
+def test_the_innermost_call_tells_what_a_rank_waits_for(file: str, function: str, expected: bool) -> None:
+    """A rank waits for other ranks, or for the device."""
     assert waits_for_ranks(StackFrame(file, 1, function)) is expected
 
 
-def test_a_rank_in_a_debugger_counts_neither_as_stopped_nor_as_silent(tmp_path: Path) -> None:
+def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", TRACED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdin is not None
@@ -135,7 +135,7 @@ def test_a_rank_is_watched_before_its_first_heartbeat(tmp_path: Path, monkeypatc
     assert board.read() == Heartbeat()
 
 
-def test_a_rank_without_a_watchdog_reports_its_updates_and_its_end(tmp_path: Path) -> None:
+def test_a_rank_without_a_watchdog_reports_updates_and_end(tmp_path: Path) -> None:
     """The launcher needs both even without hang detection."""
     plan: Any = SimpleNamespace(choices={"watchdog": Choice("off", "off", {})})
     hangs = HangDetector(tmp_path, {0: 1, 1: 2})

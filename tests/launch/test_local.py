@@ -1,4 +1,4 @@
-"""The local launcher: ranks are forked from one process and supervised by it. Every rank is a real process."""
+"""The local launcher forks ranks from one process and supervises them. In these tests, every rank is a real process."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from runner.launch import local
 from runner.launch.local import Failure, LaunchResult, to_error
 from tests.waiting import wait_until
 
-EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the number of a system call
+EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the number of the system call
 IS_OVER_NCCL = os.environ.get("RANKS_OVER") == "nccl"
 LONG_S = 100.0  # a grace period in which no rank is killed
-GIVES_UP_S = 0.2  # a timeout for ranks that never come
+GIVES_UP_S = 0.2  # a timeout for waiting for ranks that do not come
 
 
 @pytest.fixture
@@ -80,9 +80,7 @@ def _raise(text: str) -> None:
         (partial(_raise, "was ended by SIGKILL, exited early"), False),
     ],
 )
-def test_a_failure_is_an_early_exit_unless_the_rank_reported_an_error(
-    act: Callable[[], object], exited_early: bool
-) -> None:
+def test_a_rank_exits_early_unless_it_reports_an_error(act: Callable[[], object], exited_early: bool) -> None:
     """The text of a task's exception does not matter."""
     failures: list[Failure | None] = []
     local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=lambda _, failure: failures.append(failure))
@@ -96,14 +94,14 @@ def family() -> set[int]:
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
     notices: list[str] = []
     ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=lambda text, _: notices.append(text))
-    assert len(notices) == (ending.cause is not None), notices  # one notice, or none
+    assert len(notices) == (ending.cause is not None), notices  # a single notice, or none
     if ending.cause is not None:
         assert notices[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
 def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any] = lambda member: None) -> Any:
-    """Return a main function in which rank `chosen` calls `act`, and all others call `other`."""
+    """Return a main function in which rank `chosen` calls `act`, and all other ranks call `other`."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == chosen:
@@ -118,7 +116,7 @@ def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any
 def in_world(
     act: Callable[[World], Any], *, timeout_s: float = 600.0 if IS_OVER_NCCL else 30.0
 ) -> Callable[[RankInfo], tuple[int, Any]]:
-    """Return a main function that joins the process group over gloo, or NCCL of the stand-in (tests/stand_ins)."""
+    """Return a main function that joins the process group over gloo or the NCCL of the stand-in (tests/stand_ins)."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
         device = torch.device("cuda", member.rank) if IS_OVER_NCCL else torch.device("cpu")
@@ -167,8 +165,8 @@ def test_ranks_rendezvous_in_the_private_folder() -> None:
     assert run_ranks(main).results == ([0o700, 2.0], [0o700, 2.0])
 
 
-def test_ranks_end_although_destroying_the_process_group_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL behaves like this if another rank does not answer at the end."""
+def test_ranks_end_even_if_destroying_the_group_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may hang if another rank does not answer at the end."""
     limits_s = []
 
     def call_briefly(limit_s: float, call: Callable[[], Any]) -> Any:
@@ -249,7 +247,7 @@ def test_a_result_that_cannot_be_stored_is_a_failure() -> None:
     assert run_ranks(main).code == Exit.INPUT_OUTPUT
 
 
-def test_no_exit_handler_of_the_supervisor_runs_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_run_no_exit_handler_of_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "note"
     touch = atexit.register(note.touch)
     try:
@@ -262,7 +260,8 @@ def test_no_exit_handler_of_the_supervisor_runs_in_a_rank(tmp_path: Path, monkey
         atexit.unregister(touch)
     assert not note.exists()
     text = (tmp_path / "out").read_text()
-    assert text.count("before") == text.count("rank 0") == text.count("rank 1") == 1  # flushed, and not repeated
+    # the text has been flushed, and is not repeated
+    assert text.count("before") == text.count("rank 0") == text.count("rank 1") == 1
 
 
 # ---------------------------------------------------------------- causes and victims
@@ -289,7 +288,9 @@ def test_a_killed_rank_is_named_and_no_process_is_left(seed: int) -> None:
     assert len(ending.failures) + len(ending.killed) == 3
 
 
-def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victims() -> None:
+def test_a_raising_rank_is_named_and_waiting_ranks_are_victims() -> None:
+    """The traceback of the rank is reported."""
+
     def act(world: World) -> None:
         reduce_once(world)
         if world.rank == 1:
@@ -312,8 +313,8 @@ def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victim
     assert "ValueError: odd" in error.problems[0].what
 
 
-def after_the_other(folder: Path, member: RankInfo, first: int = 1) -> None:
-    """Return at once in rank `first`; in the other rank, wait until `first` has ended."""
+def wait_for_other(folder: Path, member: RankInfo, first: int = 1) -> None:
+    """Return immediately in rank `first`; in the other rank, wait until rank `first` has ended."""
     note_pid(folder, member)
     if member.rank != first:
         wait_until(lambda: has_ended(folder, first))
@@ -321,7 +322,7 @@ def after_the_other(folder: Path, member: RankInfo, first: int = 1) -> None:
 
 def test_the_first_of_two_failures_is_the_cause(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
-        after_the_other(tmp_path, member)
+        wait_for_other(tmp_path, member)
         raise ValueError(f"rank {member.rank} had enough")
 
     ending = run_ranks(main, grace_s=LONG_S)
@@ -330,14 +331,15 @@ def test_the_first_of_two_failures_is_the_cause(tmp_path: Path) -> None:
     assert ending.cause.rank == 1
 
 
-def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -> None:
+def test_a_victim_that_exits_first_is_not_the_cause(tmp_path: Path) -> None:
     def act(world: World) -> None:
         reduce_once(world)
         if world.rank == 1:
             (tmp_path / "joined").touch()
             raise ZeroDivisionError
         wait_until((tmp_path / "joined").exists)
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14
+        # the name before torch 2.14
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         set_timeout(timedelta(seconds=GIVES_UP_S))
         reduce_for_ever(world)
 
@@ -345,7 +347,7 @@ def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -
         try:
             return in_world(act)(member)
         finally:
-            after_the_other(tmp_path, member, first=0)  # like a tracker that still has rows to send
+            wait_for_other(tmp_path, member, first=0)  # like a tracker that still has rows to send
 
     ending = run_ranks(main, grace_s=LONG_S)
     assert ending.failures[0].rank == 0
@@ -354,25 +356,26 @@ def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -
     assert "ZeroDivisionError" in ending.cause.what
 
 
-def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
+def test_a_failing_rank_does_not_wait_for_a_hanging_one() -> None:
     ending = run_ranks(on_rank(1, partial(sys.exit, 3), hang), grace_s=0.1)
     assert (ending.code, ending.killed, ending.results) == (3, (0,), (None, None))
 
 
-def test_the_other_ranks_can_finish_writing_after_a_failure(tmp_path: Path) -> None:
+def test_other_ranks_can_finish_writing_after_a_failure(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
-        after_the_other(tmp_path, member)
+        wait_for_other(tmp_path, member)
         return (3 if member.rank else 0), member.rank
 
     ending = run_ranks(main, grace_s=LONG_S)
     assert (ending.code, ending.killed, ending.results) == (3, (), (0, None))
 
 
-def test_a_rank_that_fails_before_it_is_killed_is_a_failure_at_its_own_time(tmp_path: Path) -> None:
+def test_a_failure_before_a_kill_has_its_own_time(tmp_path: Path) -> None:
+    """The rank fails before the launcher kills it."""
     seen_s: list[float] = []
 
     def main(member: RankInfo) -> tuple[int, Any]:
-        after_the_other(tmp_path, member)
+        wait_for_other(tmp_path, member)
         raise ValueError(member.rank)
 
     def say(text: str, _: Failure | None) -> None:
@@ -400,7 +403,7 @@ def test_a_rank_stopped_by_sigstop_does_not_delay_the_end(tmp_path: Path) -> Non
     assert (ending.cause.rank, ending.killed) == (1, (0,))
 
 
-def test_if_all_errors_are_consequences_the_silent_rank_is_also_named() -> None:
+def test_a_silent_rank_is_named_if_all_errors_are_consequences() -> None:
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:
@@ -428,7 +431,7 @@ def test_the_traceback_of_a_crashed_rank_is_reported(crash: Callable[[], object]
     assert "in crashing_function" in str(to_error(ending))
 
 
-def test_problems_of_a_rank_are_returned_with_its_number_and_exit_code() -> None:
+def test_problems_of_a_rank_have_its_number_and_exit_code() -> None:
     problems = (Problem("is 4", "model.depth", "use 3"), Problem("is missing"))
 
     def fail() -> None:
@@ -497,14 +500,14 @@ def test_a_rank_that_cannot_join_is_a_victim() -> None:
 
 
 @pytest.mark.slow
-def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_rank_do_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "OTHERS_S", 0.3)
 
     def start() -> None:
         _read_with_workers()
         for own_session in (False, True):
             subprocess.Popen(["sleep", "60"], start_new_session=own_session)
-        if os.fork() == 0:  # an orphan
+        if os.fork() == 0:  # leaves an orphan
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 hang()
@@ -519,7 +522,9 @@ def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, mo
     assert family() == before
 
 
-def test_a_process_in_its_own_session_may_outlive_a_successful_run() -> None:
+def test_a_process_in_its_own_session_may_outlive_the_run() -> None:
+    """The run must succeed."""
+
     def main(member: RankInfo) -> tuple[int, Any]:
         return 0, [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (True, False)]
 
@@ -528,11 +533,11 @@ def test_a_process_in_its_own_session_may_outlive_a_successful_run() -> None:
     assert _is_alive(own)
     assert not _is_alive(shared)
     os.kill(own, signal.SIGKILL)
-    os.waitpid(own, 0)  # it was adopted by this process
+    os.waitpid(own, 0)  # this process has adopted it
 
 
-def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) -> None:
-    """The kernel reports a zombie while its other threads run, and it cannot be reaped."""
+def test_a_process_without_its_main_thread_is_killed_too(tmp_path: Path) -> None:
+    """The kernel reports it as a zombie while its other threads run, and it cannot be reaped."""
 
     def start() -> None:
         if os.fork() == 0:
@@ -555,7 +560,7 @@ def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) ->
 def test_a_signal_while_a_rank_starts_leaves_no_rank(
     of_rank: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, the time limit of a test: until fork has returned, the PID is unknown.
+    """An example is the time limit of a test. Until fork has returned, the PID is unknown.
 
     A signal to this thread is blocked; if another thread receives it, its handler runs in this thread at once.
     """
@@ -566,7 +571,8 @@ def test_a_signal_while_a_rank_starts_leaves_no_rank(
         if len(opened) == of_rank + 1:
             if is_at_once:
                 raise TooLateError
-            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)  # not to another thread of this process
+            # keeps the signal from another thread of this process
+            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)
         return pidfd_open(pid)
 
     def too_late(number: int, frame: object) -> NoReturn:
@@ -609,7 +615,7 @@ def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, mo
         assert len(pids) == (4 if reads else 2)
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(_is_alive(one) for one in pids))
-    for folder in (tmp_path / "tmp").iterdir():  # the killed supervisor cannot remove it
+    for folder in (tmp_path / "tmp").iterdir():  # the killed supervisor cannot remove the folder
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
@@ -618,10 +624,10 @@ def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, mo
 # ---------------------------------------------------------------- signals
 
 
-def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[RankInfo], tuple[int, Any]]:
+def save_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[RankInfo], tuple[int, Any]]:
     """Return a main function that appends a line to its file at each save, and then stops with 75.
 
-    deaf  install the handler only after a first request was lost
+    deaf  installs the handler only after a first request was lost
     gate  file to wait for before stopping
     """
 
@@ -630,7 +636,7 @@ def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Cal
             lost: list[int] = []
             signal.signal(signal.SIGUSR1, lambda number, _: lost.append(number))
             (folder / f"listens-{member.rank}").touch()
-            wait_until(lambda: lost)  # as during imports
+            wait_until(lambda: lost)  # as if the process were still importing
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         with StopRequest() as stop:
             bell, rope = os.pipe2(os.O_NONBLOCK)
@@ -640,10 +646,10 @@ def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Cal
             with (folder / f"saved-{member.rank}").open("a") as file:
                 file.write(f"{stop.requested}\n")
             rung: list[bytes] = []
-            wait_until(lambda: rung.append(_read(bell)) or len(b"".join(rung)) > 2, "reminders while it saves")
+            wait_until(lambda: rung.append(_read(bell)) or len(b"".join(rung)) > 2, "reminders arrive during the save")
             wait_until(lambda: not gate or (folder / gate).exists())
             signal.set_wakeup_fd(-1)
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "later signals do not kill it either"
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "later signals must not kill the rank"
         return 75, member.rank
 
     return main
@@ -669,20 +675,20 @@ def often_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("often_reminded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["one", "group"])
-def test_one_stop_signal_makes_every_rank_save_once_and_exit_with_75(
-    number: signal.Signals, whole_group: bool, tmp_path: Path
-) -> None:
-    with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
+def test_a_stop_signal_makes_every_rank_save_once(number: signal.Signals, whole_group: bool, tmp_path: Path) -> None:
+    """The ranks exit with 75."""
+    with supervisor(save_when_asked(tmp_path), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
-        (os.killpg if whole_group else os.kill)(pid, number)  # Ctrl-C in a terminal signals the whole group
+        (os.killpg if whole_group else os.kill)(pid, number)  # Ctrl-C in a terminal sends the signal to the whole group
     ending = json.loads((tmp_path / "ending").read_text())
     assert (ending["code"], ending["results"], ending["stop"]) == (75, [0, 1], number.name)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1\n"] * 2
 
 
 @pytest.mark.usefixtures("often_reminded")
-def test_a_stop_signal_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
-    with supervisor(saves_when_asked(tmp_path, deaf=True), tmp_path) as pid:
+def test_a_stop_signal_reaches_ranks_without_a_handler(tmp_path: Path) -> None:
+    """They install their handlers later."""
+    with supervisor(save_when_asked(tmp_path, deaf=True), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, signal.SIGINT)
     assert json.loads((tmp_path / "ending").read_text())["code"] == 75
@@ -690,9 +696,11 @@ def test_a_stop_signal_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) ->
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
-def test_a_second_stop_signal_kills_all_ranks_immediately_with_130(
+def test_a_second_stop_signal_kills_all_ranks_immediately(
     first: signal.Signals, second: signal.Signals, tmp_path: Path
 ) -> None:
+    """The exit code is 130."""
+
     def main(member: RankInfo) -> tuple[int, Any]:
         signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / f"asked-{member.rank}").touch())
         (tmp_path / f"listens-{member.rank}").touch()
@@ -708,8 +716,8 @@ def test_a_second_stop_signal_kills_all_ranks_immediately_with_130(
 
 
 @pytest.mark.usefixtures("often_reminded")
-def test_a_warning_does_not_count_as_the_first_stop_signal(tmp_path: Path) -> None:
-    with supervisor(saves_when_asked(tmp_path, gate="go"), tmp_path) as pid:
+def test_a_warning_signal_is_not_the_first_stop_signal(tmp_path: Path) -> None:
+    with supervisor(save_when_asked(tmp_path, gate="go"), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(pid, number)
@@ -736,7 +744,7 @@ def test_a_suspended_run_continues(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ending").read_text())["results"] == [0, 1]
 
 
-def test_signal_handlers_and_process_attributes_are_always_restored() -> None:
+def test_handlers_and_process_attributes_are_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCHLD)
 
     def state() -> list[Any]:
@@ -784,15 +792,15 @@ def test_ranks_are_not_forked_from_another_thread() -> None:
         pool.submit(run_ranks, lambda member: (0, None)).result()
 
 
-def test_a_process_that_has_initialized_cuda_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_initialized_cuda_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SystemLimit, match="torchrun"):
         run_ranks(lambda member: (0, None))
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize(("refused", "number"), [("fork", 4), ("pidfd_open", 3)])  # the first fork checks limits
-def test_no_rank_is_left_if_not_all_ranks_can_start(refused: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("refused", "number"), [("fork", 4), ("pidfd_open", 3)])  # the first fork only checks limits
+def test_no_rank_is_left_if_some_cannot_start(refused: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = getattr(os, refused), []
 
     def limited(*given: int) -> Any:
@@ -808,14 +816,15 @@ def test_no_rank_is_left_if_not_all_ranks_can_start(refused: str, number: int, m
     assert family() == before
 
 
-def test_a_limit_on_open_files_that_is_too_small_is_reported() -> None:
-    def under(free: int) -> Exit:
-        """Join two ranks while this process may open so many more files."""
+def test_a_low_limit_on_open_files_is_reported() -> None:
+    def join_with_files(free: int) -> Exit:
+        """Join two ranks in a fork that may open `free` more files."""
         pid = os.fork()
         if pid == 0:
             code = Exit.SOFTWARE
             try:
-                os.dup2(0, 200)  # above all open ones; then take every number below it, so that `free` are left
+                # a number above those of all open files; every number below it is taken next, so that `free` are left
+                os.dup2(0, 200)
                 while os.dup(0) < 200:
                     pass
                 resource.setrlimit(resource.RLIMIT_NOFILE, (202 + free, 202 + free))
@@ -826,12 +835,12 @@ def test_a_limit_on_open_files_that_is_too_small_is_reported() -> None:
                 os._exit(code)
         return Exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-    endings = [under(free) for free in (4, 8, 10, 11, 12, 13, 14, 16)]
+    endings = [join_with_files(free) for free in (4, 8, 10, 11, 12, 13, 14, 16)]
     assert set(endings) == {Exit.SYSTEM, Exit.DONE}
-    assert endings == sorted(endings, reverse=True)  # if one limit is large enough, every larger one is, too
+    assert endings == sorted(endings, reverse=True)  # a limit higher than a sufficient one is sufficient, too
 
 
-def test_a_rank_that_reaches_the_limit_of_open_files_reports_it() -> None:
+def test_a_rank_reports_that_it_reached_the_open_file_limit() -> None:
     def main(member: RankInfo) -> NoReturn:
         if member.rank == 0:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -855,7 +864,7 @@ def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch,
 
 @contextmanager
 def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Iterator[int]:
-    """Run two ranks from a process that leads a group; afterwards its result is in folder/ending."""
+    """Run two ranks from a process that leads a group; it writes its result to folder/ending."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -879,7 +888,7 @@ def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Ite
 
 
 def _read_with_workers() -> None:
-    """Start a data worker and leave it idle."""
+    """Start a data worker, and leave it idle."""
     loader = torch.utils.data.DataLoader(range(10**6), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
     globals()["_iterator"] = iter(loader)
     next(globals()["_iterator"])
@@ -893,7 +902,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_pending(pid: int) -> bool:
-    """Return whether a signal is pending."""
+    """Return whether the process has a pending signal."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return any(int(lines[key], 16) for key in ("SigPnd", "ShdPnd"))
 
@@ -916,8 +925,8 @@ def hang(member: RankInfo | None = None) -> NoReturn:
 
 
 def linger() -> None:
-    """Give a faulty implementation time to fail; a correct one does not need it."""
-    time.sleep(0.3)  # lint-tests: sleep: nothing is ordered by it
+    """Give a faulty implementation time to fail. A correct one does not need this time."""
+    time.sleep(0.3)  # lint-tests: sleep: orders nothing
 
 
 def note_pid(folder: Path, member: RankInfo) -> None:
@@ -926,7 +935,7 @@ def note_pid(folder: Path, member: RankInfo) -> None:
 
 
 def status_of(folder: Path, rank: int) -> str | None:
-    """Return the psutil status of a rank that has noted its PID; an ended rank is a zombie until all have ended."""
+    """Return the psutil status of a rank that has noted its PID. An ended rank is a zombie until all have ended."""
     file = folder / f"pid-{rank}"
     return psutil.Process(int(file.read_text())).status() if file.exists() else None
 

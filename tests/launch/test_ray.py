@@ -26,7 +26,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 UPDATES, SAMPLES = 40, 8
-# Each update adds its samples in a different order; the errors of the updates add up like a random walk.
+# Each update sums its samples in another order. The rounding errors of updates add up like a random walk.
 SAME_CURVE = allowed(torch.float32, SAMPLES, growth=UPDATES**0.5)
 
 TASK = """
@@ -61,7 +61,7 @@ def build():
 """
 
 
-# Training waits after some updates, so that it has not ended when a test acts.
+# Training waits after some updates, so that it has not ended when the test intervenes.
 HOLD = """self.calls += 1
         while self.calls > 10 and {condition}:
             time.sleep(0.01)
@@ -75,14 +75,14 @@ FAIL = """self.calls += 1
 """
 
 
-def changed(loss: str) -> str:
-    """Return the task with other code at the start of its loss."""
+def change_loss(loss: str) -> str:
+    """Return the task with `loss` as the first statement of its loss."""
     return TASK.replace("self.calls += 1  # of this process", loss)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without CPUs, and two nodes."""
+    """A Ray cluster that has only a head, without CPUs."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -120,7 +120,7 @@ def losses(folder: Path, name: str) -> dict[int, float]:
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     found = [(row["update"], row["train/loss"]) for row in rows if "train/loss" in row]
-    assert len(dict(found)) == len(found), "each update once"
+    assert len(dict(found)) == len(found), "an update has two rows"
     return dict(found)
 
 
@@ -143,10 +143,10 @@ def test_two_nodes_train_like_one_process(
     assert losses(tmp_path, "pair") == pytest.approx(alone, rel=SAME_CURVE)
 
 
-def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
+def test_after_a_node_is_lost_the_run_resumes_on_another(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "moved", *TWO, task=changed(UNTIL_RELEASED))
+    run = started(cluster, tmp_path, "moved", *TWO, task=change_loss(UNTIL_RELEASED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/moved/checkpoints").glob("update-*")), "the first checkpoint")
         cluster.remove_node(nodes.pop(), allow_graceful=False)
@@ -160,10 +160,10 @@ def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
     assert losses(tmp_path, "moved") == pytest.approx(alone, rel=SAME_CURVE)
 
 
-def test_a_stop_request_saves_and_the_same_command_resumes(
+def test_a_stopped_run_is_resumed_by_the_same_command(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    run = started(cluster, tmp_path, "stopped", *TWO, task=changed(UNTIL_STOPPED))
+    run = started(cluster, tmp_path, "stopped", *TWO, task=change_loss(UNTIL_STOPPED))
     try:
         wait_until(lambda: any((tmp_path / "outputs/stopped/checkpoints").glob("update-*")), "the first checkpoint")
         run.terminate()
@@ -177,8 +177,8 @@ def test_a_stop_request_saves_and_the_same_command_resumes(
     assert losses(tmp_path, "stopped") == pytest.approx(alone, rel=SAME_CURVE)
 
 
-def test_after_a_second_signal_no_rank_is_left(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "forced", *TWO, task=changed(FOREVER))
+def test_a_second_signal_leaves_no_rank(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    run = started(cluster, tmp_path, "forced", *TWO, task=change_loss(FOREVER))
     try:
         wait_until(lambda: any((tmp_path / "outputs/forced/checkpoints").glob("update-*")), "the first checkpoint")
         pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
@@ -190,7 +190,7 @@ def test_after_a_second_signal_no_rank_is_left(cluster: Any, nodes: list[Any], t
     finally:
         run.kill()
     assert run.returncode == 130, out
-    wait_until(lambda: not any(map(is_running, pids)), "the end of the ranks")
+    wait_until(lambda: not any(map(is_running, pids)), "all ranks have ended")
 
 
 def is_running(pid: int) -> bool:
@@ -200,8 +200,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    run = started(cluster, tmp_path, "failing", *TWO, task=changed(FAIL))
+def test_the_exit_code_is_that_of_the_failed_rank(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    run = started(cluster, tmp_path, "failing", *TWO, task=change_loss(FAIL))
     out, _ = run.communicate()
     assert run.returncode == 70, out
     assert "RANK_1_FAILS" in out
@@ -227,11 +227,11 @@ def test_trials_of_a_search_run_on_the_cluster(cluster: Any, nodes: list[Any], t
     assert_trials_are_tasks_of_ray(tmp_path)
 
 
-def test_a_trial_on_a_lost_node_resumes_from_its_checkpoint_on_another(
+def test_a_trial_of_a_lost_node_resumes_on_another(
     cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
 ) -> None:
     trials = [tmp_path / f"outputs/cut/cut-{number}" for number in (1, 2)]
-    sweep = started(cluster, tmp_path, "cut", "-m", "seed=0,1", "together=2", task=changed(UNTIL_RELEASED))
+    sweep = started(cluster, tmp_path, "cut", "-m", "seed=0,1", "together=2", task=change_loss(UNTIL_RELEASED))
     try:
         for trial in trials:
             wait_until(lambda trial=trial: any((trial / "checkpoints").glob("update-*")), "a checkpoint of each trial")
@@ -245,28 +245,26 @@ def test_a_trial_on_a_lost_node_resumes_from_its_checkpoint_on_another(
     kept, moved = sorted((starts(trial) for trial in trials), key=len)
     assert kept == [0]
     assert len(moved) == 2
-    assert moved[1] > 0, "not from scratch"
+    assert moved[1] > 0, "the trial must not start from scratch"
     assert losses(tmp_path, "cut/cut-1") == pytest.approx(alone, rel=SAME_CURVE)
     assert len(losses(tmp_path, "cut/cut-2")) == UPDATES
 
 
 def starts(run: Path) -> list[int]:
-    """Return the update at which each start of the run began or resumed."""
+    """Return the update at which the run started, followed by those at which it resumed."""
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return [event["update"] for event in events if event["kind"] in ("start", "resume")]
 
 
 def assert_trials_are_tasks_of_ray(folder: Path) -> None:
-    """Ray sets the variable in its workers, from which the processes of a trial inherit it."""
+    """Ray sets RAY_JOB_ID in its workers, and the processes of a trial inherit it."""
     jobs = [path.name.split("-")[1] for path in folder.glob("ray-*")]
     assert len(jobs) == 2
     assert "none" not in jobs
 
 
-def test_ranks_of_a_node_see_the_gpus_that_the_cluster_reserved(
-    cluster: Any, alone: dict[int, float], tmp_path: Path
-) -> None:
-    """On the CPU: the GPUs exist only for Ray."""
+def test_ranks_of_a_node_see_the_reserved_gpus(cluster: Any, alone: dict[int, float], tmp_path: Path) -> None:
+    """The ranks train on the CPU, because the GPUs exist only for Ray."""
     node = cluster.add_node(num_cpus=2, num_gpus=2)
     try:
         run = started(cluster, tmp_path, "gpus", "launcher.gpus_per_node=2", "parallelism=ddp")
@@ -280,10 +278,10 @@ def test_ranks_of_a_node_see_the_gpus_that_the_cluster_reserved(
 
 def test_an_address_without_a_cluster_is_reported(tmp_path: Path) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and does not listen
+        closed.bind(("127.0.0.1", 0))  # binds the port, but does not listen
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         words = command(tmp_path, "nowhere", "launcher=ray", f"launcher.address={address}", *TWO)
         done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 71, done.stderr
     assert "launcher.address" in done.stderr
-    assert done.stderr.count("gcs_client.cc") == 2, "Ray prints a line for each attempt"
+    assert done.stderr.count("gcs_client.cc") == 2, "Ray prints a line for each attempt, and two are made"

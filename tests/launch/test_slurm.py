@@ -1,4 +1,4 @@
-"""launcher=slurm: submitted scripts, refusals before submission, and requeueing.
+"""launcher=slurm: submitted scripts, rejections before submission, and requeueing.
 
 tests/slurm_stub.py stands in for the commands of SLURM; scripts/test_slurm.sh runs against a real SLURM.
 """
@@ -22,7 +22,7 @@ from tests import slurm_stub
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the commands of a cluster on the PATH."""
+    """Change to a working directory, with the commands of a cluster on PATH."""
     slurm_stub.install(tmp_path, monkeypatch)
     return tmp_path
 
@@ -32,7 +32,7 @@ def launch(*args: str) -> int | None:
 
 
 def options(cluster: Path) -> dict[str, str]:
-    """Return the options of the submitted script."""
+    """Return the options in the submitted script."""
     lines = (cluster / "script").read_text().splitlines()
     args = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
     return {word.partition("=")[0]: word.partition("=")[2] for word in args}
@@ -54,7 +54,7 @@ def test_the_local_launcher_trains_in_this_process() -> None:
     assert launch("launcher=local") is None
 
 
-def test_a_job_is_submitted_and_the_command_to_follow_it_is_printed(
+def test_the_command_to_follow_a_submitted_job_is_printed(
     cluster: Path, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     args = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
@@ -76,7 +76,7 @@ def test_a_job_is_submitted_and_the_command_to_follow_it_is_printed(
     screen(capsys.readouterr().out)
 
 
-def test_every_rank_runs_the_command_with_a_run_name_and_the_local_launcher(cluster: Path) -> None:
+def test_ranks_run_the_command_with_name_and_local_launcher(cluster: Path) -> None:
     launch("launcher=slurm", "launcher.time_min=30", "optimizer.lr=0.5", "task.size=tiny", "output_root=a b")
     code, given = run_script(cluster, 0)
     assert code == 0
@@ -85,8 +85,8 @@ def test_every_rank_runs_the_command_with_a_run_name_and_the_local_launcher(clus
     assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
     *args, name, grace = given[begin + 4 :]
     assert args == ["optimizer.lr=0.5", "task.size=tiny", "output_root=a b", "launcher=local"]
-    assert grace == "checkpoint.grace_s=120", "the warning is sent this long before the end"
-    assert name.startswith("run=gpt-"), "the job is requeued under its original name"
+    assert grace == "checkpoint.grace_s=120", "the grace period must be the time between the warning and the end"
+    assert name.startswith("run=gpt-"), "the job must be requeued under its original name"
     assert (cluster / "a b" / name.removeprefix("run=") / "slurm").is_dir()
 
 
@@ -143,7 +143,7 @@ def test_no_value_is_executed_by_the_shell(cluster: Path) -> None:
         launch("launcher=slurm", "launcher.setup=[reboot]")
 
 
-def test_all_problems_are_reported_before_anything_is_submitted(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_reported_before_submission(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cluster))
     with pytest.raises(ConfigError) as caught:
         launch("launcher=slurm", "launcher.nodes=2", "launcher.time_min=1", "run=a")
@@ -157,13 +157,13 @@ def test_all_problems_are_reported_before_anything_is_submitted(cluster: Path, m
     assert not (cluster / "outputs").exists()
 
 
-def test_a_job_starts_as_many_ranks_as_requested(cluster: Path) -> None:
+def test_a_job_starts_the_requested_number_of_ranks(cluster: Path) -> None:
     args = ("launcher=slurm", "parallelism=ddp", "parallelism.world_size=4", "run=a")
     with pytest.raises(ConfigError) as caught:
         launch(*args, "launcher.nodes=2", "launcher.gpus_per_node=4")
     assert [problem.where for problem in caught.value.problems] == ["parallelism.world_size=4"]
     assert launch(*args, "launcher.nodes=2", "launcher.gpus_per_node=2") == 0
-    assert launch(*args) == 0, "one task starts the ranks itself"
+    assert launch(*args) == 0, "without launcher.nodes, one task must start the ranks itself"
 
 
 def test_a_rank_does_not_submit_a_job(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,8 @@ def test_a_rank_does_not_submit_a_job(cluster: Path, monkeypatch: pytest.MonkeyP
     assert not (cluster / "script").exists()
 
 
-def test_output_of_sbatch_is_printed_once_and_no_file_is_left(cluster: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_sbatch_is_printed_once(cluster: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No file is left."""
     says = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
     )
@@ -194,7 +195,7 @@ def test_output_of_sbatch_is_printed_once_and_no_file_is_left(cluster: Path, cap
     assert not list((cluster / "outputs").iterdir())
 
 
-# Output of sbatch from SLURM 22.05.
+# output of sbatch from SLURM 22.05
 NO_CONFIGURATION = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
 sbatch: error: fetch_config: DNS SRV lookup failed
 sbatch: error: _establish_config_source: failed to fetch config
@@ -215,7 +216,7 @@ NO_ANSWER = "sbatch: error: Batch job submission failed: Unable to contact slurm
         (NO_ANSWER, "Batch job submission failed: Unable to contact", "scontrol ping"),
     ],
 )
-def test_an_unreachable_controller_is_not_a_configuration_error(
+def test_an_unreachable_controller_is_no_configuration_error(
     says: str, begins: str, way_out: str, cluster: Path
 ) -> None:
     (cluster / "says").write_text(says)
@@ -227,13 +228,14 @@ def test_an_unreachable_controller_is_not_a_configuration_error(
     assert way_out in problem.fix
 
 
-def test_a_fatal_sbatch_error_about_the_job_is_a_configuration_error(cluster: Path) -> None:
+def test_a_fatal_sbatch_error_is_a_configuration_error(cluster: Path) -> None:
     (cluster / "says").write_text("sbatch: fatal: Invalid --gpus-per-node specification\n")
     with pytest.raises(ConfigError, match="rejected the job: Invalid --gpus-per-node specification\n"):
         launch("launcher=slurm", "run=a")
 
 
-def test_a_refused_job_does_not_change_the_run_or_other_jobs(cluster: Path) -> None:
+def test_a_rejected_job_does_not_change_the_run(cluster: Path) -> None:
+    """It does not change other jobs either."""
     launch("launcher=slurm", "run=a")
     before = sorted((cluster / "outputs").rglob("*"))
     (cluster / "says").write_text("sbatch: error: invalid partition specified: x\n")
@@ -242,13 +244,13 @@ def test_a_refused_job_does_not_change_the_run_or_other_jobs(cluster: Path) -> N
     assert sorted((cluster / "outputs").rglob("*")) == before
 
 
-def test_without_submitit_the_extra_to_install_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_for_a_missing_submitit_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(MissingPackage, match=r"pip install .accel-run\[slurm\]"):
         launch("launcher=slurm", "run=a")
 
 
-def test_a_task_file_and_a_config_folder_are_passed_on(cluster: Path) -> None:
+def test_task_file_and_config_folder_are_passed_on(cluster: Path) -> None:
     (cluster / "my task.py").write_text("def build(*, hidden: int = 8): ...\n")
     (cluster / "conf" / "launcher").mkdir(parents=True)
     (cluster / "conf" / "launcher" / "ours.yaml").write_text("option: slurm\npartition: long\ntime_min: 600\n")

@@ -1,4 +1,4 @@
-"""Ranks started by torchrun or SLURM must agree on software and task before they begin."""
+"""Ranks that torchrun or SLURM starts must agree on software and task before they begin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.config.configuration import Choice
 from runner.distributed import join
 from runner.durable.record_files import read_record
 from runner.launch.on_ranks import check_agreement, count_sharing, run_as_rank
-from tests.launch.forked import CompletedFork, forked, started_elsewhere
+from tests.launch.forked import CompletedFork, rank_function, run_forks
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
@@ -57,17 +57,15 @@ TRAIN = ["train", "parallelism=ddp", "updates=2", "run=r", "device=cpu", "monito
 def ranks(
     folder: Path, *args: Sequence[str], line: Sequence[str] = TRAIN, num_local_ranks: int = 1
 ) -> list[CompletedFork]:
-    """Run two ranks, each with its own arguments, as torchrun would; each machine has its own folder."""
+    """Run two ranks, each with its own arguments, as torchrun would. Each machine has its own folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     started = [
-        started_elsewhere(
-            [*line, *args[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks
-        )
+        rank_function([*line, *args[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks)
         for rank in (0, 1)
     ]
-    return forked(started, folder)
+    return run_forks(started, folder)
 
 
 def task(folder: Path, number: int, activation: str = "Tanh") -> list[str]:
@@ -77,11 +75,11 @@ def task(folder: Path, number: int, activation: str = "Tanh") -> list[str]:
     return ["--task", "task.py"]
 
 
-def test_machines_whose_task_files_differ_end_with_78(tmp_path: Path) -> None:
+def test_machines_with_different_task_files_exit_with_78(tmp_path: Path) -> None:
     result = ranks(tmp_path, task(tmp_path, 0), task(tmp_path, 1, "ReLU"))
     assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
     assert "task's file" in result[0].err
-    assert result[1].err == "", "an error of all ranks is reported once"
+    assert result[1].err == "", "an error of all ranks must be reported once"
 
 
 def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
@@ -91,9 +89,10 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
     assert ["optimizer.lrr=1" in rank.err for rank in result] == [True, False]
 
 
-def test_an_environment_variable_that_is_invalid_on_every_rank_is_reported_once(
+def test_an_invalid_environment_variable_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It is invalid on every rank."""
     variables = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999",
         "TORCHELASTIC_RUN_ID": "none",
@@ -107,19 +106,19 @@ def test_an_environment_variable_that_is_invalid_on_every_rank_is_reported_once(
         assert ("MASTER_PORT" in capsys.readouterr().err) == (rank == "0")
 
 
-def test_ranks_share_the_cores_of_a_machine_only_if_they_have_the_same_affinity() -> None:
+def test_ranks_with_different_affinity_do_not_share_cores() -> None:
     machines, cores = [0, 0, 0, 1], [{0, 1}, {0, 1}, {2, 3}, {0, 1}]
     assert [count_sharing(machines, cores, rank) for rank in range(4)] == [2, 2, 1, 1]
 
 
-def test_another_number_of_ranks_than_requested_is_reported_once(tmp_path: Path) -> None:
+def test_a_wrong_number_of_ranks_is_reported_once(tmp_path: Path) -> None:
     args = [*task(tmp_path, 0), "parallelism.world_size=3"]
     result = ranks(tmp_path, args, args, num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
     assert ["parallelism.world_size=3" in rank.err for rank in result] == [True, False]
 
 
-def test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory(tmp_path: Path) -> None:
+def test_an_error_in_tracing_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     """Otherwise, the other ranks would wait until the rendezvous times out."""
     args = [*task(tmp_path, 0, "NoSuchLayer"), "memory=budget"]
     result = ranks(tmp_path, args, args, num_local_ranks=2)
@@ -128,7 +127,7 @@ def test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memo
 
 
 def test_ranks_wait_while_rank_0_traces_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace opens the data of the task, which may take minutes."""
+    """A trace reads the data of the task, which may take minutes."""
     monkeypatch.setattr(join, "RENDEZVOUS_S", 0.0)
     args = [*task(tmp_path, 0), "memory=budget"]
     result = ranks(tmp_path, args, args, num_local_ranks=2)
@@ -143,10 +142,10 @@ def test_ranks_wait_while_rank_0_traces_the_memory(tmp_path: Path, monkeypatch: 
         ("cpu", Choice("default", "default", {"first_update_s": 5000.0}), 60.0),
     ],
 )
-def test_gpu_collectives_do_not_time_out_before_the_watchdog_reports_a_hang(
+def test_gpu_collectives_time_out_after_the_watchdog(
     device: str, watchdog: Choice, least_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL would abort the waiting rank, and its message does not name the one that hangs."""
+    """Otherwise, NCCL would abort the waiting rank with a message that does not name the hanging rank."""
     timeouts = []
 
     def refuse(*_: Any, timeout: timedelta, **__: Any) -> None:
@@ -167,7 +166,7 @@ def test_gpu_collectives_do_not_time_out_before_the_watchdog_reports_a_hang(
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
     """Local rank 0 of each machine reports errors before the rendezvous, because rank 0 cannot know them."""
     args = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
-    (second,) = forked([started_elsewhere(args, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
+    (second,) = run_forks([rank_function(args, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
     assert second.value == Exit.CONFIG
     assert "optimizer.lrr=1" in second.err
 
@@ -178,7 +177,7 @@ RAISES = """
 def build"""
 
 
-def test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_is_recorded_not_its_consequence(tmp_path: Path) -> None:
     """Another launcher may kill rank 0 before it reports the lost rank, so the failing rank writes the record."""
     args = task(tmp_path, 0)
     file = tmp_path / "n0/task.py"
@@ -220,9 +219,8 @@ def predictions(folder: Path) -> list[str]:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("parameters", "world_size"), [(SHARDED, 2), (WHOLE, 1)])
-def test_ranks_of_another_launcher_compute_each_prediction_once(
-    parameters: str, world_size: int, tmp_path: Path
-) -> None:
+def test_external_ranks_compute_each_prediction_once(parameters: str, world_size: int, tmp_path: Path) -> None:
+    """Another launcher has started these ranks."""
     train_predictor(tmp_path, parameters)
     result = ranks(tmp_path, [], [], line=["inference", "r"], num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[0].err + result[1].err
@@ -233,7 +231,7 @@ def test_ranks_of_another_launcher_compute_each_prediction_once(
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_launcher_computes_its_requested_shard(tmp_path: Path) -> None:
+def test_external_ranks_compute_their_requested_shards(tmp_path: Path) -> None:
     train_predictor(tmp_path, SHARDED)
     args = [[f"inference.shard={shard}", "inference.num_shards=3"] for shard in (0, 2)]
     result = ranks(tmp_path, *args, line=["inference", "r"], num_local_ranks=2)

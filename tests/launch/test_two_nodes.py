@@ -1,4 +1,4 @@
-"""Ranks on two machines that share only a network: two network namespaces connected by a veth pair."""
+"""Ranks on two machines that share only a network, simulated by two network namespaces and a veth pair."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from runner.base.errors import Exit
 from runner.base.rank_env import RankInfo
 from runner.distributed.join import choose_interface, find_interface, join_process_group
 from tests.forkserver import ForkServer
-from tests.launch.forked import CompletedFork, forked, started_elsewhere
+from tests.launch.forked import CompletedFork, rank_function, run_forks
 from tests.rounding import PROMISED
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29500
 CABLE = "cable"  # the name of both ends of the veth pair
-GIVES_UP_S = 2.0  # a timeout for ranks that never come
+GIVES_UP_S = 2.0  # a timeout for waiting for ranks that do not come
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def ip(*args: str) -> None:
 
 
 def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path) -> list[CompletedFork]:
-    """Return how `function(rank)` ended in a forked process in each network namespace."""
-    return forked([partial(function, rank) for rank in range(len(spaces))], folder, spaces)
+    """Run `function(rank)` in a forked process in each network namespace, and return the results."""
+    return run_forks([partial(function, rank) for rank in range(len(spaces))], folder, spaces)
 
 
 def join_as(member: RankInfo) -> None:
-    """Join with a short timeout."""
+    """Join the process group with a short timeout."""
     with join_process_group(member, CPU, timeout_s=GIVES_UP_S):
         pass
 
@@ -83,9 +83,7 @@ def test_ranks_on_two_machines_sum_their_tensors(namespaces: tuple[str, str], tm
 
 
 @pytest.mark.parametrize("given", ["", "other"])
-def test_the_interface_is_the_one_towards_rank_0_unless_it_was_given(
-    given: str, namespaces: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_interface_towards_rank_0_is_the_default(given: str, namespaces: tuple[str, str], tmp_path: Path) -> None:
     def chosen(rank: int) -> str:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         os.environ.update({"GLOO_SOCKET_IFNAME": given} if given else {})
@@ -95,9 +93,9 @@ def test_the_interface_is_the_one_towards_rank_0_unless_it_was_given(
     assert [one.value for one in run_in(namespaces, chosen, tmp_path)] == [given or CABLE] * 2
 
 
-def test_rank_0_uses_the_outgoing_interface_if_its_name_resolves_to_loopback(
-    namespaces: tuple[str, str], tmp_path: Path
-) -> None:
+def test_rank_0_uses_the_outgoing_interface_not_loopback(namespaces: tuple[str, str], tmp_path: Path) -> None:
+    """Its name resolves to loopback."""
+
     def chosen(rank: int) -> str:
         subprocess.run(["ip", "route", "add", "default", "dev", CABLE], check=True, capture_output=True)
         return find_interface(RankInfo(0, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
@@ -105,13 +103,13 @@ def test_rank_0_uses_the_outgoing_interface_if_its_name_resolves_to_loopback(
     assert run_in(namespaces[:1], chosen, tmp_path)[0].value == CABLE
 
 
-def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
+def test_ranks_of_one_machine_listen_only_on_loopback() -> None:
     assert find_interface(RankInfo(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
     assert find_interface(RankInfo(1, 1, 2, 2, "file:///tmp/store")) == "lo"
 
 
 def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    """Otherwise test_ranks_on_two_machines_sum_their_tensors could pass over a shared loopback."""
+    """Otherwise, test_ranks_on_two_machines_sum_their_tensors could pass over a shared loopback."""
 
     def interfaces(rank: int) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())
@@ -142,13 +140,13 @@ def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         store = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        (result,) = forked([partial(join_as, RankInfo(rank, rank, 2, 2, store))], tmp_path)
+        (result,) = run_forks([partial(join_as, RankInfo(rank, rank, 2, 2, store))], tmp_path)
     assert result.code == Exit.SYSTEM
     assert store in result.error
     assert "MASTER_PORT" in result.error
 
 
-def test_ranks_join_although_their_agents_count_different_numbers_of_restarts(tmp_path: Path) -> None:
+def test_ranks_join_with_different_restart_counts(tmp_path: Path) -> None:
     """A node that rejoins has a new agent, whose restart count begins at 0 again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -159,7 +157,7 @@ def test_ranks_join_although_their_agents_count_different_numbers_of_restarts(tm
         with join_process_group(RankInfo(rank, rank, 2, 2, store, attempt=rank), CPU, timeout_s=60.0) as world:
             assert world.gather(rank) == [0, 1]
 
-    result = forked([partial(join, rank) for rank in range(2)], tmp_path)
+    result = run_forks([partial(join, rank) for rank in range(2)], tmp_path)
     assert [one.error for one in result] == [""] * 2
 
 
@@ -172,14 +170,14 @@ def test_two_machines_train_like_one_process(
     args = ["train", "device=cpu", "task.size=tiny", "updates=5", "log_every=1", "evaluate.every=0", "monitor=off"]
     args += ["evaluate.samples=4", "micro_batch_size=4", "global_batch_size=16", f"output_root={tmp_path}"]
     two = [*args, "run=two", "parallelism=ddp", f"parallelism.shares={shares}"]
-    ranks = [started_elsewhere(two, tmp_path, rank, 2, f"{ADDRESSES[0]}:{PORT}") for rank in (0, 1)]
-    result = forked(ranks, tmp_path, namespaces)
+    ranks = [rank_function(two, tmp_path, rank, 2, f"{ADDRESSES[0]}:{PORT}") for rank in (0, 1)]
+    result = run_forks(ranks, tmp_path, namespaces)
     assert [rank.value for rank in result] == [0, 0], result
     alone = server.run([*args, "run=one"], tmp_path)
     assert alone.code == 0, alone.err
     assert losses(tmp_path / "two") == pytest.approx(
         losses(tmp_path / "one"), rel=5 * PROMISED[torch.float32]
-    )  # updates
+    )  # one rounding error per update
     assert len(losses(tmp_path / "two")) == 5
 
 

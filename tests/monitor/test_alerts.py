@@ -1,4 +1,4 @@
-"""Alerts about the machine: each is reported once with what to do, and missing data cause none."""
+"""Alerts about the machine are reported once, with advice; missing data cause no alerts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def watchful(*gpus: Gpu) -> AlertMonitor:
     return AlertMonitor(Nvml(), gpus or (T4,))
 
 
-def looked(watch: AlertMonitor, readings: Readings, times: int = 1) -> list[Alert]:
+def look(watch: AlertMonitor, readings: Readings, times: int = 1) -> list[Alert]:
     return [notice for _ in range(times) for notice in watch.check(readings, {}, ())]
 
 
-def test_a_throttled_gpu_is_reported_once_with_its_measurements(screen: Callable[..., None]) -> None:
-    (notice,) = looked(watchful(), HOT, times=20)
+def test_a_throttled_gpu_is_reported_once_with_its_readings(screen: Callable[..., None]) -> None:
+    (notice,) = look(watchful(), HOT, times=20)
 
     screen(notice.text)
     assert (notice.kind, notice.level) == ("slowed", "warning")
@@ -32,7 +32,7 @@ def test_a_throttled_gpu_is_reported_once_with_its_measurements(screen: Callable
 
 
 def test_a_busy_gpu_at_its_power_limit_causes_no_warning(screen: Callable[..., None]) -> None:
-    (notice,) = looked(watchful(), {"gpu0/throttle_reasons": 4}, times=MIN_THROTTLED_SAMPLES)
+    (notice,) = look(watchful(), {"gpu0/throttle_reasons": 4}, times=MIN_THROTTLED_SAMPLES)
 
     assert notice.level == "info"
     screen(notice.text)
@@ -41,28 +41,28 @@ def test_a_busy_gpu_at_its_power_limit_causes_no_warning(screen: Callable[..., N
 def test_a_short_slowdown_is_not_reported() -> None:
     watch = watchful()
 
-    assert not looked(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
-    assert not looked(watch, {"gpu0/throttle_reasons": 0})
-    assert not looked(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
-    assert looked(watch, HOT)
+    assert not look(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
+    assert not look(watch, {"gpu0/throttle_reasons": 0})
+    assert not look(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
+    assert look(watch, HOT)
 
 
 def test_idle_and_missing_readings_are_not_throttling() -> None:
-    assert not looked(watchful(), {"gpu0/throttle_reasons": 1 + 2 + 256}, times=9)
-    assert not looked(watchful(), {}, times=9)
+    assert not look(watchful(), {"gpu0/throttle_reasons": 1 + 2 + 256}, times=9)
+    assert not look(watchful(), {}, times=9)
     assert decode_throttle_reasons(None) == ()
 
 
 def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -> None:
     watch = watchful()
 
-    assert not looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), (
-        "earlier errors do not belong to this run"
+    assert not look(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), (
+        "earlier errors must not be attributed to this run"
     )
-    (bad,) = looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 1})
+    (bad,) = look(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 1})
     screen(bad.text)
     assert bad.level == "warning"
-    (good,) = looked(watch, {"gpu0/ecc_corrected": 9, "gpu0/ecc_uncorrected": 1})
+    (good,) = look(watch, {"gpu0/ecc_corrected": 9, "gpu0/ecc_uncorrected": 1})
     assert (good.level, good.facts["number"]) == ("info", 2)
 
 
@@ -74,7 +74,7 @@ def test_an_xid_error_is_explained_and_reported_once() -> None:
     assert notices[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
 
 
-def test_an_xid_error_of_a_gpu_applies_to_its_mig_instances() -> None:
+def test_xid_errors_of_a_gpu_apply_to_its_mig_instances() -> None:
     cut = Gpu(3, "MIG-a", "slice")
     (notice,) = watchful(cut).check({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
 
@@ -83,14 +83,14 @@ def test_an_xid_error_of_a_gpu_applies_to_its_mig_instances() -> None:
 
 
 @pytest.mark.parametrize("number", [*XIDS, 999])
-def test_every_known_xid_error_has_a_meaning_and_an_action(number: int) -> None:
+def test_known_xid_errors_have_a_meaning_and_advice(number: int) -> None:
     known = explain_xid(number)
 
     assert len(known.meaning.split()) > 2
     assert len(known.advice.split()) > 2
 
 
-def test_other_processes_on_a_gpu_are_listed_once_sorted_by_memory(screen: Callable[..., None]) -> None:
+def test_other_processes_are_listed_once_sorted_by_memory(screen: Callable[..., None]) -> None:
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()
@@ -109,6 +109,6 @@ def test_missing_permissions_are_reported_once(screen: Callable[..., None]) -> N
     nvml = Nvml()
     nvml.denied[T4] = {"power_w", "energy_j"}
     watch = AlertMonitor(nvml, [T4])
-    (notice,) = looked(watch, {}, times=5)
+    (notice,) = look(watch, {}, times=5)
 
     screen(notice.text)

@@ -1,4 +1,4 @@
-"""Readings of AMD GPUs through AMD SMI, with the same methods as NVML; missing readings are None, never 0."""
+"""AMD GPUs are read through AMD SMI with the same methods as through NVML; missing readings are None, never 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADDRESS = "0000:C1:00.0"
 
 
 class SmiError(Exception):
-    """Stands in for amdsmi.AmdSmiException."""
+    """Substitute for amdsmi.AmdSmiException."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -43,7 +43,7 @@ def raising(code: int) -> Any:
 
 
 def fake(**changes: Any) -> types.ModuleType:
-    """Return a module `amdsmi` with one MI210; `changes` replaces its functions, and None removes one."""
+    """Return a module `amdsmi` with one MI210. `changes` replaces its functions; None removes one."""
     module = types.ModuleType("amdsmi")
     temperatures = {("EDGE", "CURRENT"): 48, ("EDGE", "CRITICAL"): 100}
     functions: dict[str, Any] = {
@@ -106,7 +106,7 @@ def test_processes_are_listed_with_their_memory_if_known(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("answer", [raising(2), lambda card: {}, lambda card: {"gfx_activity": "N/A"}, None])
-def test_a_missing_reading_is_none_and_never_0(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_readings_are_none_never_0(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch, get_gpu_activity=answer) as smi:
         reading = smi.read(smi.gpus[0])
         assert reading["util_percent"] is None
@@ -114,14 +114,14 @@ def test_a_missing_reading_is_none_and_never_0(answer: Any, monkeypatch: pytest.
         assert not smi.denied
 
 
-def test_the_largest_integer_of_a_type_is_not_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_integer_is_not_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"correctable_count": 2**64 - 1, "uncorrectable_count": 0}
     with opened(monkeypatch, get_gpu_total_ecc_count=lambda card: counts) as smi:
         result = smi.read(smi.gpus[0], ["ecc_corrected", "ecc_uncorrected"])
     assert result == {"ecc_corrected": None, "ecc_uncorrected": 0}
 
 
-def test_a_gpu_without_an_edge_sensor_reports_its_hot_spot_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hot_spot_replaces_a_missing_edge_sensor(monkeypatch: pytest.MonkeyPatch) -> None:
     def sensors(card: object, sensor: str, metric: str) -> int:
         if sensor == "EDGE":
             raise SmiError(2)
@@ -147,7 +147,7 @@ def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch: pytest.M
         assert "AMD" not in nvml.why_not
 
 
-def test_the_gpu_used_by_torch_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_of_torch_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """HIP and AMD SMI report different UUIDs for the same GPU."""
     view = TorchView(
         "2.13.0+rocm",
@@ -160,7 +160,7 @@ def test_the_gpu_used_by_torch_is_found_by_its_pci_address(monkeypatch: pytest.M
         assert smi.find(device.uuid) == smi.gpus[0]
     with opened(monkeypatch, get_gpu_vram_usage=raising(2)) as smi:
         (device,), _ = match_devices(smi, view, {})
-    assert device.free_bytes == 50 * GIB, "what torch reports"
+    assert device.free_bytes == 50 * GIB, "the free memory must be the one that torch reports"
     assert not notes
 
 
@@ -186,4 +186,4 @@ def test_doctor_checks_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPat
     assert [(each.subject, each.state) for each in result] == [("", "ok"), ("GPU 0", "FAIL"), ("GPU 0", "warn")]
     assert "3 errors" in result[1].seen
     text = " ".join(f"{each.seen} {each.fix}" for each in result[:2])
-    assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "no NVIDIA metrics on a machine with an AMD GPU"
+    assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "terms of NVIDIA are used for an AMD GPU"

@@ -1,4 +1,4 @@
-"""GPUStats can monitor any code without disturbing it, and writes its files even after an error."""
+"""GPUStats monitors any code without disturbing it, and writes its files even after an error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_concurrent_and_repeated_monitors_have_separate_files(tmp_path: Path) ->
     assert len(read_samples(other.path_csv)) >= 2
 
 
-def test_an_unwritable_folder_is_a_warning_and_the_block_runs(tmp_path: Path) -> None:
+def test_an_unwritable_folder_only_causes_a_warning(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with (
         pytest.warns(
@@ -85,7 +85,7 @@ def test_an_unwritable_folder_is_a_warning_and_the_block_runs(tmp_path: Path) ->
         watch(stats)
 
     assert len(warned) == 1
-    assert warned[0].filename == __file__, "the warning points to the line of the user"
+    assert warned[0].filename == __file__, "the warning must point to the user's line"
     assert stats.get_summary()["whole"]["samples"] >= 2
 
 
@@ -95,7 +95,7 @@ def test_an_invalid_interval_is_reported_at_once(interval_s: float) -> None:
         GPUStats(interval_s=interval_s)
 
 
-def test_a_child_forked_in_the_block_does_not_sample_or_write(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_sample_or_write(tmp_path: Path) -> None:
     with GPUStats(tmp_path, 0.02) as stats:
         watch(stats)
         with warnings.catch_warnings():
@@ -112,7 +112,7 @@ def test_a_child_forked_in_the_block_does_not_sample_or_write(tmp_path: Path) ->
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         before = stats.get_summary()["whole"]["samples"]
         watch(stats, before + 2)
-    assert stats.get_summary()["whole"]["samples"] >= before + 2, "the monitor of the parent continues"
+    assert stats.get_summary()["whole"]["samples"] >= before + 2, "the monitor of the parent must continue"
 
 
 AROUND = """
@@ -141,7 +141,7 @@ except ConfigError as error:
         ("1", [PAIR["1.uuid"]]),
     ],
 )
-def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str, expected: list[str]) -> None:
+def test_devices_can_be_numbers_or_uuids(nvml_stub: NvmlStub, devices: str, expected: list[str]) -> None:
     assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID") == expected
 
 
@@ -168,7 +168,7 @@ def test_a_numpy_integer_is_accepted_as_device(nvml_stub: NvmlStub) -> None:
     assert nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [PAIR["1.uuid"]]
 
 
-def test_the_summary_is_complete_and_private_and_follows_no_link(tmp_path: Path) -> None:
+def test_the_summary_is_private_and_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("mine")
     with GPUStats(tmp_path / "logs", 0.02) as stats:
         watch(stats)
@@ -191,13 +191,13 @@ def test_an_existing_summary_is_not_overwritten(tmp_path: Path) -> None:
     assert stats.path_csv.name == "gpu-2.csv"
 
 
-def test_plotting_without_samples_reports_what_to_do(tmp_path: Path) -> None:
+def test_plotting_without_samples_suggests_monitoring(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match=r"there is no such file\n.*start_monitoring"):
         GPUStats(tmp_path).plot_stats()
 
 
 @pytest.mark.slow
-def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub) -> None:
+def test_a_missing_device_is_reported_with_existing_ones(nvml_stub: NvmlStub) -> None:
     message = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
     assert message.startswith("devices: ")
@@ -206,7 +206,7 @@ def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub
     assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 
-def test_device_0_is_cuda_0_of_torch_if_torch_is_initialized(nvml_stub: NvmlStub) -> None:
+def test_device_0_is_cuda_0_if_torch_is_initialized(nvml_stub: NvmlStub) -> None:
     code = """
 import json, sys, time, types
 class Torch(types.ModuleType):  # CUDA numbers the faster GPU first
@@ -263,7 +263,7 @@ print(json.dumps(stats.get_summary()))
 
 
 @pytest.mark.slow
-def test_each_start_has_a_separate_folder_for_plots(tmp_path: Path) -> None:
+def test_each_start_has_its_own_folder_for_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     stats = GPUStats(tmp_path / "logs", 0.02)
     for folder in ("plots", "plots-2"):

@@ -1,4 +1,4 @@
-"""Health rules: each verdict quotes the measured figures, and missing data cause none."""
+"""Each verdict of a health rule quotes the measured figures, and missing data cause no verdict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, Su
 def summary_of(
     slowed: dict[str, dict[str, float]] | None = None, **metrics: float | tuple[float, float, float]
 ) -> Summary:
-    """Return 60 s in which metrics such as gpu0_util had a constant value, or (minimum, mean, maximum)."""
+    """Return a summary of 60 s with constant metrics such as gpu0_util, or with (minimum, mean, maximum)."""
     result = {}
     for name, value in metrics.items():
         low, mean, high = value if isinstance(value, tuple) else (value, value, value)
@@ -66,8 +66,8 @@ def test_missing_readings_cause_no_verdict() -> None:
     assert assess_health(Summary()) == []
     assert assess_health(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
     assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
-    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity, the usage is unknown"
-    assert said(summary_of(cpu_percent=100.0)) == {}, "it is unknown whether a GPU waits"
+    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity, there must be no verdict on the memory"
+    assert said(summary_of(cpu_percent=100.0)) == {}, "it is unknown whether a GPU waits for the CPU"
 
 
 def test_an_idle_gpu_causes_no_advice() -> None:
@@ -76,7 +76,7 @@ def test_an_idle_gpu_causes_no_advice() -> None:
 
 
 @pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
-def test_every_throttle_reason_is_reported_with_its_share_and_the_temperature(reason: str) -> None:
+def test_throttle_reasons_have_a_share_and_the_temperature(reason: str) -> None:
     assert reason in THROTTLE_MEANINGS
     (verdict,) = assess_health(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
     assert verdict.subject == "GPU 0 clocks"
@@ -89,7 +89,7 @@ def test_unthrottled_clocks_are_not_mentioned() -> None:
     assert said(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
 
 
-def test_other_processes_are_reported_for_a_run_and_for_a_monitored_machine() -> None:
+def test_other_processes_are_reported_for_runs_and_machines() -> None:
     one, two = (summary_of(gpu0_other_processes=count, gpu0_other_memory_gib=1.5) for count in (1, 2))
     assert said(one) == said(two) == {"GPU 0 processes": "high"}
     assert said(one, of_run=False) == {}
@@ -103,7 +103,7 @@ def test_ram_and_cpu_are_reported_if_they_limit_the_run() -> None:
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
     assert said(busy)["CPU"] == "high"
     assert "GPU 0 30 %" in next(verdict.evidence for verdict in assess_health(busy) if verdict.subject == "CPU")
-    assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the GPU does not wait"
+    assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the CPU must not be reported if no GPU waits"
 
 
 def test_only_memory_errors_during_monitoring_count() -> None:
@@ -115,7 +115,7 @@ def of_gpu0(kind: str, says: str, **facts: object) -> Alert:
     return Alert(kind, f"gpu0 (Tesla T4) {says}", "warning", {"device": "gpu0", "uuid": "GPU-1", **facts})
 
 
-def test_a_lost_gpu_comes_first_and_gets_no_other_advice() -> None:
+def test_a_lost_gpu_comes_first_without_other_advice() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
@@ -136,7 +136,7 @@ def test_a_driver_error_is_severe_and_reported_once() -> None:
     assert said(summary_of()) == {}
     assert [verdict.subject for verdict in assess_health(summary_of(), [ecc])] == ["GPU 0 memory errors"]
     counted = assess_health(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
-    assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has already reported it"
+    assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "one verdict for both reports"
     corrected = of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")
     assert assess_health(summary_of(), [corrected]) == []
 
@@ -157,7 +157,7 @@ def test_verdicts_are_sorted_by_severity() -> None:
     assert [verdict.level for verdict in assess_health(summary)] == ["high", "low", "note", "good"]
 
 
-def test_every_rule_applies_to_some_summary() -> None:
+def test_every_rule_applies_to_a_summary() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99,
         cpu_percent=99, gpu0_ecc_uncorrected=(0, 1, 2),
@@ -166,7 +166,7 @@ def test_every_rule_applies_to_some_summary() -> None:
         assert list(rule(summary)), rule
 
 
-def test_the_table_has_minimum_mean_and_maximum_of_each_reading() -> None:
+def test_the_table_has_minimum_mean_and_maximum() -> None:
     lines = format_metrics(summary_of(gpu0_util=(80, 85, 90), ram_percent=(1, 2, 3)))
     assert [line.split() for line in lines] == [
         ["lowest", "mean", "highest"],

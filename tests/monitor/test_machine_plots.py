@@ -1,4 +1,4 @@
-"""Plots of the machine: readings are drawn at the right place, and gaps stay gaps."""
+"""Plots of the machine show readings at the right place, and gaps as gaps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAN = math.nan
 def samples_of(
     count: int, gpus: int = 1, *, times: Any = None, phases: tuple[str, ...] = (), **columns: Any
 ) -> MachineSamples:
-    """Return samples of GPUs at 50 % utilisation, a second apart; `gpu0_util=...` sets a column."""
+    """Return samples of GPUs at 50 % utilization, a second apart; `gpu0_util=...` sets a column."""
     values: dict[str, Any] = {"cpu/percent": np.full(count, 40.0), "ram/percent": np.full(count, 60.0)}
     for gpu in range(gpus):
         values |= {
@@ -41,7 +41,7 @@ def samples_of(
 
 
 def figures_of(samples: MachineSamples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the figures instead of PNG files."""
+    """Return the figures instead of writing PNG files."""
     monkeypatch.setattr(machine_plots, "encode_png", lambda figure: figure)
     return dict(draw_png_files(samples))
 
@@ -66,7 +66,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     ("gpus", "names"),
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
 )
-def test_each_gpu_all_gpus_together_and_the_machine_have_plots(gpus: int, names: set[str]) -> None:
+def test_each_gpu_all_gpus_and_the_machine_have_plots(gpus: int, names: set[str]) -> None:
     result = draw_png_files(samples_of(3, gpus))
     assert set(result) == names
     assert all(min(size_of(png)) >= 500 for png in result.values())
@@ -81,7 +81,7 @@ def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(line.get_marker() == "o" for line in axes.lines)
 
 
-def test_every_panel_has_a_title_and_a_unit_and_the_figure_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_have_titles_and_units_and_figures_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = figures_of(samples_of(5), monkeypatch)
     for name, panels in {"gpu0.png": GPU_PANELS, "machine.png": MACHINE_PANELS}.items():
         axes = result[name].axes
@@ -109,7 +109,7 @@ def test_missing_readings_and_pauses_interrupt_the_line(monkeypatch: pytest.Monk
     assert "not monitored" not in words_of(figures_of(samples_of(7), monkeypatch)["gpu0.png"])
 
 
-def test_a_single_reading_between_two_gaps_has_a_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reading_between_two_gaps_has_a_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     util = np.full(200, 50.0)
     util[99], util[101] = NAN, NAN
     axes = figures_of(samples_of(200, gpu0_util=util), monkeypatch)["gpu0.png"].axes[0]
@@ -124,7 +124,7 @@ def test_a_metric_without_readings_is_labelled_as_such(monkeypatch: pytest.Monke
     assert not any(text.get_text() == "no reading" for axes in figure.axes[:3] for text in axes.texts)
 
 
-def test_memory_capacity_is_drawn_as_a_line_above_the_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_capacity_is_a_line_above_the_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(5), monkeypatch)["gpu0.png"]
     memory = figure.axes[1]
     assert any(list(line.get_ydata()) == [8.0, 8.0] for line in memory.lines if line not in lines_in(memory))
@@ -141,7 +141,7 @@ def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_phase_changes_are_drawn_with_few_artists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_phases_are_drawn_with_few_artists(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(2000, phases=("train", "evaluate") * 1000), monkeypatch)["gpu0.png"]
     assert all(len(axes.collections) <= 4 for axes in figure.axes)
 
@@ -149,9 +149,7 @@ def test_a_thousand_phase_changes_are_drawn_with_few_artists(monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpus", "is_mixed"), [(1, False), (2, True), (8, False), (8, True)])
-def test_legend_and_panels_are_in_the_figure_and_do_not_overlap(
-    gpus: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_legend_and_panels_do_not_overlap(gpus: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = samples_of(20, gpus, phases=("warm up", "training", "evaluation", "test") * 5)
     name = "NVIDIA RTX 6000 Ada Generation Laptop GPU (Max-Q)"
     devices = {f"gpu{gpu}": SampledGpu(f"{name} {gpu if is_mixed else ''}", f"GPU-{gpu}") for gpu in range(gpus)}
@@ -164,7 +162,9 @@ def test_legend_and_panels_are_in_the_figure_and_do_not_overlap(
             assert figure.bbox.x0 - 1 <= box.x0 < box.x1 <= figure.bbox.x1 + 1
             assert figure.bbox.y0 - 1 <= box.y0 < box.y1 <= figure.bbox.y1 + 1
         assert all(box.y1 <= panel.y0 for box in legends for panel in panels)
-        assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(GPU_PANELS)]), "an inch"
+        assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(GPU_PANELS)]), (
+            "a panel is too low"
+        )
 
 
 def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_gpus_have_different_lines_and_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(100, 8), monkeypatch)["gpus.png"]
     for axes in figure.axes:
         assert len({line.get_color() for line in lines_in(axes)}) == 8
@@ -194,8 +194,8 @@ def test_thinning_keeps_mean_extremes_and_gaps() -> None:
     assert np.nanmin(line.low) == np.nanmin(y)
     assert np.nanmean(line.mean) == pytest.approx(np.nanmean(y), rel=1e-3)
     missing = line.x[np.isnan(line.mean)]
-    assert any(49_000 < moment < 51_000 for moment in missing), "the pause is still a break"
-    assert ((missing > 70_000) & (missing < 80_000)).sum() > 90, "missing readings are still missing"
+    assert any(49_000 < moment < 51_000 for moment in missing), "the pause must still be a break"
+    assert ((missing > 70_000) & (missing < 80_000)).sum() > 90, "missing readings must still be missing"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 999, 1000, 1001])

@@ -52,20 +52,20 @@ def render(view: View, columns: int = 100, rows: int = 40) -> list[str]:
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
+def test_sparklines_have_eight_heights_and_gaps() -> None:
     assert sparkline([0, 12.5, 25, 37.5, 50, 62.5, 75, 87.5, 100], 9) == "▁▂▃▄▅▆▇██"
     assert sparkline([50, math.nan, 50], 9) == "▅ ▅"
-    assert sparkline([1, 2, 100], 2) == "▁█", "the newest are shown"
+    assert sparkline([1, 2, 100], 2) == "▁█", "the newest readings must be shown"
     assert sparkline([0, 100, 101], 9) == "▁██"
     assert sparkline([1], 0) == sparkline([], 5) == ""
 
 
-def test_the_screen_shows_every_reading_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
+def test_the_screen_shows_readings_and_processes_of_a_t4(screen: Callable[..., None]) -> None:
     lines = render(view_of(*[T4] * 3, users=USERS, seconds=12.4))
     screen("\n".join(lines))
 
 
-def test_a_missing_reading_is_a_question_mark_or_absent_and_never_0() -> None:
+def test_missing_readings_are_question_marks_or_absent_never_0() -> None:
     text = "\n".join(render(view_of({"cpu/percent": 5.0, "gpu0/memory_gib": 2.0})))
     assert re.search(r"Tesla T4 +\? +2\.0 GiB +\?", text)
     assert not any(word in text for word in (" W", "MHz", "°C", "slowed", "RAM", "disk", " 0%"))
@@ -104,7 +104,8 @@ def test_processes_that_do_not_fit_are_counted() -> None:
     assert not any("more processes" in line for line in render(eight(), 80, 100))
 
 
-def test_each_gpu_has_a_line_and_an_error_names_the_affected_gpus(screen: Callable[..., None]) -> None:
+def test_an_error_names_the_affected_gpus(screen: Callable[..., None]) -> None:
+    """Each GPU has a line."""
     lines = render(eight(gpu5=64.0, gpu6=64.0), 100)
     gpus = [line for line in lines if line.startswith("GPU ") and "%" in line]
     assert {line.index("8.0/15.0 GiB") for line in gpus} == {gpus[0].index("8.0/15.0 GiB")}
@@ -131,11 +132,11 @@ def test_without_a_gpu_the_reason_is_shown() -> None:
     assert not any("process" in line for line in lines)
 
 
-def test_zero_processes_and_an_unknown_number_of_processes_are_distinguished() -> None:
+def test_no_processes_and_unknown_processes_are_distinguished() -> None:
     assert render(view_of(T4, users=None))[-1] != render(view_of(T4, users={"gpu0": []}))[-1]
 
 
-def test_the_terminal_is_restored_and_the_variable_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with terminal(80) as (stream, seen):
@@ -152,7 +153,7 @@ def test_the_terminal_is_restored_and_the_variable_no_color_is_respected(monkeyp
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
 
 
-def test_the_screen_adapts_to_a_resized_terminal_and_survives_a_lost_one() -> None:
+def test_the_screen_adapts_to_resized_and_lost_terminals() -> None:
     import fcntl
     import os
     import pty
@@ -178,8 +179,8 @@ def test_the_screen_adapts_to_a_resized_terminal_and_survives_a_lost_one() -> No
         stream.close()
 
 
-def test_a_background_job_of_a_script_prints_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the process group of the script, which makes it ignore SIGINT."""
+def test_a_background_job_prints_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A background job of a script is in the process group of the script, and ignores SIGINT."""
     monkeypatch.setenv("TERM", "xterm")
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -191,7 +192,7 @@ def test_a_background_job_of_a_script_prints_lines_instead_of_a_screen(monkeypat
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_pipe_and_a_dumb_terminal_receive_lines_instead_of_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_dumb_terminals_receive_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal(80) as (stream, _):
         assert type(make_display(stream, io.StringIO(), as_json=False)) is SampleLines
@@ -202,10 +203,10 @@ def test_a_pipe_and_a_dumb_terminal_receive_lines_instead_of_a_screen(monkeypatc
         lines.sample(view)
     lines.draw(view)
     assert out.getvalue() == 2 * f"{format_line(T4)}\n"
-    assert aside.getvalue() == "no XID\n", "shown once"
+    assert aside.getvalue() == "no XID\n", "the line must be shown once"
 
 
-def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:
+def test_json_samples_have_every_reading_or_null() -> None:
     out = io.StringIO()
     make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS))
     result = json.loads(out.getvalue())

@@ -1,4 +1,4 @@
-"""The monitor thread writes only what it reads, and never raises into a run or blocks it."""
+"""The monitor thread writes only what it reads, never raises an error into a run, and never blocks it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until
 
-ROUNDING_S = 0.5e-3  # spans in the file are whole milliseconds
+ROUNDING_S = 0.5e-3  # spans in the file are rounded to milliseconds
 
 WATCH = """
 import json, os, pathlib, time
@@ -58,7 +58,8 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_readings_of_a_t4_are_in_the_file_the_metrics_and_the_status_line(nvml_stub: NvmlStub) -> None:
+def test_readings_of_a_t4_are_written_and_shown(nvml_stub: NvmlStub) -> None:
+    """They appear in the file, the metrics and the status line."""
     seen = nvml_stub.run(WATCH, T4)
     rows = rows_of(seen["csv"])
     row, last = rows[0], rows[-1]
@@ -66,7 +67,7 @@ def test_readings_of_a_t4_are_in_the_file_the_metrics_and_the_status_line(nvml_s
     assert seen["before"] == ["", {}]
     assert tuple(row) == COLUMNS
     assert float(row.pop("timestamp")) == pytest.approx(seen["now"], abs=60)
-    # The kernel counts in units of 10 ms: two samples may have the same CPU time, and thus no percentage.
+    # The kernel counts CPU time in units of 10 ms, so two samples may have the same time, and thus no percentage.
     assert all(0 <= float(one["cpu_percent"]) <= 100 for one in rows if one["cpu_percent"])
     assert ("cpu/percent" in seen["latest"]) == bool(last["cpu_percent"])
     del row["cpu_percent"]
@@ -111,15 +112,15 @@ def test_only_visible_gpus_are_monitored(nvml_stub: NvmlStub) -> None:
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
-def test_a_mig_instance_may_be_selected_by_either_of_its_names(nvml_stub: NvmlStub, name: str) -> None:
+def test_a_mig_instance_can_be_selected_by_both_names(nvml_stub: NvmlStub, name: str) -> None:
     row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
 
     assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
     assert row["memory_total_gib"] == "39.25"
-    assert row["util_percent"] == "", "an instance does not report it"
+    assert row["util_percent"] == "", "an instance does not report this reading"
 
 
-def test_a_missing_reading_is_an_empty_cell_and_never_0(nvml_stub: NvmlStub) -> None:
+def test_missing_readings_are_empty_cells_never_0(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(WATCH, T4 | {"0.err.power": 3, "0.err.util": 15})
     row = rows_of(seen["csv"])[0]
 
@@ -135,9 +136,7 @@ def test_a_reading_of_0_is_written_as_0(nvml_stub: NvmlStub) -> None:
     assert "Util: 0%" in seen["line"]
 
 
-def test_without_a_gpu_the_cpu_is_monitored_and_a_note_is_printed(
-    nvml_stub: NvmlStub, screen: Callable[..., None]
-) -> None:
+def test_without_a_gpu_the_cpu_is_monitored_with_a_note(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(WATCH, None)
     row = rows_of(seen["csv"])[0]
 
@@ -153,11 +152,11 @@ def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) ->
 
     screen(format_line(sample))
     assert format_line(machine) == "CPU: 45.3% | RAM: 67.2%"
-    assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, but still counted"
+    assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the lost GPU must still be counted"
 
 
 def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a virtual clock, which each wait advances by 4 ms more than requested."""
+    """The virtual clock advances by 4 ms more than requested in each wait."""
     path, waited = tmp_path / "gpu.csv", [0.0]
 
     class Late(threading.Event):
@@ -199,7 +198,7 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_the_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "gpu.csv").symlink_to(tmp_path / "elsewhere")
     with Monitor(tmp_path / "gpu.csv", 0.01) as monitor:
         wait_until(monitor.latest)
@@ -208,9 +207,8 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     assert any("is not written" in note for note in monitor.notes)
 
 
-def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues(
-    tmp_path: Path, screen: Callable[..., None]
-) -> None:
+def test_an_unwritable_file_is_reported_once(tmp_path: Path, screen: Callable[..., None]) -> None:
+    """Monitoring continues."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full, a device that is always full")
     with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
@@ -223,9 +221,8 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues
     assert len([note for note in missing.notes if "is not written" in note]) == 1
 
 
-def test_a_row_that_does_not_fit_on_the_disk_is_not_written_partially(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk becomes full while the row is written."""
     path, write, num_rows = tmp_path / "gpu.csv", os.write, itertools.count()
 
     def on_a_disk_that_fills_up(descriptor: int, content: bytes) -> int:
@@ -288,7 +285,7 @@ def test_starting_and_stopping_twice_leaves_no_thread() -> None:
         monitor.stop()
 
     assert all(thread.name != "accel-run monitor" for thread in threading.enumerate())
-    assert monitor.latest(), "even the shortest run leaves one sample"
+    assert monitor.latest(), "even the shortest run must have one sample"
 
 
 @pytest.mark.slow
@@ -303,7 +300,7 @@ def test_child_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         with subprocess.Popen([sys.executable, "-c", hungry], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             wait_until(lambda: monitor.latest()["process/memory_gib"] > alone + 0.15)
             child.communicate(b"")
-        wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15)  # ended processes do not count
+        wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15)  # ended processes must not count
 
 
 def test_the_disabled_monitor_has_the_same_methods() -> None:
@@ -318,7 +315,7 @@ def test_the_disabled_monitor_has_the_same_methods() -> None:
     assert public <= set(vars(NoMonitor))
 
 
-def test_yaml_files_match_the_option_table_and_the_signatures() -> None:
+def test_yaml_files_match_option_table_and_signatures() -> None:
     folder = ROOT / "conf" / "monitor"
 
     assert {path.stem for path in folder.glob("*.yaml")} == set(MONITORS)
@@ -348,7 +345,8 @@ OLD = (
 )
 
 
-def test_a_file_of_an_older_version_keeps_its_columns_with_a_note(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_files_of_older_versions_keep_their_columns(tmp_path: Path, screen: Callable[..., None]) -> None:
+    """A note reports this."""
     path = tmp_path / "gpu.csv"
     path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
     with Monitor(path, 0.01) as monitor:
@@ -359,7 +357,7 @@ def test_a_file_of_an_older_version_keeps_its_columns_with_a_note(tmp_path: Path
     assert len(lines) > 3
     (note,) = [note for note in monitor.notes if "columns" in note]
     screen(note)
-    assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
+    assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows must be counted, too"
 
 
 def test_a_file_of_another_program_is_not_changed(tmp_path: Path, screen: Callable[..., None]) -> None:
@@ -372,7 +370,7 @@ def test_a_file_of_another_program_is_not_changed(tmp_path: Path, screen: Callab
     screen("\n".join(note for note in monitor.notes if str(path) in note))
 
 
-def test_the_live_summary_equals_the_summary_of_the_file(tmp_path: Path) -> None:
+def test_the_live_summary_equals_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     with Monitor(path, 0.1) as monitor:
         monitor.enter_phase("one")
@@ -408,7 +406,7 @@ print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dic
 
 
 @pytest.mark.slow
-def test_a_lost_gpu_has_empty_cells_and_the_others_continue(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
+def test_a_lost_gpu_has_empty_cells_and_others_continue(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     rows = rows_of(seen["csv"])
 
@@ -423,7 +421,7 @@ def test_a_lost_gpu_has_empty_cells_and_the_others_continue(nvml_stub: NvmlStub,
     assert not [name for name in seen["latest"] if name.startswith("gpu1/")]
 
 
-def test_each_device_has_a_row_per_interval_of_the_run(nvml_stub: NvmlStub) -> None:
+def test_each_device_has_a_row_per_interval(nvml_stub: NvmlStub) -> None:
     code = """
 import json, pathlib, time
 from runner.monitor.monitor_thread import Monitor
@@ -453,7 +451,7 @@ def test_the_time_after_the_last_interval_is_sampled(tmp_path: Path) -> None:
     assert whole.seconds > 0.4
 
 
-def test_a_child_forked_during_monitoring_does_not_monitor(nvml_stub: NvmlStub) -> None:
+def test_a_forked_child_does_not_monitor(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, threading, time
 from runner.monitor.monitor_thread import Monitor
@@ -501,23 +499,21 @@ print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "
 
 
 @pytest.mark.slow
-def test_processes_of_this_run_are_distinguished_from_others_on_the_gpu(
-    nvml_stub: NvmlStub, screen: Callable[..., None]
-) -> None:
+def test_processes_of_the_run_are_distinguished_from_others(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
     by_pid = {pid: rest for pid, *rest in seen["users"]}
 
     assert len(by_pid) == 10
     assert by_pid[seen["mine"]][1:] == [3.0, True]
     assert by_pid[seen["parent"]][2] is False
-    assert by_pid[4000000][0] == "", "a process that is not in /proc has no name"
+    assert by_pid[4000000][0] == "", "a process that is not in /proc must have no name"
     assert seen["latest"]["gpu0/other_processes"] == 9
     (note,) = seen["notes"]
     screen(note)
 
 
-def in_a_container(root: Path, seconds: float, used: float) -> Path:
-    """Write a /proc and /sys of a cgroup limited to half a core and 4 MiB, with this CPU time and memory use."""
+def write_cgroup(root: Path, seconds: float, used: float) -> Path:
+    """Write /proc and /sys for a cgroup limited to half a core and 4 MiB, with this CPU time and memory use."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text("0::/\n")
@@ -536,11 +532,11 @@ def in_a_container(root: Path, seconds: float, used: float) -> Path:
 def test_cpu_load_is_relative_to_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0])
     monkeypatch.setattr(QuotaCpuLoad, "now", staticmethod(lambda: next(clock)))
-    host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
-    in_a_container(tmp_path, 11.5, 0.75)
+    host = Host(system=write_cgroup(tmp_path, 10.0, 0.25))
+    write_cgroup(tmp_path, 11.5, 0.75)
     result = host.sample()
 
-    assert result["cpu/percent"] == pytest.approx(75), "1.5 s of the 2 s that half a thread has in 4 s"
+    assert result["cpu/percent"] == pytest.approx(75), "the load is 1.5 s of the 2 s that half a core has in 4 s"
     assert result["ram/percent"] == pytest.approx(75)
 
 
@@ -557,7 +553,8 @@ def test_cpu_load_is_relative_to_the_affinity_mask(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_child_started_after_the_last_scan_belongs_to_the_run(nvml_stub: NvmlStub) -> None:
+def test_new_descendants_belong_to_the_run(nvml_stub: NvmlStub) -> None:
+    """The child is started after the last scan of the processes."""
     code = """
 import json, os, pathlib, subprocess, sys
 from runner.monitor import machine_sample
@@ -610,7 +607,8 @@ os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 
 
 @pytest.mark.slow
-def test_a_hanging_driver_is_reported_once_and_leaves_readings_empty(nvml_stub: NvmlStub) -> None:
+def test_a_hanging_driver_is_reported_once(nvml_stub: NvmlStub) -> None:
+    """Its readings are empty."""
     readings, line, news = nvml_stub.run(HANG, T4 | {"0.processes": ""})
 
     assert (readings, line) == ({}, "")
@@ -629,7 +627,8 @@ def test_a_driver_that_hangs_on_open_is_reported(monkeypatch: pytest.MonkeyPatch
         release.set()
 
 
-def test_a_stalled_sampler_is_reported_once_and_leaves_readings_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_sampler_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its readings are empty."""
     stuck, release = threading.Event(), threading.Event()
     real = Host.sample
 
@@ -654,57 +653,54 @@ def test_a_stalled_sampler_is_reported_once_and_leaves_readings_empty(monkeypatc
     assert len([notice for notice in alerts if "not been sampled" in notice.text]) == 1
 
 
-def sampled(path: Path, samples: int = 3) -> Monitor:
-    """Return a stopped monitor that has at least this many samples."""
+def run_monitor(path: Path, samples: int = 3) -> Monitor:
+    """Return a stopped monitor that has taken at least this many samples."""
     with Monitor(path, 0.01) as monitor:
         monitor.enter_phase("train")
         wait_until(lambda: monitor.summary().phases.get("train", SummaryPart()).samples >= samples)
     return monitor
 
 
-def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Path) -> None:
+def test_the_summary_of_a_resumed_run_has_earlier_samples(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
-    first, second = sampled(path).summary().whole, sampled(path).summary().whole
+    first, second = run_monitor(path).summary().whole, run_monitor(path).summary().whole
 
     assert second.samples == len(read_samples(path)) > first.samples
     read_s = summarize_samples(read_samples(path)).whole.seconds
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
 
 
-def test_the_summary_of_a_run_resumed_on_another_gpu_includes_both_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumed_on_another_gpu_summarizes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
     nvml = Nvml()
     nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
     monkeypatch.setattr(module, "open_driver", lambda: nvml)
-    devices = sampled(path).summary().devices
+    devices = run_monitor(path).summary().devices
 
     assert {device.uuid for device in devices.values()} == {"GPU-1", "GPU-2"}
     assert devices["gpu0"].uuid == "GPU-2"
 
 
-def test_a_summary_without_earlier_samples_is_marked_as_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_without_earlier_samples_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is marked as such."""
     path = tmp_path / "gpu.csv"
-    sampled(path)
+    run_monitor(path)
     monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)
     before = len(read_samples(path))
-    summary = sampled(path).summary()
+    summary = run_monitor(path).summary()
 
     assert summary.whole.samples == len(read_samples(path)) - before
     assert any(str(path) in note for note in summary.notes)
 
 
-def test_an_error_while_reading_earlier_samples_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_reading_earlier_samples_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> NoReturn:
         raise ValueError(f"{path.name} has no shape")
 
     path = tmp_path / "gpu.csv"
-    sampled(path)
-    monitor = sampled(path)
+    run_monitor(path)
+    monitor = run_monitor(path)
     monkeypatch.setattr(module, "read_samples", fail)
     monitor.new_alerts()
     summary = monitor.summary()

@@ -1,4 +1,4 @@
-"""The NVML wrapper, tested with the real pynvml and a stub of the driver library that reads a text file."""
+"""Tests of the NVML wrapper with the real pynvml, and a stub of the driver library that reads a text file."""
 
 from __future__ import annotations
 
@@ -60,10 +60,13 @@ def test_properties_readings_and_processes_of_a_t4_are_read(nvml_stub: NvmlStub)
     assert seen["processes"] == [[[4242, GIB], [77, None]]]
 
 
-def test_an_older_driver_gives_the_same_readings_through_older_functions(nvml_stub: NvmlStub) -> None:
+def test_older_drivers_give_the_same_readings(nvml_stub: NvmlStub) -> None:
+    """The wrapper calls older functions."""
     new, old = nvml_stub.run(LOOK, T4), nvml_stub.run(LOOK, T4, driver="old")
 
-    assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts reserved memory as used"
+    assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, (
+        "the older function counts reserved memory as used"
+    )
     assert new["readings"][0].pop("memory_used_bytes") == 8 * GIB
     assert (old["readings"][0].pop("memory_reserved_bytes"), new["readings"][0].pop("memory_reserved_bytes")) == (
         None,
@@ -72,7 +75,7 @@ def test_an_older_driver_gives_the_same_readings_through_older_functions(nvml_st
     assert old == new
 
 
-def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: NvmlStub) -> None:
+def test_different_gpus_are_listed_in_bus_order_with_sizes(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR)
 
     assert [facts["memory_bytes"] for facts in seen["gpus"]] == [11264 * MIB, 8192 * MIB]
@@ -100,7 +103,7 @@ def test_without_nvml_no_gpu_is_listed_and_the_reason_is_known(nvml_stub: NvmlSt
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("code", [2, 3, 4, 999])
-def test_a_missing_reading_is_none_and_does_not_affect_others(nvml_stub: NvmlStub, code: int) -> None:
+def test_missing_readings_are_none_and_do_not_affect_others(nvml_stub: NvmlStub, code: int) -> None:
     broken: State = T4 | dict.fromkeys(
         [f"0.err.{name}" for name in ("power", "util", "memory_used", "processes")], code
     )
@@ -183,7 +186,7 @@ def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
     assert {each["memory_bytes"] for each in facts["instances"]} == {40192 * MIB}
 
 
-def test_the_placeholder_for_a_missing_nvml_has_the_same_methods() -> None:
+def test_the_placeholder_for_nvml_has_the_same_methods() -> None:
     nvml, stranger = Nvml(why_not="because"), Gpu(0, "GPU-x", "x")
 
     assert nvml.read(stranger) == {metric.name: None for metric in METRICS}
@@ -230,7 +233,7 @@ def test_cuda_visible_devices_is_interpreted_as_by_cuda(wanted: str | None, expe
     assert visible((BIG, SMALL, CUT), environ).gpus == expected
 
 
-def test_an_index_is_marked_as_a_guess_if_the_gpus_differ() -> None:
+def test_an_index_is_a_guess_if_the_gpus_differ() -> None:
     pair = (Gpu(0, "GPU-2080", "2080 Ti"), Gpu(1, "GPU-3070", "3070"))
 
     assert "CUDA_DEVICE_ORDER" in visible(pair, {"CUDA_VISIBLE_DEVICES": "0"}).note
@@ -239,19 +242,19 @@ def test_an_index_is_marked_as_a_guess_if_the_gpus_differ() -> None:
     assert visible(pair[:1], {"CUDA_VISIBLE_DEVICES": "0"}).note == ""
 
 
-def test_an_entry_of_cuda_visible_devices_that_names_no_gpu_is_reported() -> None:
+def test_unknown_entries_of_cuda_visible_devices_are_reported() -> None:
     assert "'9'" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
     for wanted in ("", "-1", "-1,0"):
         assert visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": wanted}).note == (
             f"CUDA_VISIBLE_DEVICES={wanted} hides 2 GPUs"
         )
-    assert visible((), {"CUDA_VISIBLE_DEVICES": ""}).note == "", "there is nothing to hide"
+    assert visible((), {"CUDA_VISIBLE_DEVICES": ""}).note == "", "without GPUs, nothing can be hidden"
     assert "hides" not in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,-1"}).note
     assert "twice" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,0"}).note
 
 
-def test_the_stub_reads_its_state_at_every_call(nvml_stub: NvmlStub) -> None:
-    """Tests the stub itself: tests in which a GPU changes depend on it."""
+def test_the_stub_reads_its_state_in_every_call(nvml_stub: NvmlStub) -> None:
+    """This checks the stub itself, because tests in which a GPU changes depend on it."""
     code = """
 import json
 from runner.monitor.nvml import open_nvml

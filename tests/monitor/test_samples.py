@@ -18,7 +18,7 @@ from runner.monitor.samples_file import read_samples
 from runner.monitor.thinning import MAX_GROUPS, read_thinned
 
 
-def written(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
+def write(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
     lines = [",".join(columns), *(",".join(str(row.get(name, "")) for name in columns) for row in rows)]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -67,7 +67,7 @@ def test_energy_is_the_increase_of_the_counter_during_monitoring() -> None:
     summary = tally.summary({})
 
     assert summary.whole.energy_j == {"gpu0": 300 + 100 + 10}, (
-        "without the energy in the gap, and without a counter reset"
+        "energy in the gap, and resets of the counter, must not count"
     )
     assert "gpu0/energy_j" not in summary.whole.metrics
 
@@ -81,7 +81,7 @@ def test_without_a_counter_energy_is_the_integral_of_power() -> None:
     assert tally.summary({}).whole.energy_j == {"gpu0": 200.0}
 
 
-def test_throttling_is_given_as_a_share_of_the_time_with_readings() -> None:
+def test_throttling_is_a_share_of_the_time_with_readings() -> None:
     tally = SampleTally()
     tally.add("train", 3.0, {"gpu0/throttle_reasons": 4 + 64})
     tally.add("train", 1.0, {"gpu0/throttle_reasons": 1})
@@ -96,7 +96,7 @@ def test_no_samples_give_an_empty_summary() -> None:
 
 
 def test_rows_with_the_same_timestamp_are_one_sample(tmp_path: Path) -> None:
-    path = written(
+    path = write(
         tmp_path / "gpu.csv",
         row(10, util_percent=50, cpu_percent=5, name="Tesla T4"),
         row(10, "gpu1", util_percent=70, cpu_percent=5),
@@ -110,13 +110,13 @@ def test_rows_with_the_same_timestamp_are_one_sample(tmp_path: Path) -> None:
     assert samples.values["cpu/percent"].tolist() == [5, 6]
     assert samples.values["gpu1/util"].tolist() == [70, 71]
     assert samples.values["gpu0/util"][0] == 50
-    assert math.isnan(samples.values["gpu0/util"][1]), "an empty cell is not a 0"
+    assert math.isnan(samples.values["gpu0/util"][1]), "an empty cell must not count as 0"
     assert samples.devices == {"gpu0": SampledGpu("Tesla T4", "GPU-a"), "gpu1": SampledGpu("", "GPU-b")}
     assert "gpu0/power_w" not in samples.values
 
 
 def test_unmonitored_time_is_a_gap(tmp_path: Path) -> None:
-    path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 * second) for second in (10, 11, 60, 61)))
+    path = write(tmp_path / "gpu.csv", *(row(second, energy_j=100 * second) for second in (10, 11, 60, 61)))
     samples = read_samples(path)
 
     assert samples.gaps().tolist() == [False, False, True, False]
@@ -126,15 +126,15 @@ def test_unmonitored_time_is_a_gap(tmp_path: Path) -> None:
 
 def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     columns = COLUMNS[:12]
-    path = written(tmp_path / "gpu.csv", *(row(second, util_percent=9) for second in (0, 1, 2, 500)), columns=columns)
+    path = write(tmp_path / "gpu.csv", *(row(second, util_percent=9) for second in (0, 1, 2, 500)), columns=columns)
     samples = read_samples(path)
 
-    assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap counts as at most three samples"
+    assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap must count as at most three samples"
     assert summarize_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
-def test_an_incomplete_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
-    path = written(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
+def test_incomplete_or_damaged_rows_are_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
+    path = write(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
     path.write_bytes(path.read_bytes() + b"4.000,train,gp\n\0\0\0\n" + b"nan" + b"," * (len(COLUMNS) - 1))
     samples = read_samples(path)
 
@@ -142,8 +142,8 @@ def test_an_incomplete_or_damaged_row_is_skipped_and_reported(tmp_path: Path, sc
     screen("\n".join(samples.notes))
 
 
-def test_another_gpu_under_the_same_index_is_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
-    path = written(tmp_path / "gpu.csv", row(1), row(2, uuid="GPU-new"))
+def test_another_gpu_with_the_same_index_is_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
+    path = write(tmp_path / "gpu.csv", row(1), row(2, uuid="GPU-new"))
 
     screen("\n".join(read_samples(path).notes))
 
@@ -156,7 +156,7 @@ def test_another_gpu_is_summarized_separately(tmp_path: Path) -> None:
         row(second, uuid="GPU-new", util_percent=90, memory_used_gib=16, memory_total_gib=80, energy_j=1000 + second)
         for second in (3, 4)
     ]
-    summary = summarize_samples(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
+    summary = summarize_samples(read_samples(write(tmp_path / "gpu.csv", *before, *after)))
     metrics = summary.whole.metrics
 
     assert summary.devices == {"gpu0": SampledGpu("", "GPU-new"), "gpu1": SampledGpu("", "GPU-a")}
@@ -167,7 +167,7 @@ def test_another_gpu_is_summarized_separately(tmp_path: Path) -> None:
 
 def test_reordered_gpus_keep_their_identity(tmp_path: Path) -> None:
     rows = [row(1, util_percent=1), row(1, "gpu1", util_percent=2), row(2, uuid="GPU-b", util_percent=2)]
-    samples = read_samples(written(tmp_path / "gpu.csv", *rows, row(2, "gpu1", uuid="GPU-a", util_percent=1)))
+    samples = read_samples(write(tmp_path / "gpu.csv", *rows, row(2, "gpu1", uuid="GPU-a", util_percent=1)))
 
     assert {name: device.uuid for name, device in samples.devices.items()} == {"gpu0": "GPU-b", "gpu1": "GPU-a"}
     assert (samples.values["gpu0/util"].tolist(), samples.values["gpu1/util"].tolist()) == ([2, 2], [1, 1])
@@ -175,19 +175,20 @@ def test_reordered_gpus_keep_their_identity(tmp_path: Path) -> None:
 
 def test_only_memory_errors_while_monitored_count(tmp_path: Path) -> None:
     counts = {1: 5, 2: 5, 50: 0, 51: 0, 99: 0, 100: 2, 101: 3}
-    path = written(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
+    path = write(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
     stat = summarize_samples(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
 
     assert (stat.min, stat.max) == (0, 3)
 
 
-def test_a_clock_set_back_causes_a_gap_and_time_stays_monotonic(tmp_path: Path, screen: Callable[..., None]) -> None:
-    path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
+def test_time_stays_monotonic_if_a_clock_is_set_back(tmp_path: Path, screen: Callable[..., None]) -> None:
+    """The change of the clock is a gap."""
+    path = write(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
     samples = read_samples(path)
 
     assert samples.gaps().tolist() == [False, False, True, False]
     assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
-    assert summarize_samples(samples).whole.energy_j == {"gpu0": 2.0}, "the counter was not sampled meanwhile"
+    assert summarize_samples(samples).whole.energy_j == {"gpu0": 2.0}, "the counter was not sampled during the gap"
     screen("\n".join(samples.notes))
 
 
@@ -219,7 +220,7 @@ def test_invalid_files_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_too_long_is_reported(tmp_path: Path) -> None:
-    path = written(tmp_path / "gpu.csv", row(1))
+    path = write(tmp_path / "gpu.csv", row(1))
     path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
 
     with pytest.raises(DataError, match="is damaged: field larger than field limit"):
@@ -227,7 +228,7 @@ def test_a_row_that_is_too_long_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
-    samples = read_samples(written(tmp_path / "gpu.csv"))
+    samples = read_samples(write(tmp_path / "gpu.csv"))
 
     assert len(samples) == 0
     assert samples.gaps().tolist() == []
@@ -235,8 +236,8 @@ def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_adding_samples_as_columns_or_one_by_one_gives_the_same_sums(seed: int) -> None:
-    """Phases that return, gaps, missing readings, counters that are reset, and changing reasons of slow clocks."""
+def test_adding_columns_or_single_samples_gives_the_same_sums(seed: int) -> None:
+    """The samples have phases that return, gaps, missing readings, counter resets, and changing throttle reasons."""
     random = np.random.default_rng(seed)
     num = 60
     spans = random.uniform(0.5, 2.0, num)
@@ -260,14 +261,14 @@ def test_adding_samples_as_columns_or_one_by_one_gives_the_same_sums(seed: int) 
         readings = {name: float(column[row]) for name, column in values.items() if not math.isnan(column[row])}
         tally.add(phases[row], float(spans[row]), readings, after_gap=after_gap)
     single, by_columns = (one.to_json() for one in (tally.summary({}), summarize_samples(samples)))
-    assert by_columns == single, "rounded to six digits, because the order of additions differs"
+    assert by_columns == single, "sums must agree to six digits, because the order of additions differs"
 
 
 def test_a_damaged_cell_loses_only_its_row(tmp_path: Path) -> None:
     num = 2 * PIECE_SAMPLES
     rows = [row(second, util_percent=second % 7, cpu_percent=second % 5) for second in range(num)]
     damaged = {3: {"util_percent": "x"}, PIECE_SAMPLES: {"timestamp": ""}, num - 1: {"cpu_percent": "nan"}}
-    samples = read_samples(written(tmp_path / "gpu.csv", *(one | damaged.get(at, {}) for at, one in enumerate(rows))))
+    samples = read_samples(write(tmp_path / "gpu.csv", *(one | damaged.get(at, {}) for at, one in enumerate(rows))))
     kept = [second for second in range(num) if second not in damaged]
     assert samples.times_s.tolist() == kept
     assert samples.values["gpu0/util"].tolist() == [second % 7 for second in kept]
@@ -280,14 +281,14 @@ def test_damaged_cells_that_are_not_read_lose_no_row(tmp_path: Path) -> None:
         row(10, util_percent=50, cpu_percent=5), row(10, "gpu1", util_percent=70, cpu_percent="x"),
         row(11, "cpu", util_percent="x", cpu_percent=6),
     ]  # fmt: skip
-    samples = read_samples(written(tmp_path / "gpu.csv", *rows))
+    samples = read_samples(write(tmp_path / "gpu.csv", *rows))
     assert samples.values["cpu/percent"].tolist() == [5, 6]
     assert samples.values["gpu1/util"].tolist()[0] == 70
     assert samples.notes == ()
 
 
 def long_file(path: Path) -> Path:
-    """Write three pieces of samples, with a gap, a clock that is set back, and a GPU that another one replaces."""
+    """Write three pieces of samples with a gap, a clock that is set back, and a GPU that another one replaces."""
     random = np.random.default_rng(0)
     rows, energy_j, second = [], 0, 0
     for index in range(3 * PIECE_SAMPLES):
@@ -297,10 +298,11 @@ def long_file(path: Path) -> Path:
         cells = {} if index % 10 == 3 else {"util_percent": random.integers(0, 100), "energy_j": energy_j}
         phase = "tune" if index < 3000 else "train"
         rows.append(row(second, uuid=uuid, phase=phase, power_w=random.integers(50, 300), cpu_percent=7, **cells))
-    return written(path, *rows)
+    return write(path, *rows)
 
 
-def test_thinned_samples_have_the_same_summary_extremes_and_means(tmp_path: Path) -> None:
+def test_thinned_samples_keep_the_summary(tmp_path: Path) -> None:
+    """It has the same extremes and means."""
     path = long_file(tmp_path / "gpu.csv")
     samples, thinned = read_samples(path), read_thinned(path, METRICS)
 
@@ -316,7 +318,7 @@ def test_thinned_samples_have_the_same_summary_extremes_and_means(tmp_path: Path
         assert math.isclose(thinned.mean(name), np.nanmean(column), rel_tol=1e-12)
 
 
-def test_thinned_samples_keep_gaps_phases_and_the_first_and_last_time(tmp_path: Path) -> None:
+def test_thinned_samples_keep_gaps_phases_and_end_times(tmp_path: Path) -> None:
     path = long_file(tmp_path / "gpu.csv")
     samples, thinned = read_samples(path), read_thinned(path, METRICS)
     changes = [at for at in range(1, len(samples)) if samples.phases[at] != samples.phases[at - 1]]
@@ -337,7 +339,7 @@ def test_only_the_requested_metrics_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read blocks of a few rows, pieces of 8 samples, and about 16 groups."""
+    """Use blocks of a few rows, pieces of 8 samples, and about 16 groups."""
     monkeypatch.setattr(sample_columns, "BLOCK_BYTES", 300)
     monkeypatch.setattr(sample_columns, "PIECE_SAMPLES", 8)
     monkeypatch.setattr(thinning, "MAX_GROUPS", 16)
@@ -349,7 +351,7 @@ def test_readings_of_a_gpu_may_end_before_the_file(tmp_path: Path) -> None:
         row(second, "gpu0", util_percent=50, power_w=60 if second < 5 else "") if second < 20 else row(second, "cpu")
         for second in range(200)
     ]
-    path = written(tmp_path / "gpu.csv", *rows)
+    path = write(tmp_path / "gpu.csv", *rows)
     samples = read_samples(path)
 
     assert samples.times_s.tolist() == list(range(200))
@@ -360,7 +362,7 @@ def test_readings_of_a_gpu_may_end_before_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_zeros", [1, 70_000, 200_000])
 def test_zero_bytes_left_by_a_crash_lose_no_samples(tmp_path: Path, num_zeros: int) -> None:
-    path = written(tmp_path / "gpu.csv", row(1), row(2))
+    path = write(tmp_path / "gpu.csv", row(1), row(2))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\0" * num_zeros, b"\n", b"\0" * num_zeros, *lines[2:]]))
     samples = read_samples(path)
@@ -371,9 +373,10 @@ def test_zero_bytes_left_by_a_crash_lose_no_samples(tmp_path: Path, num_zeros: i
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("quote", "end"), [("", "\r\n"), ('"', "\n"), ('"', "\r\n")])
-def test_a_file_rewritten_by_another_program_has_the_same_samples(tmp_path: Path, quote: str, end: str) -> None:
-    columns = (*(name for name in COLUMNS if name != "name"), "name")  # in the last cell, a text
-    path = written(
+def test_a_file_rewritten_by_other_programs_is_read(tmp_path: Path, quote: str, end: str) -> None:
+    """It has the same samples."""
+    columns = (*(name for name in COLUMNS if name != "name"), "name")  # of which the last cell contains text
+    path = write(
         tmp_path / "gpu.csv",
         *(row(second, phase="\u00fcben", name="L4", util_percent=second % 7) for second in range(30)),
         columns=columns,
@@ -390,21 +393,21 @@ def test_a_file_rewritten_by_another_program_has_the_same_samples(tmp_path: Path
     assert (samples.phases, samples.devices, samples.notes) == (expected.phases, expected.devices, ())
 
 
-def test_a_comma_in_a_quoted_cell_belongs_to_the_cell(tmp_path: Path) -> None:
-    samples = read_samples(written(tmp_path / "gpu.csv", row(1, phase='"train, then ""test"""'), row(2)))
+def test_a_quoted_comma_does_not_end_a_cell(tmp_path: Path) -> None:
+    samples = read_samples(write(tmp_path / "gpu.csv", row(1, phase='"train, then ""test"""'), row(2)))
 
     assert samples.phases == ('train, then "test"', "train")
 
 
 def test_a_carriage_return_within_a_line_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is damaged"):
-        read_samples(written(tmp_path / "gpu.csv", row(1, phase="one\rtwo")))
+        read_samples(write(tmp_path / "gpu.csv", row(1, phase="one\rtwo")))
 
 
 @pytest.mark.parametrize("num_cells", range(1, len(COLUMNS), 5))
 def test_both_parts_of_an_interrupted_line_are_skipped(tmp_path: Path, num_cells: int) -> None:
-    """Together, the parts have as many cells as a row."""
-    path = written(tmp_path / "gpu.csv", row(1), row(2, util_percent=50), row(3))
+    """Together, the two parts have as many cells as a row."""
+    path = write(tmp_path / "gpu.csv", row(1), row(2, util_percent=50), row(3))
     lines = path.read_text().splitlines()
     cells = lines[2].split(",")
     lines[2] = ",".join(cells[:num_cells]) + "\n" + ",".join(cells[num_cells:])
@@ -418,24 +421,24 @@ def test_both_parts_of_an_interrupted_line_are_skipped(tmp_path: Path, num_cells
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("num", range(9, 40))
-def test_spans_in_files_of_older_versions_do_not_depend_on_the_size_of_pieces(tmp_path: Path, num: int) -> None:
-    """Whatever the number of samples in the last piece; the last interval is a gap."""
+def test_spans_of_older_files_do_not_depend_on_piece_size(tmp_path: Path, num: int) -> None:
+    """This holds for any number of samples in the last piece. The last interval is a gap."""
     times = [*range(num), num + 500]
     columns = tuple(name for name in COLUMNS if name != "span_s")
-    samples = read_samples(written(tmp_path / "gpu.csv", *(row(second) for second in times), columns=columns))
+    samples = read_samples(write(tmp_path / "gpu.csv", *(row(second) for second in times), columns=columns))
 
     assert samples.spans_s.tolist() == [0, *[1] * (num - 1), 3]
     assert np.flatnonzero(samples.gaps()).tolist() == [num]
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_many_gaps_do_not_reduce_the_detail_of_other_samples(tmp_path: Path) -> None:
-    """Twice as many gaps as groups, in more pieces than an integer has bits; then samples without gaps."""
+def test_many_gaps_do_not_reduce_the_detail_of_samples(tmp_path: Path) -> None:
+    """Twice as many gaps as groups, in more pieces than an integer has bits, precede samples without gaps."""
     second, rows = 0, []
     for index in range(1000):
         second += 10 if index < 700 and index % 20 == 0 else 1
         rows.append(row(second, util_percent=index % 7))
-    path = written(tmp_path / "gpu.csv", *rows)
+    path = write(tmp_path / "gpu.csv", *rows)
     samples, thinned = read_samples(path), read_thinned(path, METRICS)
 
     num_gaps = int(samples.gaps().sum())

@@ -1,4 +1,4 @@
-"""Faulty GPUs as reported by the monitor, the summary, the doctor and the inventory."""
+"""Faulty GPUs as the monitor, the summary, the doctor and the inventory report them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.nvml_stub import GIB, MIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 
-# Samples the GPUs twice, applying THEN in between, as the monitor does; then runs the other reports.
+# Sample the GPUs twice as the monitor does, with THEN in between, then produce the other reports.
 EXAMINE = """
 import json, os, pathlib
 from runner.monitor import machine_sample
@@ -58,7 +58,7 @@ print(json.dumps({
 Seen = dict[str, Any]
 
 
-def examined(stub: NvmlStub, state: State, then: State | None = None, **variables: str) -> Seen:
+def examine(stub: NvmlStub, state: State, then: State | None = None, **variables: str) -> Seen:
     seen: Seen = stub.run(EXAMINE, state, THEN=json.dumps(then or {}), **variables)
     return seen
 
@@ -72,9 +72,10 @@ BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @pytest.mark.slow
-def test_a_gpu_lost_during_a_run_is_reported_by_every_command_and_has_no_readings(nvml_stub: NvmlStub) -> None:
+def test_a_lost_gpu_is_reported_by_every_command(nvml_stub: NvmlStub) -> None:
+    """It has no readings."""
     lost: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
-    seen = examined(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
+    seen = examine(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
 
     assert kinds(seen) == [("lost", "gpu1")]
     before, after = seen["readings"]
@@ -93,7 +94,7 @@ def test_a_gpu_lost_during_a_run_is_reported_by_every_command_and_has_no_reading
 @pytest.mark.slow
 def test_each_driver_error_is_one_alert_and_one_verdict(nvml_stub: NvmlStub) -> None:
     events = {"event_types": 11}
-    seen = examined(nvml_stub, PAIR | QUIET | events, {"events": "0:8:79,0:8:79,1:2:0"}, **BY_BUS)
+    seen = examine(nvml_stub, PAIR | QUIET | events, {"events": "0:8:79,0:8:79,1:2:0"}, **BY_BUS)
 
     assert kinds(seen) == [("xid", "gpu0"), ("ecc", "gpu1")]
     high = [subject for level, subject, _ in seen["verdicts"] if level == "high"]
@@ -101,8 +102,8 @@ def test_each_driver_error_is_one_alert_and_one_verdict(nvml_stub: NvmlStub) -> 
 
 
 @pytest.mark.slow
-def test_a_memory_error_that_is_counted_and_reported_as_event_is_one_alert(nvml_stub: NvmlStub) -> None:
-    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
+def test_a_memory_error_with_counter_and_event_is_one_alert(nvml_stub: NvmlStub) -> None:
+    seen = examine(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
 
     assert kinds(seen) == [("ecc", "gpu0")]
     assert [subject for level, subject, _ in seen["verdicts"] if level == "high"] == ["GPU 0 memory errors"]
@@ -111,9 +112,9 @@ def test_a_memory_error_that_is_counted_and_reported_as_event_is_one_alert(nvml_
 
 
 @pytest.mark.slow
-def test_counters_without_permission_are_empty_and_reported_as_unmonitored(nvml_stub: NvmlStub) -> None:
+def test_counters_without_permission_are_unmonitored(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("power", "energy", "ecc_uncorrected", "events")}
-    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
+    seen = examine(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
 
     assert kinds(seen) == [("denied", "gpu0")]
     (text,) = [text for _, _, text in seen["alerts"]]
@@ -127,8 +128,8 @@ def test_counters_without_permission_are_empty_and_reported_as_unmonitored(nvml_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "level"), [(4, "note"), (64, "high"), (8 | 128, "high")])
-def test_throttled_clocks_are_rated_by_their_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
-    seen = examined(nvml_stub, T4 | QUIET | {"0.throttle": bits})
+def test_throttled_clocks_are_rated_by_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
+    seen = examine(nvml_stub, T4 | QUIET | {"0.throttle": bits})
 
     assert {each for each, subject, _ in seen["verdicts"] if subject == "GPU 0 clocks"} == {level}
 
@@ -139,31 +140,31 @@ FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
 
 
 @pytest.mark.slow
-def test_an_error_in_another_mig_instance_is_not_reported(nvml_stub: NvmlStub) -> None:
-    """An XID event names the GPU instance; otherwise, it concerns every instance of the GPU."""
+def test_errors_in_another_mig_instance_are_not_reported(nvml_stub: NvmlStub) -> None:
+    """An XID event may name the GPU instance; otherwise, it concerns every instance of the GPU."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
 
-    assert kinds(examined(nvml_stub, state, {"events": "0:8:13:1"}, **mine)) == []
-    assert kinds(examined(nvml_stub, state, {"events": "0:8:13:2"}, **mine)) == [("xid", "gpu0")]
-    assert kinds(examined(nvml_stub, state, {"events": "0:8:79"}, **mine)) == [("xid", "gpu0")]
+    assert kinds(examine(nvml_stub, state, {"events": "0:8:13:1"}, **mine)) == []
+    assert kinds(examine(nvml_stub, state, {"events": "0:8:13:2"}, **mine)) == [("xid", "gpu0")]
+    assert kinds(examine(nvml_stub, state, {"events": "0:8:79"}, **mine)) == [("xid", "gpu0")]
 
 
 @pytest.mark.slow
-def test_a_mig_instance_is_measured_alone_and_its_gpu_is_not_reported_as_idle(nvml_stub: NvmlStub) -> None:
+def test_a_mig_instance_does_not_make_its_gpu_idle(nvml_stub: NvmlStub) -> None:
     users = {"0.mig.1.processes": f"4000000:{GIB}", "0.mig.1.memory_used": 30 * GIB}
-    seen = examined(nvml_stub, SLICED | users, CUDA_VISIBLE_DEVICES=str(SECOND))
+    seen = examine(nvml_stub, SLICED | users, CUDA_VISIBLE_DEVICES=str(SECOND))
 
     assert seen["readings"][0]["gpu0/memory_gib"] == 30
-    assert "gpu0/util" not in seen["readings"][0], "NVML does not measure it for an instance"
+    assert "gpu0/util" not in seen["readings"][0], "NVML does not measure the utilization of an instance"
     assert not [subject for _, subject, _ in seen["verdicts"] if subject == "GPU 0 utilization"]
     (entry,) = seen["inventory"]
     assert entry[1] == SLICED["0.uuid"]
 
 
 @pytest.mark.slow
-def test_a_container_with_access_to_one_mig_instance_reads_its_memory(nvml_stub: NvmlStub) -> None:
+def test_a_container_reads_the_memory_of_its_mig_instance(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("memory_total", "util", "power", "processes")}
-    seen = examined(nvml_stub, SLICED | denied, CUDA_VISIBLE_DEVICES=str(FIRST))
+    seen = examine(nvml_stub, SLICED | denied, CUDA_VISIBLE_DEVICES=str(FIRST))
 
     assert seen["readings"][0]["gpu0/memory_total_gib"] == 40192 * MIB / GIB
     assert kinds(seen) == []
@@ -181,7 +182,7 @@ def test_a_container_with_access_to_one_mig_instance_reads_its_memory(nvml_stub:
 )
 def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wanted: str, uuids: list[str]) -> None:
     totals = {PAIR["0.uuid"]: 11.0, PAIR["1.uuid"]: 8.0}
-    seen = examined(nvml_stub, PAIR | QUIET, {"0.err.all": 15} if len(uuids) == 1 else {}, CUDA_VISIBLE_DEVICES=wanted)
+    seen = examine(nvml_stub, PAIR | QUIET, {"0.err.all": 15} if len(uuids) == 1 else {}, CUDA_VISIBLE_DEVICES=wanted)
 
     assert kinds(seen) == []
     result = [seen["readings"][0][f"gpu{at}/memory_total_gib"] for at in range(len(uuids))]
@@ -190,11 +191,11 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
 
 
 @pytest.mark.slow
-def test_processes_of_other_users_cause_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
-    """If NVML lists a process of the run, both use the same PID namespace."""
+def test_processes_of_others_cause_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
+    """NVML lists a process of the run, so both use the same PID namespace."""
     own = os.getpid()
     users = gpu(0, processes=f"{own}:{GIB}") | gpu(1, processes=f"{PARENT}:{GIB}")
-    seen = examined(nvml_stub, PAIR | QUIET | users, ROOT=str(own), **BY_BUS)
+    seen = examine(nvml_stub, PAIR | QUIET | users, ROOT=str(own), **BY_BUS)
 
     assert kinds(seen) == [("shared", "gpu1")]
     assert [subject for level, subject, _ in seen["verdicts"] if level == "high"] == ["GPU 1 processes"]
@@ -205,13 +206,13 @@ def test_processes_of_other_users_cause_an_alert_and_a_verdict(nvml_stub: NvmlSt
 
 
 @pytest.mark.slow
-def test_processes_of_unknown_owners_cause_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
-    """In a container, NVML lists processes by PIDs of the host, which may also be PIDs of the run."""
-    seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)
+def test_processes_of_unknown_owners_cause_no_alert_or_verdict(nvml_stub: NvmlStub) -> None:
+    """In a container, NVML lists PIDs of the host, which may also be PIDs of the run."""
+    seen = examine(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)
 
     assert kinds(seen) == []
     assert "GPU 1 processes" not in [subject for _, subject, _ in seen["verdicts"]]
     assert "gpu1/other_processes" not in seen["readings"][0]
 
 
-PARENT = os.getppid()  # exists, and is not of the run
+PARENT = os.getppid()  # a PID that exists, but is not one of the run

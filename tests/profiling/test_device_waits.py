@@ -1,4 +1,4 @@
-"""Lines that wait for the device are located, and no others."""
+"""The profiler locates the lines that wait for the device, and only those."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def watched(waits: Any) -> Iterator[None]:
         waits.stop()
 
 
-def test_sync_warnings_of_torch_are_located_and_other_warnings_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_sync_warnings_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other warnings are passed on."""
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -51,15 +52,16 @@ def test_a_wait_after_backward_is_not_attributed_to_the_caller(monkeypatch: pyte
     waits = DeviceWaits(MODEL, lambda file: False)
     warn = partial(warnings.warn, "called a synchronizing CUDA operation (Triggered internally at ...)")
 
-    def hold_back(*_: Any) -> None:  # the autograd engine defers warnings of its nodes in the same way
+    def hold_back(*_: Any) -> None:  # the autograd engine defers the warnings of its nodes in the same way
         torch.autograd.Variable._execution_engine.queue_callback(warn)
 
     loss = MODEL(torch.ones(2, 3)).sum()
     loss.grad_fn.register_prehook(hold_back)
     with watched(waits):
         loss.backward()
-        warn()  # outside of backward, the caller is named
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)  # an error unless filtered
+        warn()  # outside of the backward pass, the caller is named
+        # raises an error unless it is filtered
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         waits.update()
     places = [wait.place for wait in waits.table()]
     assert len(places) == 2

@@ -1,4 +1,4 @@
-"""Module times are complete, count nothing twice, and do not change the graph."""
+"""Module times are complete, count nothing twice, and do not change the autograd graph."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Out:
 
 
 class Net(nn.Module):
-    """A residual connection, a module used twice, an in-place activation, and an output of a custom class."""
+    """A residual connection, a module that is used twice, an in-place activation, and an output of a custom class."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def batches() -> Iterator[Tensor]:
 
 
 def run_updates(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
-    """Run updates of two micro-batches each; return the gradients of the last."""
+    """Run updates of two micro-batches each, and return the gradients of the last one."""
     optimizer, data = SlowSGD(model.parameters(), lr=0.1), batches()
     for _ in range(updates):
         optimizer.zero_grad()
@@ -111,9 +111,9 @@ def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> None:
+def test_a_slow_module_is_found_in_both_passes(checkpointed: bool) -> None:
     model = Net(checkpointed=checkpointed)
-    run_updates(times_of(model), model, updates=1)  # warm up torch
+    run_updates(times_of(model), model, updates=1)  # warms up torch
     times = times_of(model)
     times.start()
     run_updates(times, model)
@@ -127,7 +127,7 @@ def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> N
     assert (slow.calls, twice.calls, rows[""].calls) == (2.0, 4.0, 2.0)
 
 
-def test_self_times_of_all_modules_add_up_to_the_time_of_the_updates() -> None:
+def test_self_times_add_up_to_the_time_of_updates() -> None:
     model = Net()
     times = times_of(model)
     times.start()
@@ -160,14 +160,14 @@ def test_profiling_does_not_change_gradients() -> None:
     model.load_state_dict(start)
     for one, other in zip(watched, run_updates(times_of(model), model), strict=True):
         assert torch.equal(one, other)
-    assert not model._forward_hooks  # lint-tests: private: of torch
-    assert not model._forward_pre_hooks  # lint-tests: private: of torch
+    assert not model._forward_hooks  # lint-tests: private: hooks of torch
+    assert not model._forward_pre_hooks  # lint-tests: private: hooks of torch
 
 
 def test_modules_below_the_depth_limit_are_not_listed() -> None:
     model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
     times = times_of(model, depth=1)
-    assert not times.table()  # nothing has been measured
+    assert not times.table()  # nothing has been measured yet
     times.start()
     assert list(times.kinds) == ["", "0"]
     times.stop()
@@ -186,13 +186,13 @@ def test_evaluations_are_not_counted() -> None:
     assert all(row.calls == 0 for row in times.table())
 
 
-def test_waits_for_other_ranks_do_not_count_as_module_time() -> None:
+def test_waits_for_other_ranks_are_not_module_time() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def wait(*_: Any) -> None:
         CLOCK.sleep(BACKWARD_S)
 
-    def exchange(*_: Any) -> None:  # like a reducer: some work for each gradient, the rest at the end
+    def exchange(*_: Any) -> None:  # like a reducer, does some work for each gradient, and the rest at the end
         wait()
         torch.autograd.Variable._execution_engine.queue_callback(wait)
 

@@ -1,4 +1,4 @@
-"""Metrics and notes from the counters of torch's allocator."""
+"""Metrics and notes about the counters of torch's allocator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_rows_have_fragmentation_and_allocation_retries() -> None:
 
 def test_the_end_summary_reports_memory_problems_with_a_fix() -> None:
     assert allocator_notes(None, None, None) == allocator_notes(0, 0.1, 4.0) == []
-    assert not allocator_notes(0, 1.0, 0.004), "no setting is suggested for a few MiB"
+    assert not allocator_notes(0, 1.0, 0.004), "no setting must be suggested for a few MiB"
     retried, fragmented = allocator_notes(3, 0.25, 4.0)
     assert "3 times" in retried
     assert "25% of the 4.00 GiB" in fragmented

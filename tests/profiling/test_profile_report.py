@@ -1,4 +1,4 @@
-"""The text of a profile: the overhead of an instrument is never negative."""
+"""The text of a profile, in which the overhead of an instrument is never negative."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_summary_counts_all_kernels_and_lists_the_longest() -> None:
     assert [row["name"] for row in summary["kernels"]] == [f"kernel {number}" for number in range(TOP)]
 
 
-def test_kernel_names_are_shortened_to_their_distinguishing_part() -> None:
+def test_kernel_names_are_shortened_to_the_distinctive_part() -> None:
     findings = Findings("train", "a GPU", 1, 0, {}, {})
     name = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<4u> >(int)"
     findings.operators.kernels = [Kernel(name, 1.0, 1.0)]

@@ -1,4 +1,4 @@
-"""The profiler: counting, recording and device synchronization."""
+"""The profiler counts and records operators, and synchronizes with the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_device(number: int, name: str, start: float, end: float) -> FunctionEvent
 
 
 def of_cuda(number: int, name: str, activity: str) -> FunctionEvent:
-    """An event of CUDA inside of aten::mm, with the kernel that it launches."""
+    """Return an event of CUDA inside aten::mm, with the kernel that it launches."""
     event = operator(number, name, number - 3, number - 2, "gemm", 75)
     event.activity_type = activity
     return event
@@ -40,7 +40,7 @@ def of_cuda(number: int, name: str, activity: str) -> FunctionEvent:
 
 @pytest.mark.parametrize("are_kinds_known", [True, False])
 def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
-    """With torch 2.11 and 2.12, events have no kind."""
+    """In torch 2.11 and 2.12, events have no kind."""
     events = EventList(
         [
             operator(1, "aten::mm", 0, 10, "gemm", 75), on_device(2, "gemm", 5, 80),
@@ -51,7 +51,7 @@ def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
     )  # fmt: skip
     for event in events if not are_kinds_known else ():
         vars(event).pop("activity_type", None)
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):  # from then on EventList reads it
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):  # EventList reads it since torch 2.14
             vars(event).pop("is_python_function", None)
     findings = Findings("train", "a GPU", 1, 0, {}, {})
     Operators(SUBJECT, OPTIONS).add_rows(findings.operators, filter_events(events).key_averages(), 1)
@@ -64,26 +64,26 @@ def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
         ("clamp", 1, 0.025),
     ]
     text = format_profile(findings, Path("profile"), 140)
-    assert text.count("75.0%") == text.count("25.0%") == 2  # once for operators, once for kernels
+    assert text.count("75.0%") == text.count("25.0%") == 2  # once in the table of operators, once in that of kernels
 
 
 def test_the_device_is_synchronized_before_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    # lint-tests: private: without a GPU, nothing else shows when the profiler waits for the device
+    # lint-tests: private: without a GPU, nothing else shows that the profiler waits for the device
     now = Session._synchronize
     # lint-tests: private: as above
     monkeypatch.setattr(Session, "_synchronize", lambda self: (done.append("wait"), now(self))[1])
     session = Session(SUBJECT, OPTIONS, shortened=False)
     session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]
-    session.update(), session.update()  # without an instrument
+    session.update(), session.update()  # these updates have no instrument
     done.clear()
-    for _ in range(3):  # one warm-up update and two recorded ones
+    for _ in range(3):  # one warm-up update and two recorded updates
         session.update()
     session.close()
     assert done[:5] == ["wait", "step", "step", "wait", "step"]
 
 
-def test_iteration_continues_after_a_batch_that_raises_an_error() -> None:
+def test_iteration_continues_after_an_error_in_a_batch() -> None:
     """After an out-of-memory error, the update is repeated with smaller micro-batches."""
 
     class Batches:

@@ -28,7 +28,7 @@ class Line(Task):
         self.steps, self.discount = steps, discount
         self.model = nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
 
-    def dataset(self, split):  # initial states: position and velocity
+    def dataset(self, split):  # initial states, which consist of position and velocity
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
         return torch.rand(24 if split == "train" else 8, 2, generator=generator) * 2 - 1
 

@@ -18,7 +18,7 @@ class Pair(nn.Module):
         super().__init__()
         self.teacher = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
         self.student = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 4))
-        # in your task: self.teacher.load_state_dict(...), or weights= on the command line
+        # in your own task, load the weights here, or with weights= on the command line
         self.teacher.requires_grad_(False)
 
     def train(self, mode=True):

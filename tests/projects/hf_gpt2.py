@@ -33,7 +33,7 @@ class FineTuning(Task):
         return self.texts[:24] if split == "train" else self.texts[24:]
 
     def collate(self, texts):
-        return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # 0 is padding
+        return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # 0 marks padding
 
     def loss(self, model, tokens):
         logits = model(input_ids=tokens, attention_mask=(tokens != 0).long()).logits[:, :-1]

@@ -1,4 +1,4 @@
-"""Sets float64 as the default type of a process, so that results differ only by rounding errors."""
+"""Set float64 as the default dtype of a process, so that results differ only by rounding errors."""
 
 import torch
 

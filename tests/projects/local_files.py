@@ -1,4 +1,4 @@
-"""Creates the files that a project reads: pretrained models of transformers, and tar files of images."""
+"""Create the files that a project reads: pretrained models of transformers, and tar files of images."""
 
 from __future__ import annotations
 

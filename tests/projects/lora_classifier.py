@@ -1,4 +1,4 @@
-"""A transformer with LoRA on its attention and a fully trained head."""
+"""A transformer classifier with LoRA on its attention and a head of which all weights are trained."""
 
 import torch
 from torch import nn

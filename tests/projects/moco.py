@@ -1,4 +1,4 @@
-"""MoCo: compare each image with a momentum encoder's code of its other view, and with a queue of earlier codes."""
+"""MoCo: compare each image with the momentum encoder's code of its other view, and with a queue of earlier codes."""
 
 import copy
 
@@ -68,7 +68,7 @@ class Views(Task):
             keys = F.normalize(model.keys(batch[1]), dim=1)
         return F.normalize(model.encoder(batch[0]), dim=1), keys
 
-    def couple(self, embeddings):  # called once per update, on every rank, with the codes of all ranks
+    def couple(self, embeddings):  # called once per update on every rank, with the codes of all ranks
         queries, keys = embeddings
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.model.queue.clone().T], dim=1)
         if self.model.training:

@@ -1,4 +1,4 @@
-"""A character-level language model like nanoGPT: tied embeddings, weight decay of matrices only, warm-up and cosine."""
+"""A character-level language model like nanoGPT: tied embeddings, weight decay of matrices, warm-up and cosine."""
 
 import torch
 from torch import nn

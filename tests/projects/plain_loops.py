@@ -1,4 +1,4 @@
-"""The plain PyTorch loop of each project: each update in one batch, with a mean loss.
+"""The plain PyTorch loop of each project, in which an update is one batch with a mean loss.
 
 Each function trains `loop.model` on the batches of `loop`, and returns metrics that the run must report, too.
 """
@@ -25,7 +25,7 @@ Metrics = Mapping[str, float]
 class Loop:
     """The inputs of a plain loop.
 
-    batches  () -> one batch per update, with the same samples as in the run
+    batches () -> one batch per update, with the same samples as the run
     held     () -> validation data in one batch
     """
 
@@ -51,7 +51,7 @@ def minimize(
 
 
 def decaying(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with weight decay, the others without."""
+    """Return two parameter groups: matrices with weight decay, and other parameters without."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return [
         {"params": [each for each in trained if each.dim() > 1], "weight_decay": decay},

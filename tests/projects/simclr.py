@@ -1,4 +1,4 @@
-"""SimCLR: match two random views of each image among all views of the batch."""
+"""SimCLR: find the two random views of the same image among all views of the batch."""
 
 import torch
 from torch import nn

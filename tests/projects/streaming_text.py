@@ -1,4 +1,4 @@
-"""Text files that are streamed in order, tokenized and packed into blocks."""
+"""Text files that are streamed in order, tokenized, and packed into blocks."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def build(*, block: int = 12, width: int = 16) -> Task:
 
 
 class Packed:
-    """Blocks of consecutive text; a block may span the end of one file and the beginning of the next."""
+    """Blocks of consecutive text, which may span the end of one file and the beginning of the next."""
 
     def __init__(self, files, block):
         self.files, self.block = files, block

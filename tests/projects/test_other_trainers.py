@@ -1,6 +1,6 @@
-"""The projects of with_lightning and with_trainer train like the plain loops, so their lines of code are comparable.
+"""The projects in with_lightning and with_trainer train like the plain loops, so their lines of code are comparable.
 
-`scripts/measure/projects.py` counts them.
+`scripts/measure/projects.py` counts the lines.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.projects.test_projects import (
     PROJECTS,
     SEED,
     TOLERANCE,
-    by_hand,
     distance_of_weights,
     float64,
     module_of,
     order_of,
     read,
+    run_plain_loop,
     task_of,
 )
 
 NOISY = ("dcgan", "unet_diffusion", "vae", "actor_critic")
-DRAWN = ("resnet_augmented", "timm_resnet", "vit_mixup", "simclr", "webdataset_images")  # samples are random
-AVERAGED = ("unet_diffusion",)  # at the end, Lightning has replaced the weights by their average
+DRAWN = ("resnet_augmented", "timm_resnet", "vit_mixup", "simclr", "webdataset_images")  # draws random samples
+AVERAGED = ("unet_diffusion",)  # Lightning has replaced the weights by their average at the end
 OTHERS = ("with_lightning", "with_trainer")
 CASES = [
     pytest.param(folder, file.stem, id=f"{folder}-{file.stem}")
@@ -58,7 +58,7 @@ def script_of(folder: str, name: str) -> Any:
 
 
 def draw_by_update(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
-    """Make the noise of an update depend only on its number, in the plain loop and in the other trainer."""
+    """Make the noise of an update depend only on its number, both in the plain loop and in the other trainer."""
     updates, steps = itertools.count(), itertools.count()
     (kind,) = (kind for kind in vars(script).values() if isinstance(kind, type) and kind.__module__ == script.__name__)
     training_step = kind.training_step  # type: ignore[attr-defined]
@@ -74,13 +74,13 @@ def draw_by_update(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
         return training_step(*args)
 
     monkeypatch.setattr(plain_loops, "per_sample_noise", noise)
-    if hasattr(script, "LitActorCritic"):  # the plain loop calls a method of the task, which draws
+    if hasattr(script, "LitActorCritic"):  # the plain loop calls a method of the task that draws numbers
         monkeypatch.setattr(runner, "per_sample_noise", noise)
     monkeypatch.setattr(kind, "training_step", seeded)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Return the weights under the names of the plain loop; peft keeps a copy of a module that is trained in full."""
+    """Return the weights under the names of the plain loop. peft copies modules that are trained in full."""
     return {
         key.replace("modules_to_save.default.", ""): tensor.detach()
         for key, tensor in model.state_dict().items()
@@ -89,7 +89,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 class Seeded(Dataset):
-    """Draws the random numbers of each sample as the runner does."""
+    """Draw the random numbers of each sample as the runner does."""
 
     def __init__(self, samples: Any, split: str, order: Order) -> None:
         self.samples, self.split, self.order = samples, split, order
@@ -103,7 +103,7 @@ class Seeded(Dataset):
 
 
 class SeededStream(IterableDataset):
-    """The same for a stream."""
+    """Draw the random numbers of each sample of a stream as the runner does."""
 
     def __init__(self, samples: Any, split: str) -> None:
         self.samples, self.split = samples, split
@@ -119,7 +119,7 @@ class SeededStream(IterableDataset):
 
 
 class Order:
-    """Lets the sampler of a script yield the order of the runner."""
+    """Make the sampler of a script yield samples in the runner's order."""
 
     def __init__(self) -> None:
         self.epoch, self._next = 0, itertools.count()
@@ -129,7 +129,7 @@ class Order:
         return self.epoch
 
     def replace_in(self, script: Any, task: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace the order of samplers by length."""
+        """Replace the order of samplers that sort by length."""
         order, size = order_of(task.dataset("train"), settings), settings["global_batch_size"]
         if hasattr(script, "LengthGroupedSampler"):
             monkeypatch.setattr(script.LengthGroupedSampler, "__iter__", lambda _: iter(order(self.begin_epoch())))
@@ -144,7 +144,7 @@ class Order:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Order:
-    """Let `shuffle=True` yield the order of the runner."""
+    """Make `shuffle=True` yield samples in the runner's order."""
     order = Order()
 
     def indices(sampler: RandomSampler) -> Iterator[int]:
@@ -157,7 +157,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Order:
 
 
 def seed_samples(task: Any, order: Order) -> None:
-    """Let the samples of a task have the random numbers of the runner."""
+    """Seed the samples of a task with the random numbers of the runner."""
     dataset = task.dataset
 
     def seeded(split: str) -> Any:
@@ -169,10 +169,10 @@ def seed_samples(task: Any, order: Order) -> None:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("folder", "name"), CASES)
-def test_the_project_written_for_another_trainer_equals_the_plain_loop(
+def test_a_project_for_another_trainer_equals_the_plain_loop(
     folder: str, name: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use one process and one batch per update, as Lightning and the Trainer do."""
+    """Lightning and the Trainer use one process and one batch per update, so the plain loop does, too."""
     needed = "lightning" if folder == "with_lightning" else "transformers"
     for package in (needed, *PROJECTS[name]):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
@@ -182,12 +182,12 @@ def test_the_project_written_for_another_trainer_equals_the_plain_loop(
         prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the other trainers
+        warnings.simplefilter("ignore")  # warnings of the other trainers
         script = script_of(folder, name)
         if name in NOISY:
             draw_by_update(monkeypatch, script)
         undivided = {"data.shards": 1} if "data.shards" in module_of(name).SETTINGS else {}  # as one worker reads it
-        wanted, metrics = by_hand(name, tmp_path / "data", **undivided)
+        wanted, metrics = run_plain_loop(name, tmp_path / "data", **undivided)
         tolerance = OF_FLOAT32.get(name, TOLERANCE)
         with float64():
             task = task_of(name, tmp_path / "data")
@@ -205,7 +205,7 @@ def test_the_project_written_for_another_trainer_equals_the_plain_loop(
                 assert distance_of_weights(weights_of(task.model), wanted) <= tolerance
 
 
-def test_each_project_is_written_for_other_trainers_or_has_a_reason() -> None:
+def test_projects_are_written_for_other_trainers_or_have_a_reason() -> None:
     written = {folder: {file.stem for file in (HERE / folder).glob("*.py")} for folder in OTHERS}
     excluded = {name for names in NOT_FOR_THE_TRAINER for name in names}
     assert written["with_lightning"] == PROJECTS.keys()

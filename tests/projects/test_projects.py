@@ -1,4 +1,4 @@
-"""Twenty-two typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
+"""Each of 22 typical projects trains like its plain PyTorch loop, resumes after a kill, and runs on several ranks.
 
 A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same initial weights, the same
 samples in each update and the same random numbers for each sample.
@@ -44,9 +44,9 @@ KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # during the s
 TOLERANCE = ADAPTIVE
 OF_FLOAT32 = dict.fromkeys(("hf_gpt2", "hf_bert"), PROMISED[torch.float32])  # transformers computes losses in float32
 
-ADAPTED = ("lora_classifier",)  # the checkpoint has the adapter only
+ADAPTED = ("lora_classifier",)  # the checkpoint contains only the adapter
 
-# project -> required packages
+# project: required packages
 PROJECTS: dict[str, tuple[str, ...]] = {
     "nano_gpt": (),
     "hf_gpt2": ("transformers",),
@@ -71,7 +71,8 @@ PROJECTS: dict[str, tuple[str, ...]] = {
     "lightning_module": (),
     "graph_network": (),
 }
-# A batch norm depends on the samples of a forward pass: exact only without micro-batches, and synchronized over ranks.
+# Batch norm depends on the samples of a forward pass. Results are exact only without micro-batches, and if batch norms
+# are synchronized over ranks.
 OF_RANKS = dict.fromkeys(("resnet_augmented", "timm_resnet", "dcgan"), "parallelism.batch_norm=sync")
 
 
@@ -131,7 +132,7 @@ def drawn(sampler: Sampler, epoch: int) -> list[int]:
 
 
 def order_of(dataset: Any, settings: dict[str, Any]) -> Callable[[int], Any]:
-    """Return a function: epoch -> indices."""
+    """Return a function from an epoch to the indices of its samples."""
     if settings.get("sampler") != "length_buckets":
         return partial(permutation, SEED, num_samples=len(dataset))
     facts = TrainingSamples(
@@ -166,8 +167,8 @@ def batches_of_stream(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
         yield task.collate(samples)
 
 
-def by_hand(name: str, data: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the weights and metrics of the plain loop; `changes` to the settings of the project."""
+def run_plain_loop(name: str, data: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the weights and metrics of the plain loop. `changes` override the settings of the project."""
     with float64():
         task = task_of(name, data)
 
@@ -183,7 +184,7 @@ def by_hand(name: str, data: Path, **changes: Any) -> tuple[dict[str, Tensor], d
         return {key: tensor.detach() for key, tensor in task.model.state_dict().items()}, metrics
 
 
-def trained(
+def train_project(
     server: ForkServer, folder: Path, name: str, args: str = "", fault: dict[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, float], str]:
     """Train a project; return its weights, its metrics, and what the command printed."""
@@ -207,7 +208,7 @@ def resumed_at(folder: Path) -> list[int]:
 
 
 def distance_of_weights(result: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the distance relative to the largest weight: biases of attention keys have no gradient but noise."""
+    """Return the distance relative to the largest weight, because gradients of key biases are only noise."""
     one, other = ({name: tensors[name].tolist() for name in result} for tensors in (wanted, result))
     return distance(one, other)
 
@@ -218,7 +219,7 @@ def distance_of_metrics(result: dict[str, float], wanted: dict[str, float]) -> f
 
 
 def missing_weights(saved: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """Return the names that a checkpoint lacks, other than those tied to a saved weight."""
+    """Return the names of weights that a checkpoint lacks, except those tied to a saved weight."""
     places = {wanted[name].data_ptr() for name in saved}
     return [name for name, weight in wanted.items() if name not in saved and weight.data_ptr() not in places]
 
@@ -256,16 +257,16 @@ def compare(name: str, server: ForkServer, parent: Path) -> Comparison:
         if prepare is not None:
             prepare(folder)
     with contextlib.chdir(folders[0]):
-        wanted, metrics = by_hand(name, folders[0] / "data")
-    whole, result, _ = trained(server, folders[0], name)
+        wanted, metrics = run_plain_loop(name, folders[0] / "data")
+    whole, result, _ = train_project(server, folders[0], name)
 
-    trained(server, folders[1], name, fault=KILLED)
-    resumed, _, _ = trained(server, folders[1], name)
+    train_project(server, folders[1], name, fault=KILLED)
+    resumed, _, _ = train_project(server, folders[1], name)
     (start,) = resumed_at(folders[1])
 
     settings = module_of(name).SETTINGS
     args = f"parallelism.shares=[{settings['global_batch_size'] - 3},3] {OF_RANKS.get(name, 'micro_batch_size=2')}"
-    on_ranks, result_of_ranks, _ = trained(server, folders[2], name, f"{TWO} {args}")
+    on_ranks, result_of_ranks, _ = train_project(server, folders[2], name, f"{TWO} {args}")
     return Comparison(
         (distance_of_weights(whole, wanted), distance_of_metrics(result, metrics)),
         (distance_of_weights(on_ranks, wanted), distance_of_metrics(result_of_ranks, metrics)),
@@ -284,5 +285,5 @@ def test_a_project_equals_its_plain_loop(name: str, server: ForkServer, tmp_path
     assert max(result.loop) <= tolerance
     assert max(result.ranks) <= tolerance
     assert not result.missing or name in ADAPTED
-    assert 0 < result.resumed_at < result.total, "from a checkpoint, not from scratch"
+    assert 0 < result.resumed_at < result.total, "the run must resume from a checkpoint, not start from scratch"
     assert result.resumed == 0.0

@@ -1,4 +1,4 @@
-"""A ResNet from timm with its augmentation: random resized crops, flips, RandAugment and random erasing of pictures."""
+"""A ResNet from timm with its augmentation: random resized crops, flips, RandAugment and random erasing."""
 
 import numpy as np
 import timm

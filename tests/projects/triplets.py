@@ -1,4 +1,4 @@
-"""Metric learning with batch-hard triplets: the farthest sample of the class against the nearest of another."""
+"""Metric learning with batch-hard triplets: the farthest sample of a class and the nearest of another."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Images from tar files read by webdataset, decoded and augmented on the fly."""
+"""Images that webdataset reads from tar files, decoded and augmented on the fly."""
 
 from pathlib import Path
 

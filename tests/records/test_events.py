@@ -1,4 +1,4 @@
-"""Messages and events of a run: the terminal, console.log and events.jsonl."""
+"""Messages and events of a run in the terminal, console.log and events.jsonl."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from runner.records.events import Console, Events, terminal_log_level
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
-def test_the_terminal_shows_its_log_level_and_the_file_every_event(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_level_applies_only_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file contains every event."""
     console = Console(tmp_path / "console.log")
     console.log("debug", "details")
     console.info("device: cpu")
@@ -49,7 +48,7 @@ def test_the_environment_sets_the_log_level(value: str, level: str, monkeypatch:
     assert terminal_log_level() == level
 
 
-def test_the_old_variable_name_still_works_and_the_new_one_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_variable_name_has_lower_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCEL_RUN_LOG_LEVEL", raising=False)
     monkeypatch.setenv("ACCEL_RUN_SAYS", "error")
     assert terminal_log_level() == "error"
@@ -57,7 +56,7 @@ def test_the_old_variable_name_still_works_and_the_new_one_takes_precedence(monk
     assert terminal_log_level() == "debug"
 
 
-def test_the_old_name_of_the_variable_is_reported_once(
+def test_the_old_variable_name_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,7 +127,7 @@ def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_loses_rows_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_and_counts_rows(capsys: pytest.CaptureFixture[str]) -> None:
     events = Events(Path("/dev/full"))
     events.record("saved")
     events.record("saved")
@@ -140,10 +139,9 @@ def test_a_full_disk_loses_rows_and_counts_them(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "still heard\n"
 
 
-def test_an_incomplete_line_of_a_full_disk_ends_before_the_next_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, free = os.write, [10, 0, 0, 1 << 20]  # bytes of each call; 0 fails
+def test_an_incomplete_line_is_ended_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk has cut the line."""
+    write, free = os.write, [10, 0, 0, 1 << 20]  # bytes that each call writes; 0 means failure
 
     def limited(descriptor: int, data: bytes) -> int:
         if not (num_free := free.pop(0)):
@@ -162,7 +160,7 @@ def test_an_incomplete_line_of_a_full_disk_ends_before_the_next_line(
     assert [json.loads(line)["update"] for line in complete] == [3, 4]
 
 
-def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_the_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     events = Events(tmp_path / "events.jsonl")
     events.record("saved")
@@ -181,9 +179,10 @@ def test_a_closed_pipe_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> 
     ("encoding", "shown"),
     [("ascii", b"+ fused - a GPU - 51 ?C\n"), ("latin-1", b"+ fused - a GPU - 51 \xb0C\n")],
 )
-def test_symbols_that_a_stream_cannot_encode_become_plain_ones(
+def test_unsupported_symbols_are_replaced_by_ascii(
     encoding: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The encoding of the stream lacks these symbols."""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     Console().info("✓ fused — a GPU – 51 °C")  # noqa: RUF001 - the symbols of reports

@@ -1,4 +1,4 @@
-"""The evidence of a run: it round-trips, and missing values are unknown."""
+"""The evidence of a run is read back as it was written, and missing values are unknown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_update_times_are_stored_once() -> None:
-    """Fields shared by phases and runs are defined once, and their keys are compatible with earlier versions."""
+    """Fields that phases and runs share are defined once, and their keys are compatible with earlier versions."""
     fields = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
     assert sum(map(len, fields)) == len(set().union(*fields))
@@ -66,12 +66,12 @@ def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
         (Evidence(world_size=2, unfinished=True), "host, rank 0"),
     ],
 )
-def test_the_label_of_host_memory_names_only_what_was_measured(evidence: Evidence, label: str) -> None:
+def test_the_label_of_host_memory_names_what_was_measured(evidence: Evidence, label: str) -> None:
     assert evidence.host_label == label
 
 
 @pytest.mark.parametrize("updates", [None, 0, 3])
-def test_measurements_of_few_updates_do_not_replace_those_of_many(updates: int | None) -> None:
+def test_few_updates_do_not_replace_many_measured_ones(updates: int | None) -> None:
     many = replace(FULL, updates=100)
     few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseRecord("train", "train"),))
 
@@ -86,7 +86,8 @@ def test_the_newest_process_determines_whether_the_run_failed() -> None:
     assert choose_evidence(many, replace(few, unfinished=True)).unfinished
 
 
-def test_measurements_are_replaced_if_settings_differ_or_they_are_of_similar_length() -> None:
+def test_measurements_with_other_settings_are_replaced() -> None:
+    """They are also replaced by measurements of similar length."""
     many = replace(FULL, updates=100)
 
     for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):

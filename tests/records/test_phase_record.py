@@ -11,7 +11,7 @@ from runner.base.json_values import to_json
 from runner.engine.run import RunProgress
 from runner.records.phase_record import PhaseRecord, SampleCounts
 
-VERSION_1 = {  # from checkpoints before a record had a name and sample counts
+VERSION_1 = {  # from checkpoints in which a record had no name and no sample counts
     "updates_before": 4, "metrics": {"val/loss": 1.5, "val/pck": None}, "kept": [2, 4],
     "records": {
         "train": {
@@ -36,12 +36,12 @@ def test_a_checkpoint_of_version_1_is_restored() -> None:
     assert math.isnan(result.metrics["val/pck"])
 
 
-def test_the_list_of_kept_checkpoints_of_another_run_is_ignored() -> None:
+def test_kept_checkpoints_of_another_run_are_ignored() -> None:
     assert RunProgress.from_state(VERSION_1, is_own=False).kept == []
 
 
 @pytest.mark.parametrize("wrong", [{"updates": "3"}, {"metrics": 3}, {"parts_s": {"data": "long"}}])
-def test_a_damaged_record_is_refused(wrong: dict[str, object]) -> None:
+def test_a_damaged_record_is_rejected(wrong: dict[str, object]) -> None:
     damaged = {**VERSION_1, "records": {"train": {"kind": "train", **wrong}}}
     with pytest.raises(ValueError, match="unreadable"):
         RunProgress.from_state(damaged, is_own=True)

@@ -1,4 +1,4 @@
-"""The record of a plan agrees with plan.json, and reading it never raises an error, whatever the file contains."""
+"""The record of a plan agrees with plan.json. Reading it never raises an error, whatever the file contains."""
 
 from __future__ import annotations
 

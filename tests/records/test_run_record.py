@@ -1,4 +1,4 @@
-"""The record of a run round-trips, and reading it never raises an error, whatever the file contains."""
+"""A record of a run is read back as it was written. Reading it never raises an error, whatever the file contains."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def left_by(folder: Path, content: Any) -> RunRecord:
 
 
 def lost(before: Any, now: Any, name: str = "run") -> Iterator[str]:
-    """Yield the dotted names of values in `before` that are not in `now`; new keys of objects are ignored."""
+    """Yield the dotted names of values in `before` that are missing in `now`; new keys of objects are ignored."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key, value in before.items():
             yield from lost(value, now.get(key), f"{name}.{key}")
@@ -68,7 +68,7 @@ def lost(before: Any, now: Any, name: str = "run") -> Iterator[str]:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of runs with one run written by version 1."""
+    """Create a folder of runs, with one run that version 1 wrote."""
     shutil.copytree(OLD, tmp_path / "outputs" / "first")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "outputs"
@@ -105,7 +105,7 @@ def test_an_invalid_value_does_not_affect_other_values(tmp_path: Path, key: str)
     content = FULL.to_json()
     result = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
     rest = result.to_json()
-    assert rest[key] == "3" or key in result.wrong  # for a key that is None, a string may be valid
+    assert rest[key] == "3" or key in result.wrong  # a string may be valid for a key that is None
     assert bool(result.wrong) == bool(result.problem)
     assert {name: value for name, value in rest.items() if name != key} == {
         name: value for name, value in content.items() if name != key
@@ -148,8 +148,8 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("state", ["running", "failed"])
-def test_the_throughput_is_taken_from_the_last_process_once_it_has_rows(state: str) -> None:
-    """A process that was killed leaves the measurements of an earlier one in run.json."""
+def test_throughput_is_that_of_the_last_process_with_rows(state: str) -> None:
+    """A process that was killed leaves the measurements of an earlier process in run.json."""
     evidence = Evidence(items_per_s=1.0, attempt="2026-01-31T10:00:00.000+00:00")
     process = ProcessRecord(state=state, started="2026-02-01T10:00:00.000+00:00")
     record = RunRecord(process=process, evidence=evidence)

@@ -1,4 +1,4 @@
-"""The record of a sweep round-trips, and records of earlier versions are read."""
+"""A record of a sweep is read back as it was written, and records of earlier versions can be read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_sweep_of_version_1_is_read_completely(tmp_path: Path) -> None:
     assert result.trials == [Trial(1, "mine-1", ("seed=0",)), Trial(2, "mine-2", ("seed=1",))]
     assert result.codes == {1: 0}
     again = encode(result.record)
-    newer = {  # than version 1
+    newer = {  # keys that are newer than version 1
         "trials": [{**trial, "job": None} for trial in VERSION_1["trials"]], "goal": {**VERSION_1["goal"], "over": []},
     }  # fmt: skip
     expected = VERSION_1 | newer

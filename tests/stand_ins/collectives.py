@@ -1,4 +1,4 @@
-"""Programs of two ranks over the stand-in's NCCL: every collective that strategies use, and the end of a group."""
+"""Run programs of two ranks over the NCCL of the stand-in: every collective of strategies, and the end of a group."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def collect(rank: int, store: Path) -> None:
     assert _stand_in.contexts() == [rank]
     counted = _stand_in.counts()
     launched = {name: number for name, number in counted["launches"].items() if name.startswith("nccl::")}
-    assert launched == counted["side_launches"], "all on the stream of the group"
+    assert launched == counted["side_launches"], "all collectives must run on the stream of the group"
     dist.destroy_process_group()
 
 

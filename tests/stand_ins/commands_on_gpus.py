@@ -1,4 +1,4 @@
-"""Run commands on simulated GPUs that both torch and NVML see, with the expected reports.
+"""Run commands on simulated GPUs that both torch and NVML see, and list the expected reports.
 
 The stand-in's devices for torch and the NVML stub for the driver have the same UUIDs. The stub reads its state at each
 call, so that one process runs all scenarios.
@@ -31,7 +31,7 @@ UUIDS = [f"GPU-00000000-0000-4000-8000-{number:012d}" for number in range(2)]
 
 
 def driver_of(machine: str, order: Sequence[int] = (0,)) -> State:
-    """Return NVML's view of a machine; `order` has torch's device indices in the order of bus addresses."""
+    """Return the machine as NVML sees it; `order` has torch's device indices in the order of bus addresses."""
     devices, state = MACHINES[machine], DRIVER | {"count": len(MACHINES[machine])}
     for at, number in enumerate(order):
         device = devices[number]
@@ -45,7 +45,7 @@ def driver_of(machine: str, order: Sequence[int] = (0,)) -> State:
 
 PAIR = driver_of("pair", order=(1, 0))
 T4, T4_STATE = MACHINES["t4"][0].name, driver_of("t4")
-# Another process, thermal throttling, and uncorrected memory errors.
+# GPUs with another process, thermal throttling, and uncorrected memory errors
 SICK: State = {"0.processes": f"4000000:{GIB}", "0.throttle": 64, "0.ecc_corrected": 0, "0.ecc_uncorrected": 2}
 DENIED: State = {f"0.err.{name}": 4 for name in ("power", "util", "memory_util")}
 LOST: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
@@ -57,9 +57,9 @@ class Scenario:
     """A machine, and the expected report of each command.
 
     usable   names of the GPUs that torch can use, in torch's order, with their free memory in GiB
-    driver   doctor's verdict on each of the driver's GPUs
+    driver   verdict of `doctor` on each of the driver's GPUs
     watched  UUIDs of the GPUs that the monitor reads
-    device   the plan's device, the GPU's name, and the precision that it supports natively
+    device   device of the plan, name of the GPU, and the precision that it supports natively
     """
 
     machine: str
@@ -83,7 +83,7 @@ SCENARIOS = {
     "denied": Scenario("t4", T4_STATE | DENIED, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4, "fp16")),
     "pair": Scenario("pair", PAIR, {FIRST: 9.57, SECOND: 5.79}, ["ok", "ok"], UUIDS[::-1], ("cuda:0", FIRST, "fp16")),
     "by uuid": one_of_pair(UUIDS[1], UUIDS[1]),
-    # The monitor does not import torch: it takes an index as the driver's, and notes that CUDA's may differ.
+    # The monitor does not import torch. It uses an index as the driver's, and notes that CUDA's may differ.
     "by number": one_of_pair("1", UUIDS[0]),
     "lost": one_of_pair("1", UUIDS[0], PAIR | LOST, ("ok", "FAIL")),
     "hidden": Scenario("pair", PAIR, {}, ["ok", "ok"], [], ("cpu", "", "fp32"), {"CUDA_VISIBLE_DEVICES": ""}),
@@ -104,12 +104,12 @@ class Reported:
     plan: str
 
     def findings(self, check: str) -> dict[str, str]:
-        """Return doctor's findings: subject -> state."""
+        """Return the findings of `doctor`, as a mapping of subjects to states."""
         return {each["subject"]: each["state"] for each in self.doctor["findings"] if each["check"] == check}
 
 
 def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
-    """Run every command in this process under each scenario."""
+    """Run every command in this process, in each scenario."""
     from runner.cli import main
 
     os.chdir(folder)

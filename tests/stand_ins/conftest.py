@@ -1,4 +1,4 @@
-"""Fixture for tests on the stand-in: a fork server that has imported torch with the stand-in."""
+"""A fixture for tests on the stand-in: a fork server that has imported torch with the stand-in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.workers import STAND_IN
 
 @pytest.fixture(scope="session")
 def stand_in(pytestconfig: pytest.Config) -> Iterator[StandIn]:
-    """Runs programs on machines with stand-in GPUs; workers share the process that has imported torch."""
+    """Run programs on machines with stand-in GPUs; workers of pytest share the process that has imported torch."""
     if reason := why_not():
         pytest.skip(reason)
     if pipes := pytestconfig.stash.get(STAND_IN, []):

@@ -1,4 +1,4 @@
-"""Search test files for the tests in which ranks of a process group fail."""
+"""Search test files for tests in which ranks of a process group fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Matches code that starts several ranks: command-line arguments, or calls that join a process group.
 HAS_RANKS = re.compile(r"world_size=(?!1\b)|nproc-per-node|\bstarted_elsewhere\(|\bjoin_process_group\(")
-HELPERS = {  # imported module -> what a test with several ranks contains
+HELPERS = {  # imported module: code that a test with several ranks contains
     "tests.distributed.ranks": "run_ranks(",
     "tests.faults.cells": "cells(",
 }
@@ -35,7 +35,7 @@ def find_failing(root: Path, *folders: str) -> Iterator[str]:
 
 
 def _test_sources(text: str) -> Mapping[str, str]:
-    """Return the source of each test, including that of all names of the same file that it uses, even indirectly."""
+    """Return the source of each test, with that of all names of the same file that it uses, even indirectly."""
     parts: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -16,13 +16,13 @@ from tests.stand_ins.cuda.environment import environment
 from tests.stand_ins.cuda.install import REPORT
 
 DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"
-# Exit here: the fork server would run a command of accel-run next. install.py has os._exit write the counts first.
+# Exit here, because the fork server would run a command of accel-run next. install.py makes os._exit write the counts.
 END = "\nimport os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)\n"
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Runs one program at a time."""
+    """Run one program at a time."""
 
     server: ForkServer
 
@@ -44,8 +44,8 @@ class StandIn:
     ) -> CompletedCommand:
         """Run accel-run in a folder.
 
-        counted  folder to which each process writes its counts
-        before   Python code that the process runs first
+        counted  folder in which each process writes its counts
+        before   Python code that the process runs before the command
         """
         return self.server.run(args, folder, {**_env(machine, counted), **(env or {})}, DESCRIBE + before)
 

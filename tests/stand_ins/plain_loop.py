@@ -17,7 +17,7 @@ BATCH = 16
 
 
 def main(updates: int) -> None:
-    """Train for this number of updates."""
+    """Train for `updates` updates."""
     device = torch.device("cuda")
     task = build(rank=-1)
     model = task.model.to(device)

@@ -1,7 +1,7 @@
-"""Minimal misuses of a GPU, with the kind that the stand-in must report. They run on two of its devices.
+"""Minimal misuses of a GPU, each with the kind that the stand-in must report. They run on two simulated devices.
 
-The kind `None` means that the function must raise, as with CUDA. A context on a device that the process does not use is
-not an error in CUDA: the stand-in lists the contexts, and `_run` reports the misuse.
+The kind `None` means that the function must raise an error, as with CUDA. A context on a device that the process does
+not use is not an error in CUDA: the stand-in lists the contexts, and `_run` reports the misuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-SIZE = 64 * 1024  # elements: 256 KiB, a multiple of the page size
+SIZE = 64 * 1024  # number of elements, which take 256 KiB, a multiple of the page size
 
 PLANTED: dict[str, tuple[str | None, Callable[[], Any]]] = {}
 
@@ -39,7 +39,7 @@ def page_locked(value: float = 1.0) -> torch.Tensor:
 
 @planted("read-after-write")
 def copy_ahead_without_wait() -> Any:
-    """The copy runs on a side stream, for which the consumer does not wait."""
+    """Copy on a side stream, for which the consumer does not wait."""
     with torch.cuda.stream(torch.cuda.Stream()):
         batch = page_locked().to("cuda", non_blocking=True)
     return batch * 2
@@ -47,7 +47,7 @@ def copy_ahead_without_wait() -> Any:
 
 @planted("read-after-write")
 def side_stream_reads_without_wait() -> None:
-    """A side stream reads what the current stream computes."""
+    """Read on a side stream what the current stream computes."""
     result = on_device() * 2
     with torch.cuda.stream(torch.cuda.Stream()):
         result.sum()
@@ -150,7 +150,7 @@ def host_reads_a_snapshot_before_it_is_there() -> None:
 
 @planted("early-host-access")
 def host_reads_a_loss_before_it_is_there() -> None:
-    """A few bytes, which do not fill a page."""
+    """A few bytes do not fill a page."""
     loss = torch.zeros(3).pin_memory()
     loss.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     loss.tolist()
@@ -306,7 +306,7 @@ def weights_changed_while_a_collective_broadcasts_them() -> None:
 
 
 def _run(name: str) -> None:
-    """Run one misuse and print the observations as a line of JSON."""
+    """Run one misuse, and print the observations as a line of JSON."""
     if "collective" in name:
         dist.init_process_group("cuda:nccl", store=HashStore(), rank=0, world_size=1)
     raised = ""
@@ -326,7 +326,7 @@ def _run(name: str) -> None:
 
 
 def main() -> None:
-    """Run each misuse in a separate fork: torch is imported once, and only the children use CUDA."""
+    """Run each misuse in a separate fork, so that torch is imported once and only the children use CUDA."""
     for name in PLANTED:
         child = os.fork()
         if child == 0:

@@ -30,7 +30,7 @@ class Sums(Fit):
 
 
 class Covariance(Sums):
-    """Computes in float64 only on a GPU, as a task may do because float64 is slow on a CPU."""
+    """A fit that uses float64 only on a GPU, as a task may do because float64 is slow on a CPU."""
 
     def add(self, model, state, batch):
         rows = batch[0].flatten(0, 1)
@@ -40,14 +40,14 @@ class Covariance(Sums):
 
 
 class Projection(Sums):
-    """Sums the model's outputs under its autocast."""
+    """A fit that sums the outputs of the model under its autocast."""
 
     def add(self, model, state, batch):
         return {"sum": state["sum"] + model(batch[0]).sum((0, 1)).double()}, len(batch[0])
 
 
 class Selection(Sums):
-    """The number of values depends on the data, so it cannot be traced without them."""
+    """A fit whose number of values depends on the data, so it cannot be traced without them."""
 
     def add(self, model, state, batch):
         return {"sum": state["sum"] + batch[0][batch[0] > 0].double().sum()}, len(batch[0])

@@ -35,7 +35,7 @@ class Failing(Task):
             torch.empty(1 << 40, device=batch[0].device)
         if is_due and self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if is_due and self.how == "assert":  # surfaces in a later operation
+        if is_due and self.how == "assert":  # is raised by a later operation
             importlib.import_module("_stand_in").fail_after(0, "device-side assert triggered")
             self.is_due = False
         elif is_due:

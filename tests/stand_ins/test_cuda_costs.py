@@ -1,4 +1,4 @@
-"""Costs of an update on a GPU, counted on the stand-in: waits of the host, kernels, copied bytes, overlap."""
+"""Costs of an update on a GPU, counted on the stand-in: waits of the host, kernels, copied bytes and overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stand_ins.forked import StandIn, read
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
 
 TASK = Path(__file__).with_name("task_that_fails.py")
-UPDATES = 8  # of the short run; the long run has twice as many
+UPDATES = 8  # updates of the short run; the long run has twice as many
 BYTES_OF_A_BATCH = 16 * (6 * 4 + 8)  # float32 inputs (16, 6) and int64 targets (16,)
 COPY = "aten::copy_"
 
@@ -25,7 +25,7 @@ Counted = dict[str, Any]
 
 
 def counts_of_ranks(folder: Path, out: str = "") -> list[Counted]:
-    """Return the counts of each process that ran an operator, and the number of progress lines of the first."""
+    """Return the counts of each process that ran an operator, and the number of progress lines of the first process."""
     ranks = sorted(read(folder), key=lambda rank: rank["contexts"])
     assert not any(rank["misuses"] for rank in ranks)
     drawn = sum(line.startswith("update=") for line in out.splitlines())
@@ -33,7 +33,7 @@ def counts_of_ranks(folder: Path, out: str = "") -> list[Counted]:
 
 
 def run(stand_in: StandIn, args: str, folder: Path) -> list[Counted]:
-    """Run a command in a new folder; return the counts of each rank."""
+    """Run a command in a new folder, and return the counts of each rank."""
     (folder / "counted").mkdir(parents=True)
     result = stand_in.command("a100x2" if "ddp" in args else "a100", args, folder, folder / "counted")
     assert result.code == 0, result.out + result.err
@@ -66,13 +66,13 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @dataclass(frozen=True)
 class Cost:
-    """What an update of accel-run adds to that of a plain loop, on each rank.
+    """Cost that an update of accel-run adds to that of a plain loop, on each rank.
 
     kernels  additional kernels, minus those that only the plain loop launches
     waits    waits for a kernel
-    events   waits for an event; one is for the update before the last
+    events   waits for an event; one of them is for the update before the last
     to_host  bytes copied to the host; a plain loop copies none
-    line     waits, each with a kernel, of a progress line: loss, gradient norm and, of several ranks, items
+    line     waits of a progress line, each with a kernel: loss, gradient norm and, with several ranks, items
     """
 
     kernels: int
@@ -109,7 +109,7 @@ def test_an_update_has_the_documented_costs(
     assert len(short) == len(long) == num_ranks
     for before, after in zip(short, long, strict=True):
         waits = of_updates(before, after, "host_waits")
-        assert abs(waits.pop("cudaEventSynchronize") - UPDATES * cost.events) <= 1, "one of an earlier or later update"
+        assert abs(waits.pop("cudaEventSynchronize") - UPDATES * cost.events) <= 1, "one may be of another update"
         of_lines = (after["drawn"] - before["drawn"]) * cost.line
         assert waits.total() == UPDATES * cost.waits + of_lines, waits
         assert after["bytes_to_device"] - before["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH // num_ranks
@@ -127,13 +127,15 @@ def test_an_update_has_the_documented_costs(
 def _check_side_streams(
     args: str, launched: Counter[str], overlapped: Counter[str], plain: tuple[Counted, Counted]
 ) -> None:
-    """Check that nothing else runs beside the default stream, and that each copy overlaps with a whole update."""
+    """Check that nothing else runs beside the default stream, and that each copy overlaps with an entire update."""
     if args == STREAM:
         kernels_of_update = of_updates(*plain, "launches").total() / UPDATES
-        assert launched == {COPY: 2 * UPDATES}, "inputs and targets of each batch"
+        assert launched == {COPY: 2 * UPDATES}, "only inputs and targets of each batch are copied"
         assert overlapped[COPY] >= launched[COPY] * kernels_of_update
     else:
-        assert launched == ({"nccl::ALLREDUCE": 2 * UPDATES} if args == DDP else {}), "gradients, and loss and items"
+        assert launched == ({"nccl::ALLREDUCE": 2 * UPDATES} if args == DDP else {}), (
+            "gradients, and the loss with items"
+        )
 
 
 NMT_RANDOM = "task=nmt task.data=random"
@@ -170,13 +172,13 @@ def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, 
     key = "updates" if phase == "train" else f"phase.{phase}.updates"
     (short,), (long,) = (run(stand_in, f"{given} {key}={num}", tmp_path / str(num)) for num in (2, 4))
     waits = of_updates(short, long, "host_waits")
-    assert waits.pop("cudaEventSynchronize") <= 2, "only for the update before the last"
+    assert waits.pop("cudaEventSynchronize") <= 2, "the only wait must be for the update before the last"
     assert (+waits).total() <= 2 * (long["drawn"] - short["drawn"]), f"the host waited for the device: {waits}"
 
 
 @pytest.mark.slow
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
-    """On NCCL's own stream: buckets are reduced while earlier layers still compute."""
+    """Buckets are reduced on NCCL's own stream while earlier layers are still computing."""
     args = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
     for rank in run(stand_in, f"train {args} run=r device=cuda monitor=off", tmp_path):
         assert rank["side_launches"]["nccl::ALLREDUCE"] > 0

@@ -1,4 +1,4 @@
-"""CUDA code paths of accel-run on the stand-in: contexts, page-locked memory, failing ranks, first contact."""
+"""CUDA code paths of accel-run on the stand-in: contexts, page-locked memory, failing ranks and first contact."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ assert take_inventory().devices == inventory.devices
 
 
 @pytest.mark.slow
-def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_run(stand_in: StandIn) -> None:
+def test_memory_is_predicted_without_initializing_cuda(stand_in: StandIn) -> None:
+    """This holds for the process that predicts the memory, before the run starts."""
     stand_in.program("t4", NEEDS.format(task=str(TASK)))
 
 
@@ -57,7 +58,7 @@ assert _stand_in.contexts() == [1], _stand_in.contexts()
 """
 
 
-def test_the_thread_that_pins_host_memory_creates_no_context_on_another_device(stand_in: StandIn) -> None:
+def test_pinning_host_memory_creates_no_other_context(stand_in: StandIn) -> None:
     stand_in.program("a100x2", ROOM)
 
 
@@ -70,7 +71,7 @@ assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by 
 """
 
 
-def test_copies_work_more_slowly_if_page_locking_is_refused(stand_in: StandIn) -> None:
+def test_copies_are_correct_if_page_locking_is_refused(stand_in: StandIn) -> None:
     stand_in.program("a100", REFUSED, {"STAND_IN_REFUSES_REGISTRATION": "1"})
 
 
@@ -94,9 +95,7 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_while_others_wait_in_nccl_is_named(
-    args: str, rank: int, stand_in: StandIn, tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_while_others_wait_is_named(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {args}"
     result = stand_in.command("a100x2", task, tmp_path)
@@ -107,8 +106,8 @@ def test_a_rank_that_fails_while_others_wait_in_nccl_is_named(
 
 
 @pytest.mark.slow  # waits for the timeout
-def test_a_rank_that_hangs_is_named_and_not_the_one_that_nccl_aborts(stand_in: StandIn, tmp_path: Path) -> None:
-    """NCCL's watchdog ends the rank that waits, after the timeout of its collective."""
+def test_a_hanging_rank_is_named_not_the_aborted_one(stand_in: StandIn, tmp_path: Path) -> None:
+    """NCCL's watchdog ends the waiting rank after the timeout of its collective."""
     args = f"train --task {FAILING} task.how=stop updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
     result = stand_in.command(
         "a100x2", f"{args} parallelism=ddp parallelism.timeout_s=45 watchdog=off monitor=off", tmp_path
@@ -125,10 +124,8 @@ def test_a_rank_that_hangs_is_named_and_not_the_one_that_nccl_aborts(stand_in: S
     ("args", "rank"),
     [("parallelism=single", 0), ("parallelism=ddp", 1), ("parallelism=fsdp", 0), ("parallelism=pipeline", 1)],
 )
-def test_an_asynchronous_device_error_names_its_rank_and_leaves_valid_checkpoints(
-    args: str, rank: int, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """A failed assertion of a kernel is raised by a later call, here while other ranks wait in a collective."""
+def test_an_asynchronous_device_error_names_its_rank(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
+    """Checkpoints stay valid. A failed assertion of a kernel is raised by a later call, here while other ranks wait."""
     task = f"train --task {FAILING} task.how=assert task.rank={rank} updates=6 global_batch_size=16 micro_batch_size=8"
     result = stand_in.command("a100x2", f"{task} run=r device=cuda checkpoint.every=1 monitor=off {args}", tmp_path)
     assert result.code == Exit.NO_DEVICE, result.out + result.err
@@ -145,7 +142,7 @@ SMALL = f"--task {FAILING} task.rank=-1"
 
 
 @pytest.mark.slow
-def test_first_contact_is_printed_as_json_and_names_the_simulated_gpu(stand_in: StandIn, tmp_path: Path) -> None:
+def test_first_contact_prints_json_with_the_gpu_name(stand_in: StandIn, tmp_path: Path) -> None:
     args = f"doctor first_contact --json {SMALL} updates=4 global_batch_size=16 micro_batch_size=8"
     result = stand_in.command("t4", args, tmp_path)
     assert result.code == 0, result.out + result.err
@@ -162,9 +159,8 @@ def test_first_contact_is_printed_as_json_and_names_the_simulated_gpu(stand_in: 
         pytest.param("task=gpt precision=fp16", marks=pytest.mark.long),
     ],
 )
-def test_first_contact_compares_predictions_with_the_device_and_writes_a_page(
-    task: str, stand_in: StandIn, tmp_path: Path
-) -> None:
+def test_first_contact_compares_predictions_with_the_device(task: str, stand_in: StandIn, tmp_path: Path) -> None:
+    """It writes a page with the results."""
     args = f"doctor first_contact {task} updates=4 global_batch_size=16 micro_batch_size=8"
     result = stand_in.command("t4", args, tmp_path)
     assert result.code == 0, result.out + result.err
@@ -215,20 +211,18 @@ def test_each_forward_pass_starts_a_cuda_graph_iteration(option: str, stand_in: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "train run=r"])
-def test_without_triton_a_compiled_run_is_refused_before_it_starts(
-    command: str, stand_in: StandIn, tmp_path: Path
-) -> None:
+def test_a_compiled_run_without_triton_is_rejected_early(command: str, stand_in: StandIn, tmp_path: Path) -> None:
     before = "from runner.base import compilers; compilers.find_spec = lambda name: None\n"
     args = f"{command} --task {TASK} compile=default"
     result = stand_in.command("t4", args, tmp_path, before=before)
     assert result.code == Exit.CONFIG, result.out + result.err
     assert "pip install triton" in result.err
-    assert not list((tmp_path / "outputs").glob("*")), "nothing was started"
+    assert not list((tmp_path / "outputs").glob("*")), "no run must start"
 
 
 @pytest.mark.long
 def test_the_benchmark_ladder_runs_on_a_gpu(stand_in: StandIn, tmp_path: Path) -> None:
-    """Variants are forked before they use CUDA, paused by SIGSTOP, and fork data workers after they used it."""
+    """Variants are forked before they use CUDA, paused with SIGSTOP, and fork data workers after they have used it."""
     args = f"benchmark --task {TASK} device=cuda dataloader.num_workers=2 techniques=[prefetch] steps=8 rounds=3"
     result = stand_in.command("a100", f"{args} budget_s=240 --json", tmp_path)
     assert result.code == 0, result.out + result.err

@@ -1,4 +1,4 @@
-"""The stand-in device reports every planted misuse by its kind, and none in correct programs."""
+"""The stand-in reports every planted misuse by its kind, and none in correct programs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def seen(stand_in: StandIn) -> Seen:
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind])
-def test_a_planted_misuse_is_reported_by_its_kind(name: str, seen: Seen) -> None:
+def test_planted_misuses_are_reported_by_kind(name: str, seen: Seen) -> None:
     kinds = {text.partition(":")[0] for text in seen[name]["misuses"]}
     assert kinds == {PLANTED[name][0]}
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind is None])
-def test_a_planted_error_is_raised(name: str, seen: Seen) -> None:
+def test_planted_errors_are_raised(name: str, seen: Seen) -> None:
     assert seen[name]["raised"] in ("RuntimeError", "AcceleratorError")
     assert not seen[name]["misuses"]
 
@@ -68,7 +68,7 @@ print(json.dumps(_stand_in.misuses()))
 """
 
 
-def test_a_correct_program_reports_no_hazard(stand_in: StandIn) -> None:
+def test_correct_programs_are_reported_without_hazards(stand_in: StandIn) -> None:
     assert json.loads(stand_in.program("a100", RIGHT)) == {}
 
 
@@ -82,7 +82,7 @@ assert (early, snapshot.tolist()) == ([0.0] * 100, [1.0] * 100)
 """
 
 
-def test_an_async_copy_to_the_host_is_complete_only_after_synchronization(stand_in: StandIn) -> None:
+def test_an_async_copy_to_the_host_needs_synchronization(stand_in: StandIn) -> None:
     stand_in.program("a100", LATE)
 
 
@@ -104,13 +104,13 @@ try:
     raise SystemExit("it fitted after freeing three segments of 12 MiB")
 except torch.OutOfMemoryError:
     pass
-assert torch.cuda.memory_stats()["num_alloc_retries"] == 1, "cached segments were returned before it gave up"
+assert torch.cuda.memory_stats()["num_alloc_retries"] == 1, "cached segments must be freed before the error"
 assert torch.cuda.memory_stats()["num_ooms"] == 1
 assert torch.cuda.memory_reserved() == 5 * 12 * MiB
 """
 
 
-def test_memory_is_allocated_in_segments_that_split_and_are_released_before_an_error(stand_in: StandIn) -> None:
+def test_cached_segments_are_split_and_freed_before_an_oom_error(stand_in: StandIn) -> None:
     stand_in.program("rtx3050ti", FRAGMENTS.replace("rest + 30", "rest + 37"))
 
 
@@ -148,10 +148,10 @@ with torch.cuda.stream(side):
     again.add_(1)
 again.record_stream(side)
 del again
-assert counts() == (1, 2, 2, 2), "it is not allocated, but active until the other stream is done"
+assert counts() == (1, 2, 2, 2), "the block is not allocated, but active until the other stream is done"
 torch.cuda.current_stream().wait_stream(side)
 new = block()
-assert new.data_ptr() != address, "a wait of the device does not make it free"
+assert new.data_ptr() != address, "wait_stream makes only the device wait, so the block is not free yet"
 assert counts() == (2, 3, 3, 3)
 done = side.record_event()
 done.synchronize()
@@ -162,12 +162,13 @@ with torch.cuda.stream(side):
     new.add_(1)
 del new, other
 torch.cuda.empty_cache()
-assert counts() == (0, 0, 0, 0), "it waits for the other stream"
+assert counts() == (0, 0, 0, 0), "empty_cache must wait for the other stream"
 assert torch.cuda.memory_reserved(0) == torch.cuda.max_memory_reserved(0) == 0
 """
 
 
-def test_streams_have_separate_memory_pools_and_wait_for_other_users_of_their_memory(stand_in: StandIn) -> None:
+def test_each_stream_has_its_own_memory_pool(stand_in: StandIn) -> None:
+    """A block is reused only when the streams recorded for it are done."""
     stand_in.program("a100x2", STREAMS)
 
 
@@ -186,7 +187,7 @@ assert state.numel() == 16
 """
 
 
-def test_each_device_has_a_separate_random_number_generator(stand_in: StandIn) -> None:
+def test_each_device_has_its_own_random_number_generator(stand_in: StandIn) -> None:
     stand_in.program("a100x2", GENERATORS)
 
 
@@ -203,7 +204,8 @@ for function in (torch.softmax, torch.log_softmax):
 """
 
 
-def test_softmax_of_float16_in_float32_equals_softmax_of_a_float32_copy(stand_in: StandIn) -> None:
+def test_softmax_in_float32_equals_softmax_of_a_copy(stand_in: StandIn) -> None:
+    """The input is float16, or a float32 copy of it."""
     stand_in.program("t4", SOFTMAX)
 
 

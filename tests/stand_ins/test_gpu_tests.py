@@ -1,4 +1,4 @@
-"""The tests of tests/gpu pass on the stand-in, which keeps them working on machines without a GPU."""
+"""The tests of tests/gpu pass on the stand-in, so that they keep working on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other_cases(stand_in: StandIn, nvml_stub: NvmlStub) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_first_case_of_each_gpu_test_passes_on_the_stand_in(file: str, first_cases: Mapping[str, str]) -> None:
+def test_first_cases_of_gpu_tests_pass_on_the_stand_in(file: str, first_cases: Mapping[str, str]) -> None:
     """Only the first case of each test runs here."""
     outcomes = {name_of_test(node): outcome for node, outcome in first_cases.items() if file_of(node) == file}
     tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/gpu" / file).read_text(), re.MULTILINE)
@@ -41,7 +41,7 @@ def test_the_first_case_of_each_gpu_test_passes_on_the_stand_in(file: str, first
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_the_other_cases_of_the_gpu_tests_pass_on_the_stand_in(file: str, other_cases: Mapping[str, str]) -> None:
+def test_other_cases_of_gpu_tests_pass_on_the_stand_in(file: str, other_cases: Mapping[str, str]) -> None:
     outcomes = {node: outcome for node, outcome in other_cases.items() if file_of(node) == file}
     assert set(outcomes.values()) <= {PASSED}, outcomes
     assert bool(outcomes) == ("parametrize" in (ROOT / "tests/gpu" / file).read_text())

@@ -1,4 +1,4 @@
-"""The predicted peak memory of each phase, compared with the one that the allocator of the stand-in counts."""
+"""The predicted peak memory of each phase is compared with the one that the allocator of the stand-in counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print("peaks", json.dumps({{name: [predicted[name], 2**30 * gib] for name, gib i
 @pytest.mark.parametrize(
     "settings", ["precision=bf16", pytest.param("precision=fp32 prefetch=none", marks=pytest.mark.long)]
 )
-def test_the_memory_peak_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
+def test_peak_memory_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
     """No phase uses memory of an earlier one.
 
     Fit phases are traced as on a CPU, so their predictions are not exact, but `projection` computes the same on a GPU.

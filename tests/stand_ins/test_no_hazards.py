@@ -1,6 +1,7 @@
-"""Runs on GPUs have no races, no foreign contexts and no early reads: a sample by default, all of them with --all.
+"""Runs on GPUs have no races, no contexts on other devices and no early reads.
 
-To check the detector, a wait is removed from accel-run, which must be reported.
+By default, a sample of the runs is tested; `--all` tests all of them. To check the detector, a test removes a wait from
+accel-run.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 SMALL = f"--task {ROOT / 'tests/gpu/task_for_gpus.py'} global_batch_size=16 evaluate.samples=16"
 GPT = "task=gpt evaluate.samples=16"
 CAPE = "task=cape task.size=tiny global_batch_size=8 evaluate.samples=16"
-DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # the first of four phases
+DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # only the first of four phases
 NMT = "task=nmt task.size=tiny evaluate.samples=16"
 MOCO, CLIP = (f"--task {ROOT / 'tests/projects'}/{name}.py micro_batch_size=2" for name in ("moco", "clip"))
 
-# (machine, settings). On a machine with two GPUs, each of two ranks has a context on its own device.
+# (machine, settings). On machines with two GPUs, two ranks have a context on their own device each.
 RUNS = [
     ("t4", f"{GPT} +hardware=t4 prefetch=stream"),
     ("a100", f"{GPT} prefetch=stream dataloader.num_workers=2 memory=checkpoint"),
@@ -62,7 +63,7 @@ RUNS = [
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_a_run_on_gpus_has_no_race_and_one_context_per_process(number: int, stand_in: StandIn, tmp_path: Path) -> None:
+def test_runs_on_gpus_have_no_race_and_one_context_per_process(number: int, stand_in: StandIn, tmp_path: Path) -> None:
     machine, args = RUNS[number]
     contexts = [[0], [1]] if "parallelism=" in args else [[0]]
     (tmp_path / "counted").mkdir()
@@ -77,11 +78,11 @@ def test_a_run_on_gpus_has_no_race_and_one_context_per_process(number: int, stan
     assert list((tmp_path / "outputs/r/checkpoints").iterdir())
 
 
-# Kind that the stand-in must report -> code that removes a wait from accel-run
+# kind that the stand-in must report: code that removes a wait from accel-run
 REMOVED = {
     "read-after-write": "from runner.axes.prefetch import DeviceStreams as S; S.join = lambda self: None",
     "missing-record-stream": "from runner.axes.prefetch import DeviceStreams as S; S.hold = lambda self, tensor: None",
-    "early-host-access": (  # copies of a checkpoint to the host
+    "early-host-access": (  # removes the wait for copies of a checkpoint to the host
         "import torch; copy = torch.Tensor.copy_; "
         "torch.Tensor.copy_ = lambda self, other, non_blocking=False: copy(self, other, non_blocking=True)"
     ),

@@ -1,4 +1,4 @@
-"""Torch and NVML see the same simulated GPUs: the stand-in's devices and the NVML stub have the same UUIDs.
+"""torch and NVML see the same simulated GPUs, because the stand-in's devices and the NVML stub have the same UUIDs.
 
 The driver orders GPUs by bus address and torch by speed, so only UUIDs identify them.
 """
@@ -51,7 +51,7 @@ def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, R
 
 
 @pytest.mark.slow
-def test_every_problem_of_a_faulty_gpu_is_reported(reported: Mapping[str, Reported]) -> None:
+def test_all_problems_of_a_faulty_gpu_are_reported(reported: Mapping[str, Reported]) -> None:
     seen = reported["sick"]
     assert seen.findings("processes") == {"GPU 0": "warn"}
     (watched,) = seen.monitor["gpus"]
@@ -69,7 +69,7 @@ def test_counters_without_permission_have_no_readings(reported: Mapping[str, Rep
 
 
 @pytest.mark.slow
-def test_a_lost_and_a_hidden_gpu_are_reported_with_the_reason(reported: Mapping[str, Reported]) -> None:
+def test_lost_and_hidden_gpus_are_reported_with_the_reason(reported: Mapping[str, Reported]) -> None:
     def reasons(name: str) -> dict[str, str]:
         devices = reported[name].doctor["hardware"]["devices"]
         return {each["name"]: each["why_not"] for each in devices if not each["usable"]}
@@ -80,16 +80,14 @@ def test_a_lost_and_a_hidden_gpu_are_reported_with_the_reason(reported: Mapping[
 
 
 @pytest.mark.slow
-def test_indices_that_differ_from_those_of_the_driver_are_reported(reported: Mapping[str, Reported]) -> None:
+def test_indices_unlike_those_of_the_driver_are_reported(reported: Mapping[str, Reported]) -> None:
     assert reported["pair"].findings("numbering") == {"cuda:0": "warn", "cuda:1": "warn"}
-    for name in ("t4", "by number"):  # the only GPU that torch sees has the driver's index
+    for name in ("t4", "by number"):  # the only GPU that torch sees has the same index for the driver
         assert reported[name].findings("numbering") == {"": "ok"}
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mig_instance_is_planned_and_monitored_there(
-    stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
-) -> None:
+def test_a_run_uses_and_monitors_its_mig_instance(stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path) -> None:
     scenario = SCENARIOS["instance"]
     env = {
         **scenario.variables,
@@ -107,9 +105,7 @@ def test_a_run_on_a_mig_instance_is_planned_and_monitored_there(
         assert {row["uuid"] for row in csv.DictReader(file) if row["device"] != "cpu"} == set(scenario.watched)
 
 
-def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
-    stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
-) -> None:
+def test_a_run_is_planned_and_monitored_on_its_gpu(stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path) -> None:
     """The run trains on torch's cuda:1, which is the driver's GPU 0.
 
     Its second update waits until the monitor has taken more samples than an alert needs.
@@ -133,5 +129,5 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
 
 
 def _load(nvml_stub: NvmlStub) -> str:
-    """Return code that loads the stub, which the run then uses as the driver's library."""
+    """Return code that loads the stub, which the run then uses as the driver library."""
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"

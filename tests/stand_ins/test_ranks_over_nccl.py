@@ -1,7 +1,7 @@
-"""Failing ranks over NCCL: run the tests for gloo again, on the stand-in's devices and its NCCL.
+"""Run the tests of failing ranks, which use gloo, again over the NCCL of the stand-in.
 
 NCCL fails differently: a lost peer gives no error, destroying a process group waits for kernels that the lost rank
-never joins, and errors surface late. The tests come from other folders; only the fork server is replaced.
+never joins, and errors are raised late. The tests come from other folders; only the fork server is replaced.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ pytestmark = [
 ]
 MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
 FAILING = Path(__file__).with_name("task_that_fails.py")
-EXACT = "precision=fp32"  # like the CPU, because losses are compared
+EXACT = "precision=fp32"  # computes like the CPU, because losses are compared
 
 
 def share_of_two(args: Sequence[str], folder: Path) -> int:
-    """Return the share of one of two ranks in an update of the task file, at most 8."""
+    """Return the share that one of two ranks has of an update of the task file, at most 8."""
     texts = [*args, *((folder / word).read_text() for word in args if word.endswith(".py"))]
     sizes = [int(size) for text in texts for size in re.findall(r"global_batch_size(?:=|\": )(\d+)", text)]
     return min([*(size // 2 for size in sizes), 8])
@@ -69,7 +69,7 @@ class OnDevices:
     def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         given = [*(word for word in args if word != "device=cpu"), "device=cuda", EXACT]
         if not any(word.startswith("micro_batch_size=") for word in args):
-            given.append(f"micro_batch_size={share_of_two(args, folder)}")  # a given one skips tracing
+            given.append(f"micro_batch_size={share_of_two(args, folder)}")  # skips tracing, because it is given
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> CompletedCommand:
@@ -84,7 +84,7 @@ class OnDevices:
 
 @pytest.fixture(scope="session")
 def server(stand_in: StandIn) -> OnDevices:
-    """Overrides the fork server of the CPU tests."""
+    """Override the fork server of the CPU tests."""
     return OnDevices(stand_in.server)
 
 
@@ -92,7 +92,7 @@ COPIED: set[Callable[..., None]] = set()
 
 
 def copy_of(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
-    """Return a test of another file with its parameters, unless new ones are among the new marks."""
+    """Return a test of another file with its parameters, except those that the new marks replace."""
 
     @functools.wraps(test)
     def over_nccl(**fixtures: Any) -> None:
@@ -111,8 +111,9 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
 
 
 ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
-HOURS = pytest.mark.timeout(7200)  # the long form repeats a test, with other moments of the fault
-# SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
+HOURS = pytest.mark.timeout(7200)  # `--all` repeats the test with other moments of the fault
+# These tests cover SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, and a collective that only
+# one rank calls.
 test_ranks = copy_of(faults.test_a_failing_rank_is_reported_and_the_run_resumes, ONE, SLOW, HOURS)
 test_a_killed_rank = copy_of(whole_runs.test_a_killed_rank_is_reported_and_the_others_resume, ONE, SLOW)
 test_an_exception = copy_of(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
@@ -155,27 +156,27 @@ test_errors_of_a_task = copy_of(
     pytest.mark.parametrize("name", ["a BaseException, with ranks", "an exit in a sample, with ranks"]),
 )
 
-# Tests whose ranks are forks of the process that runs pytest. They run over NCCL in a process with the stand-in.
+# Tests whose ranks are forks of the pytest process. They run over NCCL in a process with the stand-in.
 IN_PROCESS = (
     "launch/test_local.py::test_a_killed_rank_is_named_and_no_process_is_left",
-    "launch/test_local.py::test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victims",
+    "launch/test_local.py::test_a_raising_rank_is_named_and_waiting_ranks_are_victims",
     "launch/test_local.py::test_a_rank_that_cannot_join_is_a_victim",
     "distributed/test_world.py::test_the_failed_rank_is_reported_not_its_peers",
 )
-# Tests of failing ranks that cannot run over NCCL -> the reason.
+# tests of failing ranks that cannot run over NCCL: the reason
 GLOO_ONLY = {
-    "launch/test_local.py::test_a_limit_on_open_files_that_is_too_small_is_reported": "its ranks join over gloo",
+    "launch/test_local.py::test_a_low_limit_on_open_files_is_reported": "its ranks join over gloo",
     "faults/test_ranks.py::test_a_hanging_rank_of_torchrun_reports_itself": "see the test of torchrun over NCCL below",
-    "launch/test_start.py::test_the_error_of_a_rank_is_recorded_and_not_its_consequence_on_rank_0": (
+    "launch/test_start.py::test_the_error_of_a_rank_is_recorded_not_its_consequence": (
         "forks of the tests, started as by torchrun: see the test of torchrun below"
     ),
     "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
     ),
-    "launch/test_local.py::test_a_victim_that_exits_before_the_cause_is_not_the_cause": (
+    "launch/test_local.py::test_a_victim_that_exits_first_is_not_the_cause": (
         "gloo reports a lost peer after a timeout of 0.2 s; NCCL reports none"
     ),
-    "launch/test_local.py::test_if_all_errors_are_consequences_the_silent_rank_is_also_named": (
+    "launch/test_local.py::test_a_silent_rank_is_named_if_all_errors_are_consequences": (
         "a rank closes the connections of gloo; NCCL would not report it to the other rank"
     ),
     "distributed/test_pipelined.py::test_an_error_of_one_rank_is_raised_on_all_ranks": (
@@ -201,14 +202,10 @@ GLOO_ONLY = {
     ),
     "launch/test_two_nodes.py::test_a_machine_without_peers_times_out": "there is no process group yet",
     "launch/test_two_nodes.py::test_a_rank_reports_a_port_used_by_another_program": "there is no process group yet",
-    "launch/test_start.py::test_machines_whose_task_files_differ_end_with_78": "compared over gloo in any case",
+    "launch/test_start.py::test_machines_with_different_task_files_exit_with_78": "compared over gloo in any case",
     "launch/test_start.py::test_an_error_on_every_rank_is_reported_once": "there is no process group yet",
-    "launch/test_start.py::test_another_number_of_ranks_than_requested_is_reported_once": (
-        "there is no process group yet"
-    ),
-    "launch/test_start.py::test_all_ranks_end_with_the_error_that_rank_0_finds_while_it_traces_the_memory": (
-        "shared over gloo in any case"
-    ),
+    "launch/test_start.py::test_a_wrong_number_of_ranks_is_reported_once": ("there is no process group yet"),
+    "launch/test_start.py::test_an_error_in_tracing_on_rank_0_ends_all_ranks": ("shared over gloo in any case"),
     "distributed/test_network_interface.py::test_a_shared_gpu_is_not_reported_as_a_network_problem": (
         "there is no process group yet"
     ),
@@ -221,7 +218,7 @@ GLOO_ONLY = {
         "its ranks end as in test_ranks; it adds readers and state on disk, on which the group has no influence"
     ),
 }
-# Found by `find_failing`, but no rank fails.
+# Tests that `find_failing` finds, although no rank fails.
 NO_FAILURE = {
     "faults/test_errors.py::test_every_exit_code_is_covered_by_a_test",
     "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
@@ -270,7 +267,8 @@ NO_FAILURE = {
 }
 
 
-def test_every_test_of_failing_ranks_also_runs_over_nccl_or_has_a_reason() -> None:
+def test_tests_of_failing_ranks_also_run_over_nccl() -> None:
+    """Otherwise, a reason must be given."""
     tests = ROOT / "tests"
     run = {f"{Path(test.__code__.co_filename).relative_to(tests).as_posix()}::{test.__name__}" for test in COPIED}
     found = set(find_failing(tests, "faults", "launch", "distributed", "end_to_end"))
@@ -279,7 +277,7 @@ def test_every_test_of_failing_ranks_also_runs_over_nccl_or_has_a_reason() -> No
 
 
 def test_a_new_test_of_failing_ranks_is_found(tmp_path: Path) -> None:
-    """This includes names of its file that the test uses."""
+    """The search includes names of the same file that the test uses."""
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults/test_new.py").write_text(
         "WORDS = 'parallelism.world_size=2'\n"
@@ -309,9 +307,9 @@ def test_forked_ranks_fail_in_the_same_way_over_nccl(stand_in: StandIn) -> None:
     assert "failed" not in out
 
 
-@pytest.mark.long  # three new interpreters that import torch, and 30 s until torchrun kills rank 0
+@pytest.mark.long  # starts three interpreters that import torch, and waits 30 s until torchrun kills rank 0
 @pytest.mark.timeout(600)
-def test_an_error_of_a_rank_of_torchrun_is_recorded_over_nccl(tmp_path: Path) -> None:
+def test_an_error_of_a_torchrun_rank_is_recorded_over_nccl(tmp_path: Path) -> None:
     """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error."""
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
     args = f"train --task {FAILING} task.rank=1 updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
@@ -328,8 +326,8 @@ def test_an_error_of_a_rank_of_torchrun_is_recorded_over_nccl(tmp_path: Path) ->
     assert (process.state, process.exit_code) == ("failed", Exit.SOFTWARE)
 
 
-def test_waits_after_a_failure_add_up_to_less_than_12_s() -> None:
-    """The sum of the grace period, the wait for processes that outlive their rank, and one reminder."""
+def test_waits_after_a_failure_take_less_than_12_s() -> None:
+    """They are the grace period, the wait for processes that outlive their rank, and one reminder."""
     grace_s = inspect.signature(local.run_ranks).parameters["grace_s"].default
     assert grace_s + local.OTHERS_S + local.REMINDER_S < 12
     assert join.ABORT_S < 12

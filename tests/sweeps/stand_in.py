@@ -1,6 +1,6 @@
-"""A stand-in for training: a process that leaves the files of a run, in a tenth of a second and without torch.
+"""A stand-in for training: a process that writes the files of a run in a tenth of a second, without torch.
 
-It writes the same files and saves on request like a real run; tests/commands/test_sweep.py includes real runs.
+Like a real run, it writes a run's files and saves on request; tests/commands/test_sweep.py includes real runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRIAL = (
 
 
 def trial() -> int:
-    """Act as a run of three updates with an evaluation after each; return its exit code."""
+    """Act as a run of three updates with an evaluation after each one, and return the exit code."""
     from runner.durable import files
     from runner.durable.directory import RunDirectory
     from runner.host.process_tree import process_identity
@@ -89,7 +89,7 @@ def trial_command(args: Sequence[str], by: signal.Signals) -> list[str]:
 
 
 def stand_in() -> None:
-    """Make the trials of this process stand-ins, and skip planning."""
+    """Replace the trials of this process with stand-ins, and skip planning."""
     from runner.sweeps import pool, sweep
 
     pool.child_command = trial_command

@@ -1,4 +1,4 @@
-"""Trials with repetitions, such as seeds and folds, are compared by their means, not by single repetitions."""
+"""Repetitions of trials, such as seeds and folds, are compared by their means, not one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVER_FOLDS = Goal("val/pck", "max", ("task.fold",))
 
 
 def trials(words: Sequence[str], values: Sequence[float | None]) -> list[Result]:
-    """Return a result per trial; a trial without a value has failed."""
+    """Return a result for each trial. A trial without a value has failed."""
     return [
         Result(
             Trial(number, f"mine-{number}", tuple(each.split())),
@@ -39,7 +39,7 @@ def trials(words: Sequence[str], values: Sequence[float | None]) -> list[Result]
     ]
 
 
-# With a learning rate of 0.1, one fold is the best of all, but the mean is lower.
+# With a learning rate of 0.1, one fold is the best of all, but the mean is worse.
 GRID = [f"optimizer.lr={lr} task.fold={fold}" for lr in (0.1, 0.01) for fold in (1, 2, 3)]
 VALUES = [0.9, 0.2, 0.1, 0.5, 0.6, 0.7]
 
@@ -48,7 +48,8 @@ def csv_rows(results: Sequence[Result], goal: Goal) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(to_csv(results, goal))))
 
 
-def test_the_best_combination_has_the_best_mean_and_not_the_best_repetition() -> None:
+def test_the_best_combination_has_the_best_mean() -> None:
+    """It need not have the best repetition."""
     results = trials(GRID, VALUES)
     best = find_best(results, OVER_FOLDS)
     assert best is not None
@@ -58,7 +59,8 @@ def test_the_best_combination_has_the_best_mean_and_not_the_best_repetition() ->
     assert "optimizer.lr=0.01" in format_summary(results, OVER_FOLDS)
 
 
-def test_the_table_marks_the_best_combination_and_not_a_trial() -> None:
+def test_the_table_marks_the_best_combination() -> None:
+    """It does not mark a trial."""
     lines = format_trial_table(trials(GRID, VALUES), OVER_FOLDS)
     marked = [line.split() for line in lines if line.endswith(BEST)]
     assert [line[:4] for line in marked] == [["0.01", "3", "of", "3"]]
@@ -81,7 +83,7 @@ def test_the_standard_deviation_is_the_sample_standard_deviation(values: list[fl
 
 
 def test_a_combination_with_failed_repetitions_is_not_the_best() -> None:
-    values = [*VALUES[:5], None]  # the remaining two have the best mean
+    values = [*VALUES[:5], None]  # the remaining two repetitions have the best mean
     results = trials(GRID, values)
     best = find_best(results, OVER_FOLDS)
     assert best is not None
@@ -91,22 +93,23 @@ def test_a_combination_with_failed_repetitions_is_not_the_best() -> None:
     assert find_best(trials(GRID, [None] * 6), OVER_FOLDS) is None
 
 
-def test_one_repetition_has_no_standard_deviation() -> None:
+def test_a_single_repetition_has_no_standard_deviation() -> None:
     results = trials(GRID[:3], [0.5, None, None])
     (row, *_) = csv_rows(results, OVER_FOLDS)
     assert (row["val/pck mean"], row["val/pck std"], row["val/pck count"]) == ("0.5", "", "1")
     assert "nan" not in "".join([format_summary(results, OVER_FOLDS), *format_trial_table(results, OVER_FOLDS)])
 
 
-def test_the_files_contain_no_means_without_repetitions() -> None:
-    results = trials(["optimizer.lr=0.1", "optimizer.lr=0.1"], [0.5, 0.6])  # as a search may propose
+def test_files_contain_no_means_without_repetitions() -> None:
+    # a search may propose the same combination twice
+    results = trials(["optimizer.lr=0.1", "optimizer.lr=0.1"], [0.5, 0.6])
     assert [row["is_best"] for row in csv_rows(results, Goal("val/pck", "max"))] == ["0", "1"]
     assert not [name for name in csv_rows(results, Goal("val/pck", "max"))[0] if name.endswith(("mean", "std"))]
 
 
 @pytest.fixture(scope="module")
 def swept(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run a sweep over two sizes and two seeds; return the folder in which it was started."""
+    """Run a sweep over two sizes and two seeds, and return the folder in which it was started."""
     folder = tmp_path_factory.mktemp("swept")
     code, _, err = run(server, ["train", "-m", "task.hidden=8,16", "seed=0,1", *TASK], folder)
     assert code == 0, err
@@ -119,10 +122,11 @@ def sweep_json(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_sweep_over_seeds_stores_a_mean_for_each_combination_of_the_other_settings(swept: Path) -> None:
+def test_a_sweep_over_seeds_stores_the_means(swept: Path) -> None:
+    """There is a mean for each combination of the other settings."""
     content = sweep_json(swept)
     values = [trial["last"] for trial in content["trials"]]
-    assert len(set(values)) == 4, "each trial has another value"
+    assert len(set(values)) == 4, "trials must have different values"
     means = [
         (each["settings"], each["trials"], each["count"], each["mean"], each["std"]) for each in content["combinations"]
     ]
@@ -152,7 +156,7 @@ def test_swept_seeds_and_folds_are_repetitions(words: str, over: list[str], serv
 
 
 @pytest.mark.slow
-def test_status_runs_and_the_report_show_the_means(
+def test_status_runs_and_report_show_the_means(
     swept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(swept)

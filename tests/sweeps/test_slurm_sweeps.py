@@ -1,4 +1,4 @@
-"""Sweeps and searches with launcher=slurm, on stand-ins for SLURM and for training (tests/slurm_stub.py)."""
+"""Sweeps and searches with launcher=slurm, with stand-ins for SLURM and for training (tests/slurm_stub.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = ["train", "-m", "seed=1,2,3", *TASK]
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cluster whose jobs are followed without delay."""
+    """Simulate a cluster whose jobs are followed without delay."""
     slurm_stub.install(tmp_path, monkeypatch)
     monkeypatch.setattr(job_pool, "POLL_S", 0.05)
     monkeypatch.setattr(job_pool, "EXIT_CODE_DELAY_S", 0.0)
@@ -48,9 +48,8 @@ def states(cluster: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_a_grid_is_submitted_as_one_array_and_has_the_table_of_a_local_sweep(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_is_submitted_as_one_array(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its table is that of a local sweep."""
     grid = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", "together=2", *TASK]
     assert main([*grid, "launcher.time_min=30"]) == 0
     assert arrays(cluster) == ["1-4%2"]
@@ -63,14 +62,15 @@ def test_a_grid_is_submitted_as_one_array_and_has_the_table_of_a_local_sweep(
     ]
     out = capsys.readouterr().out
     assert [line[:5] for line in out.splitlines() if line.startswith("[")][:4] == [f"[{n}/4]" for n in (1, 2, 3, 4)]
-    assert main([*grid, "launcher.time_min=60"]) == 0, "other resources are not another sweep"
-    assert arrays(cluster) == ["1-4%2"], "finished trials are not repeated"
+    assert main([*grid, "launcher.time_min=60"]) == 0, "other resources must not start another sweep"
+    assert arrays(cluster) == ["1-4%2"], "finished trials must not be repeated"
 
 
 @pytest.mark.slow
-def test_failed_trials_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_request(
+def test_failed_trials_have_exit_codes_and_can_be_retried(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The exit codes are those of a local sweep."""
     command = ["train", "-m", "task.act=good,fail,killed", *TASK]
     assert main(command) == 70
     assert states(cluster) == [("finished", "0"), ("failed", "70"), ("failed", "137")]
@@ -84,7 +84,8 @@ def test_failed_trials_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_r
 
 
 @pytest.mark.slow
-def test_canceling_one_job_stops_only_its_trial_and_rerunning_the_command_submits_it_again(cluster: Path) -> None:
+def test_a_canceled_job_is_submitted_again_on_request(cluster: Path) -> None:
+    """Canceling the job stops only its trial; repeating the command submits it again."""
     for name in ("held", "release"):
         (cluster / name).touch()
     (cluster / "cancel").write_text("42_2")
@@ -99,7 +100,7 @@ def test_canceling_one_job_stops_only_its_trial_and_rerunning_the_command_submit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
-def test_an_interrupted_command_leaves_its_jobs_running_and_rerunning_it_follows_them(
+def test_a_repeated_command_follows_the_jobs_of_an_interrupted_one(
     is_recorded: bool, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("held", "interrupt"):
@@ -120,21 +121,22 @@ def test_an_interrupted_command_leaves_its_jobs_running_and_rerunning_it_follows
     assert states(cluster) == [("finished", "0")] * 3
 
 
-def test_trials_that_ended_after_the_sweep_stopped_are_not_repeated(cluster: Path) -> None:
+def test_trials_that_ended_later_are_not_repeated(cluster: Path) -> None:
+    """They ended after the sweep had stopped."""
     command = ["train", "-m", "task.act=good,fail", *TASK]
     for name in ("held", "interrupt"):
         (cluster / name).touch()
     assert main(command) == 75
     for name in ("held", "interrupt"):
         (cluster / name).unlink()
-    wait_until(lambda: not list((cluster / "queue").iterdir()), "the end of the jobs")
+    wait_until(lambda: not list((cluster / "queue").iterdir()), "all jobs have ended")
     assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["finished", "failed"]
     assert main(command) == 70
     assert arrays(cluster) == ["1-2"]
 
 
 @pytest.mark.parametrize(("are_canceled", "num_waits"), [(False, 3), (True, 0)])
-def test_watching_a_page_ends_when_the_jobs_have_left_the_queue(
+def test_watching_a_page_ends_with_the_last_job(
     are_canceled: bool, num_waits: int, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("held", "interrupt"):
@@ -157,7 +159,7 @@ def test_watching_a_page_ends_when_the_jobs_have_left_the_queue(
     (cluster / "held").unlink()
 
 
-def test_a_sweep_is_live_while_its_command_may_submit_the_next_job(cluster: Path) -> None:
+def test_a_sweep_is_live_while_it_may_submit_jobs(cluster: Path) -> None:
     assert main(SEEDS) == 0
     ended = Sweep.read(cluster / "outputs" / "mine")
     assert not ended.is_live()
@@ -165,9 +167,8 @@ def test_a_sweep_is_live_while_its_command_may_submit_the_next_job(cluster: Path
     assert replace(ended, record=replace(ended.record, process=process)).is_live()
 
 
-def test_the_jobs_of_another_user_are_live_although_squeue_does_not_list_them(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_another_user_count_as_live(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue does not list them."""
     for name in ("held", "interrupt"):
         (cluster / name).touch()
     assert main(SEEDS) == 75
@@ -183,7 +184,7 @@ def test_the_jobs_of_another_user_are_live_although_squeue_does_not_list_them(
 
 
 @pytest.mark.slow
-def test_a_search_submits_as_many_trials_as_may_run_and_uses_their_results(cluster: Path) -> None:
+def test_a_search_submits_trials_in_parallel_and_uses_results(cluster: Path) -> None:
     pytest.importorskip("optuna")
     search = ["search", "optimizer.lr=log(1e-5,1e-1)", *TASK]
     assert main([*search, "trials=2"]) == 0
@@ -195,13 +196,13 @@ def test_a_search_submits_as_many_trials_as_may_run_and_uses_their_results(clust
     assert sorted(reported) == [[0.1], [0.2], [0.3], [0.4], [0.5]]
 
 
-def test_trials_with_different_resources_are_in_different_arrays(cluster: Path) -> None:
+def test_trials_with_different_resources_use_different_arrays(cluster: Path) -> None:
     assert main(["train", "-m", "launcher.time_min=30,60", "seed=1,2", *TASK]) == 0
     assert arrays(cluster) == ["1-2", "3-4"]
     assert states(cluster) == [("finished", "0")] * 4
 
 
-def test_problems_of_a_submission_are_reported_before_a_folder_is_created(
+def test_submission_problems_are_reported_before_creating_a_folder(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "-m", "launcher=local,slurm", *TASK[:-1]]) == 78

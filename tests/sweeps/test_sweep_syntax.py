@@ -1,4 +1,4 @@
-"""Overrides with several values: the values they expand to, and messages for invalid ones."""
+"""Overrides with several values: the values that they expand to, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def problems(*args: str, search: bool = False) -> tuple[Problem, ...]:
     return raised.value.problems
 
 
-def told(lines: list[str], *, search: bool = False) -> str:
-    """Return each line of overrides with its problems below it."""
+def describe_problems(lines: list[str], *, search: bool = False) -> str:
+    """Return each line of overrides, followed by its problems."""
     result = [(args, problems(*args.split(), search=search)) for args in lines]
     return "\n\n".join("\n  ".join([args, *(str(problem) for problem in each)]) for args, each in result)
 
@@ -58,12 +58,12 @@ TASK = Path(__file__).parent / "task_of_trials.py"
     ],
 )
 def test_numbers_for_a_string_setting_stay_as_typed(word: str, values: str) -> None:
-    """Numbers of other settings also keep their notation, by which trials are recognized."""
+    """Numbers of other settings also keep their notation, because it identifies trials."""
     texts = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word, "seed=1,2"), TASK))]
     assert texts[::2] == texts[1::2] == values.split()
 
 
-def test_numbers_for_a_string_setting_stay_as_typed_in_a_search() -> None:
+def test_numbers_for_a_string_setting_of_a_search_stay_as_typed() -> None:
     space = ("task.act=1e-3,2.50", "optimizer.lr=1e-3,2.50", "updates=range(1,9)")
     _, (text, number, _) = parse_search_space(Request(space, TASK))
     assert text.values == ("task.act=1e-3", "task.act=2.50")
@@ -90,7 +90,7 @@ SWEEPS = [
 
 
 def test_an_invalid_sweep_gets_a_suggestion(screen: Callable[..., None]) -> None:
-    screen(told(SWEEPS))
+    screen(describe_problems(SWEEPS))
 
 
 @pytest.mark.parametrize("args", SWEEPS)
@@ -124,7 +124,8 @@ def test_the_maximum_number_of_trials_is_accepted() -> None:
         ("updates=range(1,2)", SearchSpace("updates", ("updates=1",))),
     ],
 )
-def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: str, axis: SearchSpace) -> None:
+def test_search_ranges_use_hydra_syntax(word: str, axis: SearchSpace) -> None:
+    """For integer keys, they are ranges of integers."""
     fixed, result = parse_search_space(Request(("seed=3", word)))
     assert fixed.overrides == ("seed=3",)
     assert result == (axis,)
@@ -159,7 +160,7 @@ SEARCHES = [
 
 
 def test_an_invalid_search_gets_a_suggestion(screen: Callable[..., None]) -> None:
-    screen(told(SEARCHES, search=True))
+    screen(describe_problems(SEARCHES, search=True))
 
 
 def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
@@ -169,7 +170,7 @@ def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
 
 
 @pytest.mark.slow
-def test_shared_settings_compose_as_in_each_combination() -> None:
+def test_common_settings_compose_as_in_each_combination() -> None:
     requests = expand_sweep(Request(("optimizer=adamw,sgd", "seed=1,2", "hardware=t4")))
     together, alone = compose_all(requests), [compose_all([request])[0] for request in requests]
     assert [each.flat() for each in together] == [each.flat() for each in alone]

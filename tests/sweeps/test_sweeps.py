@@ -1,4 +1,4 @@
-"""Sweeps and searches with stand-ins for training: kills, resuming and refusals."""
+"""Sweeps and searches with stand-ins for training: kills, resuming and rejected commands."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def record(folder: Path, number: int) -> dict[str, Any]:
     return result
 
 
-def killed_until_done(server: ForkServer, args: Sequence[str], folder: Path, dice: random.Random) -> int:
-    """Kill and resume the sweep at random moments after it started; return the number of kills before it finished."""
+def resume_until_done(server: ForkServer, args: Sequence[str], folder: Path, dice: random.Random) -> int:
+    """Kill the sweep at random moments after its start and resume it. Return the number of kills before it ended."""
     file = folder / "outputs" / "mine" / "sweep.json"
     for kills in range(KILLS):
         before = file.stat().st_mtime_ns if file.exists() else 0
         pid = start(server, args, folder)
         wait_until(lambda before=before: file.exists() and file.stat().st_mtime_ns > before)
-        time.sleep(dice.random() * 0.4)  # lint-tests: sleep: any moment is right
+        time.sleep(dice.random() * 0.4)  # lint-tests: sleep: any moment is suitable
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         if server.wait().code >= 0:
@@ -104,18 +104,19 @@ def test_resuming_after_kills_gives_the_same_table(args: list[str], server: Fork
     code, _, err = run(server, args, whole)
     assert code == 0, err
     seed = SEED
-    kills = killed_until_done(server, args, cut, random.Random(seed))
+    kills = resume_until_done(server, args, cut, random.Random(seed))
     assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
-    for number in range(1, len(rows(cut)) + 1):  # finished trials are not repeated, and checkpoints are kept
+    for number in range(1, len(rows(cut)) + 1):  # finished trials must not be repeated, and checkpoints must be kept
         began = record(cut, number)["began"]
         assert began == sorted(began), f"seed {seed}"
         assert 3 not in began, f"seed {seed}"
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refused(
+def test_a_stopped_sweep_leaves_a_table(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A second sweep on its folder is rejected while it runs."""
     args = [*GRID, "task.act=hang"]
     pid = start(server, args, tmp_path)
     wait_until((tmp_path / "outputs/mine/mine-1/run.json").exists)
@@ -126,15 +127,13 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
     os.kill(pid, signal.SIGINT)
     result = server.wait()
     assert result.code == 75, result.err
-    assert "run=mine" in result.out, "how to resume"
+    assert "run=mine" in result.out, "the output must show how to resume"
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
     assert Sweep.read(tmp_path / "outputs" / "mine").record.process.state == "preempted"
 
 
 @pytest.mark.slow
-def test_a_trial_killed_by_a_third_signal_counts_as_stopped_and_not_as_failed(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_third_signal_stops_a_trial_without_failing_it(server: ForkServer, tmp_path: Path) -> None:
     pid = start(server, [*GRID, "task.act=deaf", "together=2"], tmp_path, SAVED="never")
     trials = [tmp_path / f"outputs/mine/mine-{number}" for number in (1, 2)]
     wait_until(lambda: all((trial / "run.json").exists() for trial in trials))
@@ -148,7 +147,8 @@ def test_a_trial_killed_by_a_third_signal_counts_as_stopped_and_not_as_failed(
 
 
 @pytest.mark.slow
-def test_a_trial_with_a_missing_or_different_folder_is_run_again(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trial_without_its_folder_is_run_again(server: ForkServer, tmp_path: Path) -> None:
+    """The same holds if the folder contains another run."""
     assert run(server, GRID, tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
     other = record(tmp_path, 3) | {"overrides": ["optimizer.lr=5"]}
@@ -156,11 +156,11 @@ def test_a_trial_with_a_missing_or_different_folder_is_run_again(server: ForkSer
     code, out, err = run(server, GRID, tmp_path)
     assert code == 0, err
     lines = [line[:5] for line in out.splitlines() if line.startswith("[")]
-    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "at its start and its end"
+    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "the trial must be printed at its start and its end"
 
 
 def base_run(folder: Path, name: str) -> str:
-    """Create a run from whose weights trials start; return its path."""
+    """Create a run from whose weights trials start, and return its path."""
     path = folder / "outputs" / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"name": name, "state": "done"}))
@@ -168,8 +168,8 @@ def base_run(folder: Path, name: str) -> str:
     return str(path)
 
 
-def test_trials_that_start_from_different_runs_are_recognized(server: ForkServer, tmp_path: Path) -> None:
-    """`last` is the newest run when the sweep starts, not one of its trials."""
+def test_trials_with_different_start_runs_are_recognized(server: ForkServer, tmp_path: Path) -> None:
+    """`last` is the newest run when the sweep starts, not one of the trials."""
     paths = [base_run(tmp_path, name) for name in ("old", "new")]
     os.utime(Path(paths[0]) / "metrics.jsonl", (1.7e9, 1.7e9))
     os.utime(Path(paths[0]) / "run.json", (1.7e9, 1.7e9))
@@ -197,7 +197,8 @@ def test_a_resumed_sweep_starts_its_trials_from_the_same_run(server: ForkServer,
 
 
 @pytest.mark.slow
-def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
+def test_failed_trials_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
+    """They fail in every possible way."""
     args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, args, tmp_path)
     assert code == 70, err
@@ -208,7 +209,7 @@ def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, 
     }  # fmt: skip
     code, out, err = run(server, [*args, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
-    assert record(tmp_path, 1)["began"] == [0, 1], "it resumes where it failed"
+    assert record(tmp_path, 1)["began"] == [0, 1], "the trial must resume where it failed"
     assert [row["state"] for row in rows(tmp_path)][:2] == ["finished", "failed"]
 
 
@@ -222,25 +223,24 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
 
 
 @pytest.mark.slow
-def test_a_metric_missing_from_the_first_trial_is_reported_when_the_trial_ends(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_missing_metric_is_reported_when_the_first_trial_ends(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los;" in line]) == 1
 
 
 @pytest.mark.slow
-def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: ForkServer, tmp_path: Path) -> None:
+def test_resuming_waits_for_trials_that_still_save(server: ForkServer, tmp_path: Path) -> None:
+    """They belong to a killed sweep."""
     args, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
     pid = start(server, args, tmp_path, SAVED=str(saved))
     wait_until((tmp_path / "outputs" / "mine" / "mine-1" / "run.json").exists)
     os.kill(pid, signal.SIGKILL)
     server.wait()
     saves = record(tmp_path, 1)["pid"]
-    assert run(server, [*args, "task.seconds=0.2"], tmp_path)[0] == 88, "another length is another sweep"
+    assert run(server, [*args, "task.seconds=0.2"], tmp_path)[0] == 88, "another length must start another sweep"
     start(server, args, tmp_path, SAVED=str(saved))
-    wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the word that it waits")
+    wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the message that it waits")
     saved.touch()
     result = server.wait()
     assert result.code == 0, result.err
@@ -248,7 +248,7 @@ def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: For
 
 
 @pytest.mark.slow
-def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer, tmp_path: Path) -> None:
+def test_output_of_concurrent_trials_names_the_trial(server: ForkServer, tmp_path: Path) -> None:
     code, out, err = run(
         server, [*GRID, "together=2", "task.act=meet"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline"
     )
@@ -265,7 +265,7 @@ def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("requested", "expected"), [(3, "3"), (9, "5")])
-def test_a_search_runs_as_many_trials_at_once_as_requested(
+def test_a_search_runs_the_requested_number_of_trials_at_once(
     requested: int, expected: str, server: ForkServer, tmp_path: Path
 ) -> None:
     needs_optuna()
@@ -287,7 +287,7 @@ def test_a_search_runs_as_many_trials_at_once_as_requested(
         ("checkpoint.best=null early_stopping.best_is=max", SweepOptions(), "max of val/loss"),
     ],
 )  # fmt: skip
-def test_trials_are_compared_by_the_metric_that_the_settings_name(
+def test_trials_are_compared_by_the_metric_of_the_settings(
     args: str, options: SweepOptions, goal: str, tmp_path: Path
 ) -> None:
     request = Request((*args.split(), f"output_root={tmp_path}", "run=mine"), Path(TASK[1]))
@@ -296,7 +296,7 @@ def test_trials_are_compared_by_the_metric_that_the_settings_name(
 
 
 @pytest.mark.slow
-def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_can_be_extended_with_the_same_space_and_goal(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
     assert run(server, few, tmp_path)[0] == 0
@@ -316,8 +316,8 @@ def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: For
 
 
 @pytest.mark.slow
-def test_a_search_of_an_earlier_version_keeps_its_notation_of_numbers(server: ForkServer, tmp_path: Path) -> None:
-    """It passed 0.001 to a text setting for 1e-3."""
+def test_a_search_of_an_earlier_version_keeps_its_notation(server: ForkServer, tmp_path: Path) -> None:
+    """It passed 0.001 to a string setting for 1e-3."""
     needs_optuna()
     assert run(server, ["search", "task.act=0.001,2.5", "trials=1", *TASK], tmp_path)[0] == 0
     code, _, err = run(server, ["search", "task.act=1e-3,2.50", "trials=2", *TASK], tmp_path)
@@ -335,13 +335,13 @@ def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, t
     study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
     states = [trial.state.name for trial in study.trials]
     acts = [row["task.act"] for row in rows(tmp_path)]
-    assert {"fail", "bad", "good"} == set(acts), "another seed, for one of each"
-    assert "trials=8" in err, "more trials than combinations"
+    assert {"fail", "bad", "good"} == set(acts), "choose another seed, with which the search tries each value"
+    assert "trials=8" in err, "the message must state that there are more trials than combinations"
     assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
 
 
 @pytest.mark.slow
-def test_a_search_for_a_metric_that_no_trial_has_ends_with_suggestions(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_for_a_missing_metric_ends_with_suggestions(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
     assert code == 78
@@ -349,11 +349,11 @@ def test_a_search_for_a_metric_that_no_trial_has_ends_with_suggestions(server: F
     assert "val/loss?" in err
     code, out, err = run(server, SEARCH, tmp_path)
     assert code == 0, err
-    assert "[1/5]" not in out, "the first trial is complete, and is not repeated"
+    assert "[1/5]" not in out, "the first trial is complete, and must not be repeated"
 
 
 @pytest.mark.slow
-def test_a_search_whose_trials_all_fail_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
+def test_a_search_without_successful_trials_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
@@ -375,7 +375,7 @@ def best_of(results: Sequence[Result], goal: Goal) -> list[Result]:
     return [] if best is None else [*best.results]
 
 
-def test_the_best_trial_is_a_finished_one_and_the_first_of_equal_ones() -> None:
+def test_the_best_trial_is_the_first_of_equal_finished_ones() -> None:
     results = [
         Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
         Result(Trial(2, "a-2", ()), "finished", 0, float("nan")),
@@ -396,8 +396,8 @@ def test_the_best_trial_is_a_finished_one_and_the_first_of_equal_ones() -> None:
     ]
 
 
-def test_a_trial_whose_last_evaluation_lacks_the_metric_is_not_the_best(tmp_path: Path) -> None:
-    """As after a divergence: run.json has null for the metric of the last evaluation."""
+def test_a_trial_without_the_last_metric_is_not_the_best(tmp_path: Path) -> None:
+    """After a divergence, run.json has null for the metric of the last evaluation."""
     trials = [{"number": number, "name": f"mine-{number}", "words": [], "exit_code": 0} for number in (1, 2)]
     (tmp_path / "sweep.json").write_text(json.dumps({"trials": trials, "goal": {"metric": "val/loss"}}))
     for number, last in ((1, None), (2, 2.0)):
@@ -430,8 +430,8 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
     assert Sweep.read(tmp_path).trials == []
 
 
-def test_trials_of_an_earlier_version_keep_their_notation_of_numbers(tmp_path: Path) -> None:
-    """It passed 0.001 to a text setting for 1e-3."""
+def test_trials_of_an_earlier_version_keep_their_notation(tmp_path: Path) -> None:
+    """It passed 0.001 to a string setting for 1e-3."""
     old = [Trial(1, "mine-1", ("task.act=0.001",)), Trial(2, "mine-2", ("task.act=2.5",))]
     result = Sweep(tmp_path, SweepRecord(fixed=()), [*old], earlier=SweepRecord(fixed=()))
     sweep.add_trials(result, [("task.act=1e-3",), ("task.act=2.50",), ("task.act=3e-3",)], "mine")
@@ -490,11 +490,12 @@ def test_a_damaged_sweep_is_not_restarted(
     assert main(GRID) == 65
     assert "sweep.json" in capsys.readouterr().err
     assert file.read_text() == damage
-    RunDirectory.create_or_open(tmp_path / "outputs", "mine", for_sweep=True).release()  # the lock is not held
+    RunDirectory.create_or_open(tmp_path / "outputs", "mine", for_sweep=True).release()  # the lock has been released
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
-def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
+def test_a_killed_search_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
+    """It is killed between two values of a trial."""
     needs_optuna()
     from runner.sweeps.study import JOURNAL, Study
 
@@ -543,7 +544,7 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(DataError, match="is damaged"):
             Study(result, axes, "mine", seed=0).load_trials(known)
-    file.write_bytes(whole + b'{"op_code": 4, "half')  # a partial line after a crash
+    file.write_bytes(whole + b'{"op_code": 4, "half')  # a crash may leave a partial line
     assert Study(result, axes, "mine", seed=0).load_trials(known) == known
     file.write_bytes(whole.replace(b"task.act", b"task.odd"))
     with pytest.raises(DataError, match="mine-1 differs from the trial in sweep"):
@@ -554,7 +555,7 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_arguments_produced_by_wandb_sweeps_are_accepted_as_settings() -> None:
+def test_arguments_of_wandb_sweeps_are_accepted() -> None:
     import yaml
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
@@ -574,7 +575,7 @@ def test_arguments_produced_by_wandb_sweeps_are_accepted_as_settings() -> None:
 
 
 @pytest.mark.slow
-def test_lists_booleans_and_null_as_wandb_writes_them_are_accepted_as_settings() -> None:
+def test_wandb_lists_booleans_and_null_are_accepted() -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     values = {
@@ -591,7 +592,7 @@ def test_lists_booleans_and_null_as_wandb_writes_them_are_accepted_as_settings()
 # ---------------------------------------------------------------- concurrent trials
 
 
-def test_concurrent_trials_are_distributed_over_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_trials_share_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.sweep.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
     slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the 8 cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
@@ -601,14 +602,14 @@ def test_concurrent_trials_are_distributed_over_devices_and_cores(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_trials_that_take_all_devices_run_alone() -> None:
+def test_trials_that_use_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
     assert assign_slots(several, 1) == Packing()
     with pytest.raises(ConfigError) as caught:
         assign_slots(several, 2)
     assert [problem.where for problem in caught.value.problems] == ["together=2"]
     alone = [compose(Request(("hardware=pair_11gb_8gb", f"seed={seed}"))) for seed in (0, 1)]
-    assert len(assign_slots(alone, 2).slots) == 2, "auto selects one device here"
+    assert len(assign_slots(alone, 2).slots) == 2, "auto must select one device here"
 
 
 @pytest.mark.slow

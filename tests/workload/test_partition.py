@@ -31,12 +31,13 @@ def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance
     assert [list(part) for part in result.ranges] == [list(range(6)), list(range(6, 10))]
 
 
-def test_nineteen_equal_layers_on_11_and_8_gb_are_split_in_proportion_to_memory() -> None:
+def test_nineteen_equal_layers_are_split_by_memory() -> None:
+    """The devices have 11 and 8 GB."""
     assert str(split([1.0] * 19, [GIB // 2] * 19, [StageDevice(11 * GIB), StageDevice(8 * GIB)])) == "11 : 8"
 
 
 def test_memory_decides_between_equal_times() -> None:
-    """Both 1 : 2 and 2 : 1 have a slowest stage of 2 s."""
+    """With 1 : 2 and with 2 : 1, the slowest stage takes 2 s."""
     large_first, small_first = (
         [StageDevice(4 * GIB), StageDevice(2 * GIB)],
         [StageDevice(2 * GIB), StageDevice(4 * GIB)],
@@ -70,7 +71,7 @@ def every_split(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def cost_of(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> tuple[float, ...] | None:
-    """Return the cost of a split, or None if it does not fit on a device."""
+    """Return the cost of a split, or None if a device has too little memory."""
     seconds, shares, start = [], [], 0
     for stage, size in enumerate(sizes):
         part = slice(start, start + size)
@@ -149,7 +150,7 @@ def test_invalid_splits_are_refused(sizes: list[int], text: str) -> None:
     assert text in problem.what
 
 
-def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
+def test_the_table_lists_each_layer_with_device_and_share() -> None:
     costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
     result = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
     assert isinstance(result, Split)
@@ -181,7 +182,7 @@ def test_idle_time_of_equal_stages_is_the_ideal_bubble(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_devices", "count"), [(2, 1), (3, 2), (4, 3), (2, 6), (3, 9), (4, 1)])
-def test_each_stage_runs_each_micro_batch_once_forward_and_backward(
+def test_each_stage_runs_each_micro_batch_once_per_pass(
     schedule: partition.Schedule, num_devices: int, count: int
 ) -> None:
     rows = orders(schedule, num_devices, count)
@@ -199,9 +200,10 @@ def test_each_stage_runs_each_micro_batch_once_forward_and_backward(
     count=st.integers(1, 8),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
-def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
+def test_pipeline_time_is_bounded_by_stages_and_critical_path(
     seconds: list[float], count: int, schedule: partition.Schedule
 ) -> None:
+    """A pipeline takes at least the time of its slowest stage and of its critical path."""
     back = [2 * second for second in seconds]
     took = partition.simulated_seconds(schedule, seconds, back, count)
     assert took >= max(seconds) * 3 * count * (1 - ROUNDED)
@@ -209,8 +211,8 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
     assert took <= math.fsum(seconds) * 3 * count * (1 + ROUNDED)
 
 
-def test_each_stage_has_the_expected_number_of_micro_batches_in_flight() -> None:
-    """1F1B: one for each remaining stage, including this one; GPipe: all."""
+def test_stages_have_the_expected_micro_batches_in_flight() -> None:
+    """With 1F1B, there is one for each remaining stage, including the stage itself; with GPipe, all are in flight."""
     assert max_in_flight("1f1b", 4, 8) == (4, 3, 2, 1)
     assert max_in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
     assert max_in_flight("gpipe", 3, 8) == (8, 8, 8)

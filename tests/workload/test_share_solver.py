@@ -1,4 +1,4 @@
-"""Load balancing: shares are optimal, are found from noisy times, and stay stable once found."""
+"""Shares of ranks are optimal, are found from noisy times, and stay stable once found."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_moving_one_sample_never_helps(lines: list[RankTiming], total: int) -> N
             assert rank == slow or line.seconds(shares[rank] + 1) >= lines[slow].seconds(shares[slow])
 
 
-def test_ties_are_broken_by_fewer_samples_and_then_by_lower_rank() -> None:
+def test_ties_are_broken_by_samples_and_rank() -> None:
+    """Fewer samples come first, then the lower rank."""
     assert fastest_shares(7, [RankTiming(0.0, 1.0)] * 3) == (3, 2, 2)
     assert fastest_shares(7, [RankTiming(1.0, 0.0)] * 3) == (3, 2, 2)
     assert fastest_shares(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)]) == (24, 8)
@@ -133,20 +134,20 @@ def test_probes_include_every_rank(size: int, total: int) -> None:
 
 
 @given(st.integers(2, 8), st.integers(0, 300))
-def test_each_rank_is_measured_at_two_sample_counts_within_6_updates(size: int, more: int) -> None:
+def test_ranks_are_measured_at_two_sample_counts_in_6_updates(size: int, more: int) -> None:
     balance = ShareSolver(2 * size + more, size, warm_up=0)
     seen = [balance.ahead(num) for num in range(6)]
     assert all(len({split[rank] for split in seen}) >= 2 for rank in range(size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_few_ranks_are_measured_at_two_counts_even_with_one_spare_sample(size: int) -> None:
+def test_one_spare_sample_suffices_to_probe_few_ranks(size: int) -> None:
     for total in range(size + 1, 3 * size):
         splits = probe_splits(total, split_proportionally(total, [1] * size))
         assert all(len({split[rank] for split in splits}) >= 2 for rank in range(size)), (total, splits)
 
 
-def test_announced_shares_equal_the_shares_that_are_used() -> None:
+def test_announced_shares_equal_used_shares() -> None:
     balance = ShareSolver(32, 2, warm_up=2)
     ahead = [balance.ahead(num) for num in range(8)]
     assert ahead[:2] == [(16, 16)] * 2
@@ -161,7 +162,7 @@ def test_announced_shares_equal_the_shares_that_are_used() -> None:
 
 
 class Ranks:
-    """Ranks of known speed with noisy times; a few outliers take three times as long."""
+    """Ranks of known speed with noisy times. A few outliers take three times as long."""
 
     def __init__(self, lines: Sequence[RankTiming], noise: float = 0.0, seed: int = 0, outliers: float = 0.01) -> None:
         self.lines, self.noise, self.outliers = list(lines), noise, outliers if noise else 0.0
@@ -191,8 +192,8 @@ def run(balance: ShareSolver, ranks: Ranks, updates: int) -> list[Decision]:
 
 @pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
-def test_with_a_slower_rank_the_solution_reaches_the_minimum_time(slower: int, gain: float, noise: float) -> None:
-    """The result is within 5 % of the optimum. If a rank is k times slower, equal shares take (1 + k) / 2 as long."""
+def test_with_a_slower_rank_the_minimum_time_is_reached(slower: int, gain: float, noise: float) -> None:
+    """It is reached within 5 %. If a rank is k times slower, equal shares take (1 + k) / 2 times as long."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
         balance = ShareSolver(96, 2)
@@ -209,7 +210,8 @@ def test_with_a_slower_rank_the_solution_reaches_the_minimum_time(slower: int, g
         [RankTiming(0.001, 0.001 * (1 + rank % 3)) for rank in range(8)],
     ],
 )
-def test_more_ranks_and_large_fixed_times_are_within_5_percent_of_the_minimum(lines: list[RankTiming]) -> None:
+def test_more_ranks_and_fixed_times_are_within_5_percent(lines: list[RankTiming]) -> None:
+    """The result is compared with the minimum time."""
     for seed in range(5):
         ranks = Ranks(lines, 0.05, seed)
         balance = ShareSolver(128, len(lines))
@@ -220,7 +222,7 @@ def test_more_ranks_and_large_fixed_times_are_within_5_percent_of_the_minimum(li
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 @pytest.mark.parametrize("slower", [1, 3])
-def test_noise_changes_the_shares_at_most_once_in_500_updates(noise: float, slower: int) -> None:
+def test_noise_changes_shares_at_most_once_in_500_updates(noise: float, slower: int) -> None:
     for seed in range(10):
         ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0005 * slower, 0.001 * slower)], noise, seed)
         balance = ShareSolver(64, 2)
@@ -237,7 +239,7 @@ def test_a_gain_below_the_threshold_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_gain_within_noise_changes_nothing() -> None:
-    """With 8 ranks and 20 % noise, some pair of ranks always seems unequal by more than the threshold."""
+    """With 8 ranks and 20 % noise, some pair of ranks always seems to differ by more than the threshold."""
     changes = 0
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0005, 0.001)] * 8, 0.20, seed)
@@ -281,8 +283,8 @@ def test_shares_adapt_to_a_changed_fixed_time() -> None:
     assert ranks.over_best(balance.shares) <= 1.10
 
 
-def test_late_splits_and_smaller_updates_do_not_bias_the_shares() -> None:
-    """Shares take effect two updates after their decision, as with prefetched batches; every 7th window is ragged."""
+def test_late_splits_and_smaller_updates_cause_no_bias() -> None:
+    """Shares take effect two updates after their decision, as with prefetched batches. Every 7th window is smaller."""
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
     balance = ShareSolver(64, 2)
     queue = [balance.ahead(0), balance.ahead(1)]
@@ -320,7 +322,8 @@ def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:
         assert part in stays.reason
 
 
-def test_all_ranks_take_the_same_decision_from_the_same_times() -> None:
+def test_all_ranks_take_the_same_decision() -> None:
+    """They use the same times."""
     first, second = ShareSolver(64, 3), ShareSolver(64, 3)
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.002), RankTiming(0.001, 0.003)], 0.10)
     for _ in range(300):
@@ -336,7 +339,7 @@ def test_measurements_are_restored_from_a_checkpoint() -> None:
     state = json.loads(json.dumps(balance.state(), allow_nan=False))
     again = ShareSolver(64, 2)
     again.load(state)
-    assert all(again.ahead(num) == balance.current for num in range(10)), "no new probes"
+    assert all(again.ahead(num) == balance.current for num in range(10)), "there must be no new probes"
     assert (again.shares, again.lines) == (balance.shares, balance.lines)
     assert json.loads(json.dumps(again.state())) == state
     ranks.lines.reverse()
@@ -355,7 +358,7 @@ def test_an_unconfirmed_gain_is_restored_from_a_checkpoint(gained: bool) -> None
 
 @pytest.mark.parametrize("blocks", [0, 1, 5, 12])
 def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None:
-    """Times of an incomplete block are not saved, and warm-up starts again, so save at the end of a block."""
+    """Times of an incomplete block are not saved, and warm-up starts again, so the test saves at the end of a block."""
     probes, every = 3 * len(probe_splits(64, (32, 32))), 20
 
     straight = ShareSolver(64, 2, every=every, warm_up=0)
@@ -365,14 +368,15 @@ def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None
     resumed.load(json.loads(json.dumps(straight.state())))
     for _ in range(30 * every):
         assert resumed.shares == straight.shares
-        ranks.lines[0] = RankTiming(0.001, ranks.lines[0].per_sample_s * 1.003)  # it becomes slower and slower
+        ranks.lines[0] = RankTiming(0.001, ranks.lines[0].per_sample_s * 1.003)  # rank 0 becomes slower and slower
         seconds = ranks.take(straight.shares)
         assert resumed.observe(seconds) == straight.observe(seconds)
     assert resumed.state() == straight.state()
 
 
 @pytest.mark.parametrize("other", [ShareSolver(65, 2), ShareSolver(64, 3)])
-def test_measurements_with_another_number_of_ranks_or_samples_are_not_used(other: ShareSolver) -> None:
+def test_measurements_of_other_ranks_or_samples_are_not_used(other: ShareSolver) -> None:
+    """Their number of ranks or samples differs."""
     balance = ShareSolver(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     assert balance.shares == (48, 16)
@@ -381,7 +385,7 @@ def test_measurements_with_another_number_of_ranks_or_samples_are_not_used(other
     assert other.state() == before
     fresh = ShareSolver(64, 2)
     fresh.load(ShareSolver(64, 2).state())
-    assert fresh.ahead(2) != fresh.current, "no times are known yet, so it probes"
+    assert fresh.ahead(2) != fresh.current, "no times are known yet, so the solver must probe"
 
 
 def test_one_rank_has_nothing_to_balance() -> None:

@@ -44,7 +44,7 @@ def timings_of(*points: tuple[int, float, int]) -> list[CountTiming]:
 
 
 def least_squares(timings: Sequence[CountTiming], noise: float, *, columns: Sequence[int]) -> tuple[Any, Any]:
-    """Return coefficients and covariance of a relative least-squares fit in the powers `columns` of samples."""
+    """Return the coefficients and the covariance of a relative least-squares fit in powers `columns` of the samples."""
     design = np.array([[timing.samples**power for power in columns] for timing in timings], dtype=np.float64)
     weights = np.diag([timing.num / timing.seconds**2 for timing in timings])
     inverse = np.linalg.inv(design.T @ weights @ design)
@@ -61,7 +61,7 @@ POINTS = [
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("timings", POINTS, ids=len)
-def test_the_cost_model_and_its_errors_equal_weighted_least_squares(timings: list[CountTiming], noise: float) -> None:
+def test_cost_model_and_errors_equal_weighted_least_squares(timings: list[CountTiming], noise: float) -> None:
     fitted = fit_line(timings, noise)
     (fixed, per_sample), covariance = least_squares(timings, noise, columns=(0, 1))
     assert fitted.line.fixed_s == pytest.approx(fixed, rel=CLOSE)
@@ -80,12 +80,13 @@ def test_the_cost_model_and_its_errors_equal_weighted_least_squares(timings: lis
     ("timings", "power"),
     [
         (timings_of((8, 3.0, 3)), 1),
-        (timings_of((8, 1.0, 3), (16, 9.0, 3)), 1),  # the line would have a negative fixed time
+        # a fitted line would have a negative fixed time and a negative time per sample
+        (timings_of((8, 1.0, 3), (16, 9.0, 3)), 1),
         (timings_of((8, 3.0, 3), (16, 2.0, 5)), 0),  # and a negative time per sample
     ],
     ids=["one count", "fixed time 0", "time per sample 0"],
 )
-def test_a_cost_model_with_one_term_is_fitted_to_that_term(timings: list[CountTiming], power: int) -> None:
+def test_a_cost_model_with_one_term_fits_this_term(timings: list[CountTiming], power: int) -> None:
     fitted = fit_line(timings, 0.1)
     (coefficient,), ((variance,),) = least_squares(timings, 0.1, columns=(power,))
     expected = RankTiming(coefficient, 0.0) if power == 0 else RankTiming(0.0, coefficient)
@@ -95,18 +96,18 @@ def test_a_cost_model_with_one_term_is_fitted_to_that_term(timings: list[CountTi
         assert fitted.error(samples) == pytest.approx(math.sqrt(variance) * samples**power, rel=CLOSE)
 
 
-def test_a_variance_that_is_negative_by_rounding_is_zero() -> None:
+def test_a_variance_made_negative_by_rounding_is_zero() -> None:
     assert LineFit(RankTiming(1.0, 1.0), (-1e-20, 0.0, 0.0)).error(5) == 0.0
 
 
-def test_times_are_summarized_by_their_median_and_their_spread() -> None:
+def test_times_are_summarized_by_median_and_spread() -> None:
     block = [UpdateTimes((8, 0), (second, 5.0)) for second in (2.0, 2.2, 1.0, 1.9, 9.0)]
     block += [UpdateTimes((16, 4), (4.0, 3.0)), UpdateTimes((16, 4), (4.0, 0.0))]
     first, second = median_timings(block, 0)
     assert (first.samples, first.seconds, first.num) == (8, 2.0, 5)
     assert first.noise == pytest.approx(1.4826 * 0.2 / 2.0, rel=CLOSE)  # deviations 0, 0.2, 1, 0.1, 7
     assert second == CountTiming(16, 4.0, 2, 0.0)
-    assert [(timing.samples, timing.num) for timing in median_timings(block, 1)] == [(4, 2)], "0 samples: no time"
+    assert [(timing.samples, timing.num) for timing in median_timings(block, 1)] == [(4, 2)], "0 samples have no time"
     assert median_timings([UpdateTimes((8,), (0.0,))], 0) == [CountTiming(8, 0.0, 1, 0.0)]
 
 
@@ -131,15 +132,15 @@ def test_three_ranks_have_the_fastest_shares() -> None:
 # ---------------------------------------------------------------- probing
 
 
-def test_probe_splits_alternate_between_large_and_small_shares() -> None:
+def test_probes_alternate_between_large_and_small_shares() -> None:
     assert probe_splits(32, (16, 16)) == [(24, 8), (8, 24)]
     assert probe_splits(32, (8, 8, 8, 8)) == [(12, 4, 12, 4), (4, 12, 4, 12)]
     assert probe_splits(30, (20, 10)) == [(26, 4), (12, 18)]
 
 
-def test_few_samples_are_probed_with_more_but_at_most_six_splits() -> None:
+def test_few_samples_are_probed_with_up_to_six_splits() -> None:
     splits = probe_splits(3, (1, 1, 1))
-    assert splits == [(1, 1, 1)] * 2, "nothing else is possible"
+    assert splits == [(1, 1, 1)] * 2, "no other split is possible"
     for size in range(2, 12):
         assert len(probe_splits(size + 1, (2, *[1] * (size - 1)))) <= 6
     splits = probe_splits(5, (2, 1, 1, 1))
@@ -149,13 +150,14 @@ def test_few_samples_are_probed_with_more_but_at_most_six_splits() -> None:
 @pytest.mark.parametrize(
     "seconds", [(math.nan, 1.0), (math.inf, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)], ids=str
 )
-def test_no_decision_is_made_from_invalid_times_alone(seconds: tuple[float, float]) -> None:
+def test_invalid_times_alone_lead_to_no_decision(seconds: tuple[float, float]) -> None:
     solver = ShareSolver(32, 2, warm_up=0)
     assert [solver.observe(seconds) for _ in range(40)] == [None] * 40
     assert solver.lines == ()
 
 
-def test_a_decision_needs_a_time_of_each_rank_but_not_in_each_update() -> None:
+def test_a_decision_needs_a_time_of_each_rank() -> None:
+    """A rank need not have a time in each update."""
     solver = ShareSolver(4, 2, warm_up=0, every=EVERY)
     num_probes = len(probe_splits(4, (2, 2))) * PROBE_ROUNDS
     assert [solver.observe((1.0, 0.0), (4, 0)) for _ in range(num_probes + 3)] == [None] * (num_probes + 3)
@@ -186,7 +188,7 @@ def timed_solver(
     counts: Sequence[int] = (50, 150),
     **options: Any,
 ) -> ShareSolver:
-    """Return a solver of ranks without fixed times that has timed them at these counts of samples, often."""
+    """Return a solver of ranks without fixed times that it has often timed at these sample counts."""
     size = len(per_sample_s)
     solver = ShareSolver(total, size, every=EVERY, warm_up=0, **options)
     ranks = [
@@ -199,7 +201,7 @@ def timed_solver(
 
 
 def block(solver: ShareSolver, per_sample_s: Sequence[float], samples: Sequence[int] | None = None) -> Decision | None:
-    """Observe the updates of a block, of which only the last one may decide."""
+    """Observe the updates of a block, of which only the last one may lead to a decision."""
     for number in range(EVERY):
         shares = solver.shares if samples is None else samples
         decision = solver.observe([each * n for each, n in zip(per_sample_s, shares, strict=True)], samples)
@@ -207,7 +209,7 @@ def block(solver: ShareSolver, per_sample_s: Sequence[float], samples: Sequence[
     return decision
 
 
-def test_a_clear_gain_changes_the_shares_at_once() -> None:
+def test_a_clear_gain_changes_the_shares_immediately() -> None:
     solver = timed_solver([1.0, 1.5])
     decision = block(solver, [1.0, 1.5])
     assert decision is not None
@@ -217,7 +219,7 @@ def test_a_clear_gain_changes_the_shares_at_once() -> None:
 
 
 @pytest.mark.parametrize("gained", [False, True])
-def test_a_small_gain_changes_the_shares_when_it_is_found_twice(gained: bool) -> None:
+def test_a_small_gain_changes_the_shares_if_found_twice(gained: bool) -> None:
     solver = timed_solver([1.0, 1.08], gained=gained)
     decisions = [block(solver, [1.0, 1.08]) for _ in range(3)]
     assert [decision is not None for decision in decisions] == (
@@ -243,8 +245,8 @@ def test_a_gain_below_the_threshold_counts_as_none(threshold: float, changes: bo
     assert not solver.state()["gained"]
 
 
-def test_a_gain_within_the_errors_of_the_times_counts_as_none() -> None:
-    """With 1000 times of noise 0.4 per count and rank, the error of a prediction is about 1.6 %, and 2.5 errors 4 %."""
+def test_a_gain_within_timing_errors_counts_as_none() -> None:
+    """With 1000 times of noise 0.4 per count and rank, predictions have an error of 1.6 %; 2.5 errors are 4 %."""
     for noise, changes in ((0.1, True), (0.6, False)):
         solver = timed_solver([1.0, 1.08], noise=noise, gained=True)
         assert (block(solver, [1.0, 1.08]) is not None) == changes, noise
@@ -279,7 +281,7 @@ def rescaled(solver: ShareSolver, rank: int = 1) -> float:
     ],
 )  # fmt: skip
 def test_a_change_of_speed_must_be_large_and_exceed_the_noise(noise: float, factor: float, counts: bool) -> None:
-    """The median of 4 times with noise 0.1 has an error of 0.1 x 1.2533 / 2 = 6.3 %, and 3 errors are 19 %."""
+    """The median of 4 times with noise 0.1 has an error of 0.1 x 1.2533 / 2 = 6.3 %; 3 errors are 19 %."""
     solver = timed_solver([1.0, 1.0], noise=noise)
     block(solver, [1.0, factor])
     assert rescaled(solver) == pytest.approx(factor if counts else 1.0, rel=CLOSE)
@@ -294,7 +296,7 @@ def test_times_before_a_change_of_speed_have_less_weight() -> None:
     assert [timing[2] for timing in second["timings"]] == [PROBE_ROUNDS, PROBE_ROUNDS, EVERY]
 
 
-def test_the_speed_is_measured_at_the_sample_count_with_the_most_updates() -> None:
+def test_speed_is_measured_at_the_most_frequent_sample_count() -> None:
     """One slow update with another sample count is not a change of speed."""
     solver = timed_solver([1.0, 1.0])
     for _ in range(EVERY - 1):
@@ -335,14 +337,14 @@ def test_only_the_latest_blocks_and_sample_counts_are_kept() -> None:
     assert counts == [99 - number for number in range(2, MAX_COUNTS + 2)]
 
 
-def test_a_sample_count_that_is_timed_again_becomes_the_newest() -> None:
+def test_a_sample_count_timed_again_becomes_the_newest() -> None:
     solver = timed_solver([1.0, 1.0], counts=(50, 150))
     block(solver, [1.0, 1.0], (50, 150))
     block(solver, [1.0, 1.0], (100, 100))
     assert [timing[0] for timing in solver.state()["ranks"][0]["timings"]] == [150, 50, 50, 100]
 
 
-def test_the_noise_is_estimated_from_blocks_with_several_times() -> None:
+def test_noise_is_estimated_from_blocks_with_several_times() -> None:
     solver = timed_solver([1.0, 1.0])
     seconds = (90.0, 100.0, 110.0, 100.0, 120.0)[:EVERY]
     for each in seconds:
@@ -352,13 +354,14 @@ def test_the_noise_is_estimated_from_blocks_with_several_times() -> None:
     for _ in range(PROBE_ROUNDS):
         solver.observe((100.0, 100.0), (100, 100))
     solver.observe((50.0, 150.0), (50, 150))
-    assert [len(rank["noises"]) for rank in solver.state()["ranks"]] == [2, 2], "too few times of each count"
+    assert [len(rank["noises"]) for rank in solver.state()["ranks"]] == [2, 2], "there are too few times of each count"
     for _ in range(MAX_BLOCKS):
         block(solver, [1.0, 1.0])
     assert [len(rank["noises"]) for rank in solver.state()["ranks"]] == [MAX_BLOCKS] * 2
 
 
-def test_the_state_of_a_solver_contains_everything_that_decisions_depend_on() -> None:
+def test_the_state_contains_everything_that_decides() -> None:
+    """A solver with the same state takes the same decisions."""
     solver = timed_solver([1.0, 1.08, 1.3], total=300, noise=0.05)
     block(solver, [1.0, 1.1, 1.3])
     state = json.loads(json.dumps(solver.state()))
@@ -373,7 +376,7 @@ def test_the_state_of_a_solver_contains_everything_that_decisions_depend_on() ->
     ("other", "fits"),
     [(ShareSolver(200, 2), True), (ShareSolver(201, 2), False), (ShareSolver(200, 3), False)],
 )
-def test_times_for_another_number_of_samples_or_ranks_are_not_used(other: ShareSolver, fits: bool) -> None:
+def test_times_for_other_samples_or_ranks_are_not_used(other: ShareSolver, fits: bool) -> None:
     other.load(timed_solver([1.0, 2.0]).state())
     assert bool(other.lines) == fits
     assert (other.ahead(3) == other.current) == fits
@@ -387,7 +390,7 @@ def test_times_for_another_number_of_samples_or_ranks_are_not_used(other: ShareS
     [((1.0, 1.04), None), ((1.0, 1.12), "1.12"), ((1.0, 1.2), "1.2"), ((3.0, 1.0), "3.0"), ((1.0, 1.0, 2.0), "2.0")],
     ids=str,
 )
-def test_the_reason_states_the_ratio_of_the_slowest_to_the_fastest_rank(
+def test_the_reason_states_the_ratio_of_slowest_to_fastest_rank(
     per_sample_s: tuple[float, ...], ratio: str | None
 ) -> None:
     total = 200 * len(per_sample_s)

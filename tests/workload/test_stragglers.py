@@ -1,4 +1,4 @@
-"""Straggler detection: injected delays are attributed correctly; noise and balanced ranks are not reported."""
+"""Injected delays are attributed correctly; noise and balanced ranks are not reported as stragglers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def delayed(world_size: int, rank: int, part: str, seconds: float) -> list[dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_injected_straggler_is_named_with_its_part_in_95_of_100_trials(world_size: int, part: str) -> None:
+def test_an_injected_straggler_is_named_in_95_of_100_trials(world_size: int, part: str) -> None:
+    """The part that is slow is named, too."""
     named = 0
     for seed in range(100):
         rank = seed % world_size
@@ -47,12 +48,13 @@ def test_an_injected_straggler_is_named_with_its_part_in_95_of_100_trials(world_
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_no_rank_is_named_in_99_of_100_trials_without_injection(world_size: int) -> None:
+def test_without_injection_99_of_100_trials_name_no_rank(world_size: int) -> None:
     quiet = sum(find_straggler(updates(seed, [USUAL] * world_size)) is None for seed in range(100))
     assert quiet >= 99
 
 
-def test_the_lost_time_is_the_waiting_time_of_other_ranks_beyond_the_exchange() -> None:
+def test_lost_time_is_the_wait_beyond_the_exchange() -> None:
+    """It is the waiting time of the other ranks."""
     result = find_straggler(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
     assert result is not None
     assert result.lost_s == pytest.approx(0.020)
@@ -66,8 +68,8 @@ def test_balanced_ranks_are_not_reported() -> None:
     assert find_straggler(updates(0, [USUAL, USUAL], noise=0.0)) is None
 
 
-def test_a_long_part_that_no_rank_waits_for_is_not_named() -> None:
-    """Rank 0 reads longer and computes less, so all ranks finish together."""
+def test_a_long_part_without_waiting_ranks_is_not_named() -> None:
+    """Rank 0 reads longer and computes less, so all ranks finish at the same time."""
     parts = [{**USUAL, "data": 0.012, "backward": 0.010}, USUAL]
     assert find_straggler(updates(0, parts, noise=0.0)) is None
 
@@ -77,12 +79,12 @@ def test_a_small_loss_is_not_reported() -> None:
     assert find_straggler(updates(0, delayed(2, 1, "data", 0.006), noise=0.0)) is not None
 
 
-def test_an_update_in_which_all_wait_for_the_exchange_names_no_rank() -> None:
+def test_a_common_wait_for_the_exchange_names_no_rank() -> None:
     rng = random.Random(0)
     assert find_straggler([update(rng, [USUAL] * 2, 0.0, exchange_s=0.5) for _ in range(20)]) is None
 
 
-def test_a_busy_rank_that_no_rank_waits_for_is_not_named() -> None:
+def test_a_busy_rank_without_waiting_ranks_is_not_named() -> None:
     """A rank that is busy longer is not a straggler if no other rank waits for it."""
     rng = random.Random(0)
     window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
@@ -91,7 +93,7 @@ def test_a_busy_rank_that_no_rank_waits_for_is_not_named() -> None:
     assert find_straggler(window) is None
 
 
-def test_a_single_slow_update_neither_names_nor_hides_a_straggler() -> None:
+def test_one_slow_update_neither_names_nor_hides_a_straggler() -> None:
     quiet = updates(0, [USUAL] * 2, num=19, noise=0.02)
     loud = updates(0, delayed(2, 1, "data", 0.020), num=19, noise=0.02)
     hiccup = updates(0, delayed(2, 0, "data", 5.0), num=1)
@@ -106,13 +108,13 @@ def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
     assert find_straggler(window) is None
 
 
-def test_a_rank_that_is_slow_about_as_often_as_another_is_not_named() -> None:
+def test_two_ranks_that_are_equally_often_slow_are_not_named() -> None:
     one, other = (updates(0, delayed(2, rank, "forward", 0.020), num=12, noise=0.0) for rank in (0, 1))
     assert find_straggler(one[:11] + other[:9]) is None
     assert find_straggler(one[:12] + other[:8]) is not None
 
 
-def test_a_single_rank_and_zero_updates_name_no_rank() -> None:
+def test_a_single_rank_or_no_updates_name_no_rank() -> None:
     assert find_straggler(updates(0, [USUAL])) is None
     assert find_straggler([]) is None
 
@@ -136,7 +138,8 @@ def test_delays_below_a_millisecond_are_not_reported() -> None:
     assert heard(StragglerDetector(warm_up=0), updates(0, tiny, num=80)) == []
 
 
-def test_a_rank_is_named_once_until_it_recovers_or_another_is_slow() -> None:
+def test_a_rank_is_named_once_until_the_situation_changes() -> None:
+    """Either it recovers, or another rank is slow."""
     watch = StragglerDetector(warm_up=0)
     rank_1 = updates(0, delayed(2, 1, "data", 0.020), num=60)
     rank_0 = updates(1, delayed(2, 0, "backward", 0.020), num=40)
@@ -148,7 +151,8 @@ def test_a_rank_is_named_once_until_it_recovers_or_another_is_slow() -> None:
     assert [result.rank for result in heard(watch, rank_0)] == [0]
 
 
-def test_incomplete_windows_are_ignored_and_new_shares_start_a_new_window() -> None:
+def test_incomplete_windows_are_ignored() -> None:
+    """New shares start a new window."""
     watch = StragglerDetector(window=10, warm_up=0)
     window = updates(0, delayed(2, 1, "data", 0.020), num=20)
     assert heard(watch, window[:5]) == []

@@ -62,7 +62,7 @@ def fit(task, folder):
     best = ModelCheckpoint(folder, monitor="val/return", mode="max", save_last=True)
     trainer = lightning.Trainer(
         max_steps=8, callbacks=[best], default_root_dir=folder
-    )  # 5 of the critic, 3 of the actor
+    )  # 5 steps of the critic, 3 of the actor
     train, val = (DataLoader(task.dataset(split), 8, shuffle=split == "train") for split in ("train", "val"))
     trainer.fit(LitActorCritic(task.model), train, val, ckpt_path="last")
     return trainer

@@ -40,6 +40,7 @@ class LitDCGAN(lightning.LightningModule):
 
 def fit(task, folder):
     last = ModelCheckpoint(folder, save_last=True)
-    trainer = lightning.Trainer(max_steps=10, callbacks=[last], default_root_dir=folder)  # two per batch
+    # two optimizer steps per batch
+    trainer = lightning.Trainer(max_steps=10, callbacks=[last], default_root_dir=folder)
     trainer.fit(LitDCGAN(task.model), DataLoader(task.dataset("train"), 8, shuffle=True), ckpt_path="last")
     return trainer

@@ -11,7 +11,7 @@ class LitDistillation(lightning.LightningModule):
     def __init__(self, model, temperature=2.0, weight=0.7):
         super().__init__()
         self.model, self.temperature, self.weight = model, temperature, weight
-        self.model.teacher.eval()  # Lightning keeps the mode of each module, and calls no train()
+        self.model.teacher.eval()  # Lightning keeps the mode of each module, and does not call train()
 
     def loss(self, batch):
         x, labels = batch

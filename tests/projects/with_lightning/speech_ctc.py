@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Sampler
 
 
 class Buckets(Sampler):
-    """Batches of utterances of similar length: `bucket` batches are drawn together and sorted."""
+    """Batches of utterances of similar length: the samples of `bucket` batches are drawn together and sorted."""
 
     def __init__(self, lengths, size, bucket=4):
         self.lengths, self.size, self.bucket = torch.tensor(lengths), size, bucket

@@ -1,4 +1,4 @@
-"""tests/projects/streaming_text.py with Lightning; a resumed run starts with the first text again."""
+"""tests/projects/streaming_text.py with Lightning. A resumed run starts again with the first text."""
 
 import lightning
 import torch
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
 class Texts(IterableDataset):
-    """The texts of a worker of a rank."""
+    """The texts of one worker of a rank."""
 
     def __init__(self, stream, rank, num_ranks):
         self.stream, self.rank, self.num_ranks = stream, rank, num_ranks

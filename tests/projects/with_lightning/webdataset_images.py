@@ -1,4 +1,4 @@
-"""tests/projects/webdataset_images.py with Lightning; a resumed run starts with the first file again."""
+"""tests/projects/webdataset_images.py with Lightning. A resumed run starts again with the first file."""
 
 import lightning
 import torch

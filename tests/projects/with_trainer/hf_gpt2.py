@@ -27,7 +27,8 @@ def fit(task, folder):
         metric_for_best_model="loss",
         logging_steps=1,
     )
-    task.model.loss_type = "ForCausalLM"  # otherwise, transformers 5.24 divides by the first tokens of texts, too
+    # otherwise, transformers 5.24 also counts the first tokens of texts when it divides
+    task.model.loss_type = "ForCausalLM"
     trainer = Trainer(
         task.model,
         arguments,

@@ -8,7 +8,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 class Texts(IterableDataset):
-    """The texts of a worker; the Trainer reads all of them on each rank, and skips the samples of other ranks."""
+    """The texts of one worker. The Trainer reads all of them on each rank, and skips the samples of other ranks."""
 
     def __init__(self, stream):
         self.stream = stream

@@ -1,6 +1,6 @@
 """Run a command on the stand-in: `python -m tests.stand_ins.cuda t4 accel-run train device=cuda`.
 
-`python -m tests.stand_ins.cuda build` only compiles it. Exit code 69: it cannot be compiled here.
+`python -m tests.stand_ins.cuda build` only compiles the stand-in. The exit code is 69 if it cannot be compiled here.
 """
 
 from __future__ import annotations

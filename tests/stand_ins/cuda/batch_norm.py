@@ -1,4 +1,4 @@
-"""The kernels of torch.nn.SyncBatchNorm, which torch has for CUDA only, written with operators of the stand-in.
+"""The kernels of torch.nn.SyncBatchNorm, which torch has only for CUDA, written with operators of the stand-in.
 
 Sources: torch/nn/modules/_functions.py, which calls them; aten/src/ATen/native/cuda/Normalization.cuh of torch 2.13.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_LIBRARIES: list[Any] = []  # kept alive: a deleted library is unregistered
+_LIBRARIES: list[Any] = []  # kept alive, because a deleted library is unregistered
 
 
 def give_batch_norm() -> None:
@@ -21,7 +21,7 @@ def give_batch_norm() -> None:
 
 
 def stats(x: Any, eps: float) -> tuple[Any, Any]:
-    """Return mean and 1 / standard deviation of each channel."""
+    """Return the mean and 1 / standard deviation of each channel."""
     rows = _rows(x)
     return rows.mean(0), (rows.var(0, correction=0) + eps).rsqrt()
 
@@ -59,7 +59,7 @@ def backward_reduce(
 def backward_elemt(
     grad: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_of_grad: Any, sum_of_products: Any, counts: Any
 ) -> Any:
-    """Return the gradient of the input, from sums over all ranks."""
+    """Return the gradient of the input, computed from sums over all ranks."""
     total = counts.sum().to(mean.dtype)
     scale = inverse if weight is None else inverse * weight
     of_mean, of_variance = sum_of_grad / total, sum_of_products / total * inverse**2

@@ -1,4 +1,4 @@
-"""Compile the stand-in for the installed torch; cached by a hash of its sources and torch's version."""
+"""Compile the stand-in for the installed torch, and cache it under a hash of its sources and the version of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 SOURCES = Path(__file__).parent / "csrc"
 MODULE = "_stand_in" + sysconfig.get_config_var("EXT_SUFFIX")
 PRELOADED = "libaccelerator.so"
-# The compiler needs 1.5 GiB, and collects no garbage, which takes a tenth of its time.
+# The compiler needs 1.5 GiB. Its garbage collection would take a tenth of its time, and is disabled.
 ALL_MEMORY = ("--param", "ggc-min-expand=10000", "--param", "ggc-min-heapsize=4000000")
 
 
@@ -29,10 +29,10 @@ class CannotBuildError(RuntimeError):
 def why_not() -> str:
     """Return why the stand-in cannot be built here, or an empty text."""
     if sys.platform != "linux":
-        return "the stand-in is preloaded into torch, as only Linux can"
+        return "the stand-in is preloaded into torch, which only Linux supports"
     version = _torch_version()
     if version["cuda"] or version["hip"]:
-        return "this torch has a device of its own: the stand-in needs a CPU build"
+        return "the installed torch supports an accelerator, but the stand-in needs a CPU build"
     if not shutil.which("g++"):
         return "no C++ compiler (g++)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
@@ -47,7 +47,7 @@ def built(root: Path | None = None) -> Path:
     folder = (root or Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}") / _key()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one test run build it once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one test run build it only once
         if not (folder / ".done").exists():
             _compile(folder)
             (folder / ".done").touch()
@@ -55,7 +55,7 @@ def built(root: Path | None = None) -> Path:
 
 
 def _key() -> str:
-    # Not the path of torch: all checkouts with the same version share the file.
+    # The path of torch is no part of the key, so that all checkouts with the same version share the file.
     version = _torch_version()
     parts = (str(version["__version__"]), str(version["git_version"]), str(sysconfig.get_config_var("EXT_SUFFIX")))
     digest = hashlib.sha256(" ".join(parts).encode())
@@ -84,11 +84,11 @@ def _compile(folder: Path) -> None:
         f"-I{sysconfig.get_paths()['include']}",
     ]  # fmt: skip
     _call(["g++", *flags, "-shared", str(SOURCES / "accelerator.cpp"), "-o", str(folder / PRELOADED), "-ldl"])
-    # One translation unit, so that torch's headers, which take most of the time, are parsed once.
+    # One translation unit, so that the headers of torch, which take most of the time, are parsed once.
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "accelerator.cpp"]
     whole = folder / "whole.cpp"
     whole.write_text("".join(f'#include "{path}"\n' for path in sources))
-    # No rpath: torch is imported first, and the dynamic linker finds its loaded libraries by name.
+    # No rpath, because torch is imported first, and the dynamic linker finds loaded libraries by name.
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     flags += ["-fvisibility=hidden", *includes, "-shared"]
     _call(["g++", *flags, str(whole), "-o", str(folder / MODULE), *libraries])

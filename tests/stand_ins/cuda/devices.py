@@ -1,4 +1,4 @@
-"""Descriptions of the stand-in's devices, passed to processes in an environment variable."""
+"""Descriptions of the stand-in's devices, which processes receive in an environment variable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 class Device:
     """A GPU, as in torch.cuda.get_device_properties.
 
-    memory_gib   total memory, as reported by the driver
+    memory_gib   total memory, as the driver reports it
     context_gib  memory of the context and loaded kernels before the first tensor
     number       index in the machine, which CUDA_VISIBLE_DEVICES does not change
     mig_uuid     UUID of a MIG instance, of which a process sees only one; empty for a full GPU
@@ -30,7 +30,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """The UUID in NVML's format."""
+        """Return the UUID in NVML's format."""
         return self.mig_uuid or f"GPU-00000000-0000-4000-8000-{self.number:012d}"
 
     @property

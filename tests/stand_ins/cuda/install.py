@@ -1,6 +1,6 @@
-"""Give a CPU build of torch the device type "cuda", by the functions of torch._C that Python calls.
+"""Add the device type "cuda" to a CPU build of torch, by defining the functions of torch._C that Python calls.
 
-torch.cuda's own Python code runs on top of them (lazy initialization, refusal after a fork, memory statistics), except
+torch.cuda's own Python code runs on top of them (lazy initialization, errors after a fork, memory statistics), except
 for streams and events, whose classes exist only in CUDA builds.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from tests.stand_ins.cuda.batch_norm import give_batch_norm
 from tests.stand_ins.cuda.devices import VARIABLE, Device, decoded
 
-REPORT = "STAND_IN_REPORT"  # folder to which each process writes its counts
+REPORT = "STAND_IN_REPORT"  # folder in which each process writes its counts
 
 
 class Properties(types.SimpleNamespace):
@@ -52,7 +52,7 @@ class CudaRuntime:
         return {0: "no error", 2: "out of memory"}.get(code, "unknown error")
 
 
-_DEVICES: list[Device] = []  # visible to this process
+_DEVICES: list[Device] = []  # devices that this process sees
 
 
 def install() -> None:
@@ -90,7 +90,7 @@ def describe() -> None:
 
 
 def _visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES names, in its order; an invalid index ends the list."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, in that order; an invalid index ends the list."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if any(device.mig_uuid for device in devices):
         return devices[:1] if named is None else tuple(each for each in devices if each.mig_uuid == named)
@@ -121,7 +121,8 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
     os.register_at_fork(after_in_child=after_fork)
 
     def count() -> int:
-        state["poisoned"] = True  # cudaGetDeviceCount initializes the driver, which forked children cannot use then
+        # cudaGetDeviceCount initializes the driver, so forked children cannot use it afterwards
+        state["poisoned"] = True
         return 0 if state["bad_fork"] else len(devices)
 
     def init() -> None:
@@ -232,13 +233,13 @@ def _give_nccl(torch: Any, native: Any) -> None:
     distributed = torch.distributed.distributed_c10d
     distributed.ProcessGroupNCCL = native.ProcessGroupNCCL
     torch._C._distributed_c10d.ProcessGroupNCCL = native.ProcessGroupNCCL
-    distributed._NCCL_AVAILABLE = True  # lint-tests: private: of torch, whose module has another name here
+    distributed._NCCL_AVAILABLE = True  # lint-tests: private: torch's module, which has another name here
     if distributed.default_pg_nccl_timeout is None:
         distributed.default_pg_nccl_timeout = distributed.default_pg_timeout / 3  # ten minutes
 
 
 def _report_at_exit(native: Any, folder: Path) -> None:
-    """Write one file for each process, even if it ends by os._exit."""
+    """Write one file for each process, even if it ends with os._exit."""
     leave = os._exit
 
     def write() -> None:

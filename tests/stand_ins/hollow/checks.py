@@ -1,9 +1,9 @@
-"""Check accel-run's assumptions about torch's CUDA build on the hollow GPU: `scripts/first_contact.sh hollow`.
+"""Check assumptions about torch's CUDA build on the hollow GPU; run by `scripts/first_contact.sh hollow`.
 
-    python checks.py FOLDER             build into FOLDER, run every check, print ok or DIFFERS for each
+    python checks.py FOLDER             build into FOLDER, run every check, and print ok or DIFFERS for each
     python checks.py --one NAME ARGS    run one check in this process, which sees the hollow GPU
 
-Results of kernels are zeros, so that only the host's behavior is compared.
+Kernels return zeros, so only the behavior of the host is compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.stand_ins.hollow.stubs import build, environment
 
 SEQUENCES, ALLOCATIONS = 12, 400
-Result = tuple[str, bool, str]  # (subject, whether it agrees, figures)
+Result = tuple[str, bool, str]  # (subject, whether the figures agree, figures)
 MIB = 2**20
 
 
@@ -67,7 +67,7 @@ def allocator(settings: str) -> Iterator[Result]:
 
 
 def prediction(args: str) -> Iterator[Result]:
-    """Compare the plan's predicted memory of a short run with torch's allocator, for the device's kernels."""
+    """Compare the predicted memory of a short run with that of torch's allocator, for the device's kernels."""
     from runner.axes.precision import ScaledHalf
     from runner.config.configuration import compose
     from runner.config.request import Request
@@ -78,19 +78,19 @@ def prediction(args: str) -> Iterator[Result]:
     from runner.tools.doctor.findings import CheckContext
     from runner.tools.doctor.first_contact import MEMORY_TOLERANCE
 
-    # No kernel writes the loss scale: it would be 0, which ends the run.
+    # No kernel writes the loss scale, so it would be 0, which ends the run.
     ScaledHalf.values = lambda self: {}  # type: ignore[method-assign]
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {args}"
     compose(Request(tuple(own.split())))
     context = CheckContext(out, out, inventory=take_inventory())
-    # Tracing queries CUDA, which children of this process, such as those of the run, could not use afterwards.
+    # Tracing queries CUDA, so children of this process, such as those of the run, could not use CUDA afterwards.
     expected = run_in_subprocess(predict_run, Request(tuple(own.split())), context.required_inventory)
     assert isinstance(expected, RunPrediction), expected
     run(["train", *own.split()])
     import torch
 
-    # The workspace of cuBLAS comes from the same allocator; the plan counts it as part of the context.
+    # The workspace of cuBLAS is allocated by the same allocator; the plan counts it as part of the context.
     held = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     workspace = held - torch.cuda.memory_allocated()
@@ -136,7 +136,7 @@ def attention() -> Iterator[Result]:
             total += 1
             reason = refusal_reason(name, dtype, device)
             if accepted(given, False) == bool(reason):
-                wrong.append(f"{name} {str(dtype)[6:]}: {reason or 'no reason, but refused'}")
+                wrong.append(f"{name} {str(dtype)[6:]}: {reason or 'rejected without a reason'}")
     yield f"{total} calls", not wrong, f"{len(wrong)} differ: {'; '.join(wrong[:6])}" if wrong else "all agree"
 
 
@@ -144,7 +144,7 @@ def attention() -> Iterator[Result]:
 
 
 def waits() -> Iterator[Result]:
-    """Run the loop in sync_debug_mode=error, by the test in tests/gpu that needs a CUDA build."""
+    """Run the loop with sync_debug_mode=error, in the test of tests/gpu that needs a CUDA build."""
     from runner.axes.precision import bf16, fp16, fp32, tf32
     from runner.axes.prefetch import none, stream
     from tests.gpu import test_stream_and_precision as there
@@ -185,7 +185,7 @@ def contexts_by_process(text: str) -> dict[int, list[int]]:
 
 
 def ranks(args: str) -> Iterator[Result]:
-    """Check that ranks with a GPU each join over torch's NCCL group, train, save and end; collectives do nothing.
+    """Check that ranks with a GPU each join torch's NCCL group, train, save and end; collectives are no-ops.
 
     Each rank has a context on its own GPU, and no process has contexts on both.
     """
@@ -252,7 +252,7 @@ def forks() -> Iterator[Result]:
 
 
 def compiled(capability: str) -> Iterator[Result]:
-    """Compile with Inductor and Triton to machine code for this capability."""
+    """Compile with Inductor and Triton to machine code for this compute capability."""
     import torch
 
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -283,7 +283,7 @@ def compiled(capability: str) -> Iterator[Result]:
 
 
 def graphs(args: str) -> Iterator[Result]:
-    """Run CUDA graphs with accumulation and evaluation: torch refuses outputs that a later replay has overwritten."""
+    """Run CUDA graphs with accumulation and evaluation: torch rejects outputs that a later replay has overwritten."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     task = Path(__file__).parents[2] / "gpu" / "task_for_gpus.py"
@@ -321,7 +321,7 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     function.__name__: function
     for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, ranks, compiled, graphs)
 }
-# (check, its arguments, differences from one GPU with 8 GiB and capability 8.0)
+# (check, its arguments, differences from one GPU with 8 GiB and compute capability 8.0)
 PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     *(
         ("allocator", (settings,), {"mib": 65536, "settings": settings})
@@ -350,7 +350,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
             ("gpt", "fp32", "8.0"),
             ("gpt", "fp32", "7.5"),
             ("gpt", "fp32", "9.0"),
-            # By default torch chooses cuDNN, which has no execution plan here and crashes.
+            # By default, torch selects cuDNN, which has no execution plan here and crashes.
             ("gpt", "bf16 attention=flash", "9.0"),
         )
     ),
@@ -370,7 +370,7 @@ LIMIT_S = 400
 
 
 def main(folder: Path, only: str) -> int:
-    """Run every check in a separate process; return 1 if anything differs."""
+    """Run every check in a separate process; return 1 if any check differs."""
     build(folder)
     names = ("torch", "triton", "nvidia-cuda-runtime", "nvidia-cudnn-cu13")
     print(", ".join(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}", sep=", ")

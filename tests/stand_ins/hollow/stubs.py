@@ -1,4 +1,4 @@
-"""Build the hollow GPU: the C libraries beside this file, and a no-op for every other function of CUDA.
+"""Build the hollow GPU from the C libraries in this folder, with a no-op for every other function of CUDA.
 
     python stubs.py FOLDER
 
@@ -44,7 +44,7 @@ def build(folder: Path) -> None:
         stubs.write_text("".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in sorted(named)))
         places = [str(HERE / name) for name in source]
         options = ["-shared", "-fPIC", "-O1", "-w", "-fno-builtin", f"-I{headers}", "-pthread", "-ldl"]
-        # Compiled separately, because the stubs have no parameters, unlike the declarations in the headers.
+        # They are compiled separately, because the stubs have no parameters, unlike the declarations in the headers.
         subprocess.run(["gcc", *options, "-c", "-o", str(stubs.with_suffix(".o")), str(stubs)], check=True)
         line = ["gcc", *options, "-o", str(folder / target), *places, str(stubs.with_suffix(".o"))]
         subprocess.run([*line, f"-Wl,-soname,{target}"], check=True)

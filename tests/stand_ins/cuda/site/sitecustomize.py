@@ -1,4 +1,4 @@
-"""Install the stand-in as soon as a process imports torch: this folder is first on PYTHONPATH."""
+"""Install the stand-in as soon as a process imports torch, because this folder is first on PYTHONPATH."""
 
 import importlib.abc
 import importlib.machinery
@@ -6,7 +6,7 @@ import sys
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Wraps the loader of torch to call `install` at the end of its import."""
+    """Wrap the loader of torch, to call `install` at the end of the import."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
