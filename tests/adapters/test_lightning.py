@@ -83,7 +83,7 @@ def test_all_lightning_methods_are_called_or_rejected() -> None:
     assert names - CALLED - PREDICTION - TOOLS == {name for name in LIGHTNING_UNSUPPORTED if name in names}
 
 
-def test_hooks_are_called_as_often_as_by_the_lightning_trainer() -> None:
+def test_hooks_are_called_as_often_as_by_the_trainer_of_lightning() -> None:
     """Hooks before training are called once, and `on_train_epoch_start` at the first update of each epoch."""
     from runner.base.task import Progress
 
@@ -466,7 +466,7 @@ def logging(step: str) -> nn.Module:
     return module
 
 
-def test_a_metric_updated_but_not_computed_in_training_is_rejected() -> None:
+def test_a_metric_only_updated_in_training_is_rejected() -> None:
     task = LightningTask(logging("training_step"))
     with pytest.raises(TaskFault, match="val_score"):
         task.loss(task.model, torch.ones(4, 2))

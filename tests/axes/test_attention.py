@@ -89,7 +89,7 @@ def test_auto_enters_no_context() -> None:
         (math(CPU), {"attn_mask": torch.zeros(8, 8)}, "math"),
     ],
 )
-def test_the_kernel_that_ran_is_counted(choice: Attention, options: dict[str, Any], kernel: str) -> None:
+def test_used_kernels_are_counted(choice: Attention, options: dict[str, Any], kernel: str) -> None:
     def call() -> None:
         with choice.context():
             attend(**options)
@@ -169,7 +169,7 @@ def test_unsupported_kernels_are_reported_or_rejected_if_strict(function: Any) -
         function(CPU, strict=True)
 
 
-def test_strict_rejects_calls_that_need_another_kernel() -> None:
+def test_strict_rejects_unsupported_calls() -> None:
     with (
         flash(CPU, strict=True).context(),
         pytest.warns(UserWarning, match="kernel"),

@@ -126,10 +126,10 @@ class Mine(Task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
-def test_a_warning_reports_that_nothing_was_compiled(
+def test_a_warning_reports_missing_compilation(
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
 ) -> None:
-    """This happens if the task does not call its model."""
+    """Nothing is compiled if the task does not call its model."""
     (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
     args = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 run=mine"
     result = server.run(f"{args} compile=default compile.backend=eager dataloader.num_workers=0", tmp_path)

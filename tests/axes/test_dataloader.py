@@ -427,7 +427,7 @@ class Exits:
     ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
 )
 def test_running_out_of_file_descriptors_is_reported(code: int, expected: type[Exception]) -> None:
-    """It is distinguished from the death of a worker."""
+    """The error differs from that of a dead worker."""
     fetcher = Fetcher(Exits(int(code)), default_collate, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False, start_method="fork")
     with pytest.raises(expected) as caught:
@@ -709,7 +709,7 @@ class Growing(Epochs):
         return 8 * (1 + max(self.epoch, 0))
 
 
-def test_a_dataset_must_have_the_same_length_in_all_epochs() -> None:
+def test_the_length_of_a_dataset_must_not_change() -> None:
     fetcher = Fetcher(Growing(), default_collate, bad_samples="stop")
     assert int(fetcher[MicroBatchKey(0, [1], last=True)].batch) == 0
     with pytest.raises(TaskFault):
@@ -744,7 +744,7 @@ def test_views_share_the_epoch_of_their_dataset() -> None:
 def test_evaluations_use_workers_if_training_does(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not measure again."""
+    """The evaluation does not measure again."""
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     training, held_out = Waiting(numbers), Waiting(numbers)
     with closing(auto(training, limit_ms)) as loader:

@@ -210,7 +210,7 @@ def test_nothing_to_train_is_an_error() -> None:
         adamw([])
 
 
-def test_the_learning_rate_is_the_product_of_rate_factor_and_scale() -> None:
+def test_the_learning_rate_is_rate_times_factor_times_scale() -> None:
     optimizer = factory(sgd, lr=0.2, lr_scales={"0": 0.1})(network())
     assert set_learning_rate(optimizer, 0.5) == pytest.approx(0.1)
     assert {group["lr_scale"]: group["lr"] for group in optimizer.param_groups} == {

@@ -182,7 +182,7 @@ def test_plateau_continues_from_its_saved_state() -> None:
     ],
 )
 def test_plateau_does_not_compare_different_metrics(saved: dict[str, str], factor: float) -> None:
-    """It restores its level, but not the best value of another metric."""
+    """`plateau` restores its level, but not the best value of another metric."""
     schedule = plateau(9, metric="val/error", patience=0, gamma=0.5)
     schedule.load({"level": 0.5, "best": 0.1, "num_bad": 0, "rest": 0, **saved})
     schedule.observe(2.0, 1)

@@ -104,7 +104,7 @@ def test_the_generator_of_an_intel_gpu_is_restored(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_has_no_streams_but_supports_every_dtype() -> None:
-    """It has no events either."""
+    """A CPU has no events either."""
     cpu = get_accelerator(CPU)
     cpu.reset_peak_memory()
     cpu.empty_cache()
@@ -161,7 +161,8 @@ def test_dtypes_of_an_amd_gpu_depend_on_its_architecture(architecture: str, form
     assert amd_formats(architecture) == formats
 
 
-def test_nvidia_rules_do_not_apply_to_attention_on_amd_gpus(amd_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_rules_do_not_apply_to_amd_gpus(amd_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules restrict attention kernels."""
     assert not refusal_reason("flash", torch.bfloat16, GPU)
     assert not refusal_reason("efficient", torch.float32, GPU)
     assert refusal_reason("flash", torch.float32, GPU)

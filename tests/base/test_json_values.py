@@ -69,7 +69,7 @@ def test_unknown_keys_are_ignored_and_missing_ones_have_defaults() -> None:
 
 @pytest.mark.parametrize("value", ["1", True, 1.5, [], {}, 10**400, math.nan])
 def test_values_of_wrong_type_are_replaced_by_defaults(value: Any) -> None:
-    """They are reported."""
+    """The wrong values are reported."""
     result = decode(Outer, {"count": value, "name": "a"})
     assert result.value == Outer(name="a")
     assert result.wrong == ("count",)

@@ -101,7 +101,7 @@ def test_a_draw_does_not_depend_on_padding() -> None:
 
 
 def test_draws_in_lower_precision_are_rounded() -> None:
-    """They are rounded from the numbers of higher precision."""
+    """The draws are rounded from the numbers of higher precision."""
     for kind in ("uniform", "normal"):
         exact = getattr(draws_for(INDICES), kind)(100, dtype=torch.float64)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -314,7 +314,7 @@ def test_booleans_are_uniform_numbers_below_the_probability(p: float) -> None:
 
 
 def test_draws_of_the_same_shape_share_work() -> None:
-    """This is the work that does not depend on the sample."""
+    """The shared work is that which does not depend on the sample."""
     noise.start_pass(samples(INDICES))
     first, second = (per_sample_noise(torch.ones(len(INDICES), 1), name) for name in ("first", "second"))
     with Operations() as of_first:

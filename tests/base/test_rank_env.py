@@ -214,7 +214,7 @@ def test_detecting_the_rank_does_not_import_torch() -> None:
         ({"OMP_NUM_THREADS": "4"}, "4", "4"),
     ],
 )
-def test_omp_num_threads_is_removed_only_if_torchrun_set_it(
+def test_omp_num_threads_is_removed_only_if_set_by_torchrun(
     given: dict[str, str], exported: str, expected: str
 ) -> None:
     """The intermediate process exports the variable to its child, as torchrun does."""

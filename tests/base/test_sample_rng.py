@@ -155,7 +155,7 @@ def test_draws_for_a_key_do_not_change_between_versions() -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_depend_only_on_the_key(name: str) -> None:
-    """They change no state outside."""
+    """Draws for a key change no state outside."""
     draw = DRAWS[name]
     outside = []
     for is_interrupted in (False, True):
@@ -228,7 +228,7 @@ def test_streams_seed_every_sample_and_restore_generators() -> None:
 
 
 def test_draws_while_reading_depend_on_seed_split_and_sample() -> None:
-    """They depend on nothing else."""
+    """The draws depend on nothing else."""
     streams = SampleSeeding("train")
 
     def read(indices: list[int]) -> list[Any]:
@@ -257,7 +257,7 @@ def test_draws_by_any_sample_of_a_batch_are_detected() -> None:
 
 
 @pytest.mark.parametrize(("error", "num_read"), [(ValueError("odd"), 2), (KeyboardInterrupt(), 1)])
-def test_an_error_that_recurs_with_seeded_generators_is_raised(error: BaseException, num_read: int) -> None:
+def test_an_error_recurring_with_seeded_generators_is_raised(error: BaseException, num_read: int) -> None:
     """An error that depends on drawn numbers must be the same in every worker."""
     streams = SampleSeeding("train")
     for index in range(64):

@@ -274,7 +274,7 @@ def test_an_error_in_predict_names_the_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
-def test_inference_is_suggested_only_for_a_task_that_predicts(trained: Path, tmp_path: Path) -> None:
+def test_inference_is_suggested_only_if_the_task_predicts(trained: Path, tmp_path: Path) -> None:
     mute = tmp_path / "mute.py"
     mute.write_text(TASK.read_text().replace("def predict", "def describe"))
     args = ["train", "run=mute", "--task", str(mute), *ON_CPU[2:]]

@@ -84,7 +84,7 @@ def test_evaluate_and_inference_use_the_chosen_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_status_and_report_mark_the_best_and_the_last_checkpoint(folder: Path) -> None:
+def test_status_and_report_mark_best_and_last_checkpoint(folder: Path) -> None:
     lines = {
         line.split(":")[0].split()[-1]: line
         for line in run_successfully(folder, "status mine").out.splitlines()

@@ -170,9 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", EXPLAINED)
-def test_the_source_of_a_value_is_shown_with_its_file(
-    args: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_source_of_a_value_has_its_file(args: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *args.split()]) == 0
     out, err = capsys.readouterr()
     assert err == ""

@@ -79,7 +79,7 @@ def only_folder(folder: Path) -> Path:
 
 
 def test_monitoring_on_a_pipe_prints_samples_and_a_summary(monitor: Watch, tmp_path: Path) -> None:
-    """It also writes files."""
+    """On a pipe, monitoring also writes files."""
     done = monitor(T4, "seconds=0.5", "interval_s=0.1")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -292,7 +292,7 @@ def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: 
 
 
 @pytest.mark.slow
-def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_a_lost_gpu_comes_first_in_the_summary(server: ForkServer, run_of_a_pair: Path) -> None:
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
     (run_of_a_pair / "outputs" / "first" / "events.jsonl").write_text(json.dumps(row) + "\n")
     done = server.run("monitor run=first", run_of_a_pair)
@@ -335,7 +335,7 @@ def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, caps
     assert messages.err.endswith(f": {what}\n")
 
 
-def test_json_of_a_run_prints_its_summary_and_writes_no_files(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_json_of_a_run_prints_the_summary_without_files(server: ForkServer, run_of_a_pair: Path) -> None:
     done = server.run("monitor run=first --json", run_of_a_pair)
     assert json.loads(done.out)["whole"]["metrics"]["gpu0/util"]["mean"] == 90
     assert not (run_of_a_pair / "outputs" / "first" / "plots").exists()
@@ -381,7 +381,7 @@ def test_monitor_flags_given_to_train_produce_a_suggestion(capsys: pytest.Captur
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
 
 
-def test_a_log_dir_that_cannot_be_created_is_reported(
+def test_a_failure_to_create_log_dir_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -68,7 +68,7 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(tmp_path: Path) -> No
     assert again.code == 0
 
 
-def test_an_error_of_a_task_is_attributed_to_the_task(tmp_path: Path) -> None:
+def test_errors_of_a_task_are_attributed_to_the_task(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "import torch\nfrom torch import nn\nfrom runner import Task\n"
         "class Broken(Task):\n"
@@ -136,7 +136,7 @@ def test_the_profile_of_two_gpus_splits_an_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_small_gpu_profile_recomputes_nothing_if_the_run_fits(tmp_path: Path) -> None:
+def test_the_small_gpu_profile_recomputes_nothing_if_possible(tmp_path: Path) -> None:
     """The profile selects memory=budget, which must not slow down a run that fits without recomputation."""
     profile = "plan +hardware=rtx3050ti_4gb task.size=tiny"
 
@@ -153,7 +153,7 @@ def test_the_small_gpu_profile_recomputes_nothing_if_the_run_fits(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_eight_gpus_can_be_planned_by_profile_or_rank_count(server: ForkServer, tmp_path: Path) -> None:
+def test_eight_gpus_can_be_planned_by_profile_or_count(server: ForkServer, tmp_path: Path) -> None:
     result = server.run("plan +hardware=h100 parallelism.world_size=8", tmp_path)
     assert result.code == 0, result.err
     devices = re.findall(r"cuda:(\d+): NVIDIA H100", result.out)

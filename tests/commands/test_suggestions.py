@@ -243,7 +243,7 @@ OF_COMMANDS = {
 }
 
 
-def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
+def test_keys_of_other_tools_are_not_mistaken_for_typos() -> None:
     for key in ABSENT:
         assert find_nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is a key of this program"
 

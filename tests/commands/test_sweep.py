@@ -76,7 +76,7 @@ def test_every_combination_trains_in_a_subfolder_of_the_sweep(swept: Swept) -> N
 
 
 def test_a_failed_trial_does_not_stop_the_sweep(swept: Swept) -> None:
-    """Its exit code becomes that of the sweep."""
+    """The exit code of the failed trial becomes that of the sweep."""
     assert swept.first.code == swept.unasked.code == 70
     assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.first.err.count("raised KeyError: 'points'") == 1
@@ -131,7 +131,7 @@ def test_repeating_the_command_retries_only_on_request(swept: Swept) -> None:
     assert (swept.folder / "outputs" / "mine" / "mine-1" / "kept").exists()
 
 
-def test_values_can_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_can_be_added_to_a_sweep_not_removed(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swept.folder)
     fewer = [word.replace("updates=20,10", "updates=20") for word in swept.words]
     before = (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes()
@@ -232,7 +232,7 @@ def test_a_signal_saves_the_trial_and_ends_the_sweep(
     assert not (tmp_path / "outputs" / "mine" / "mine-2").exists()
 
 
-def test_a_signal_at_the_start_of_a_trial_ends_the_sweep(server: ForkServer, tmp_path: Path) -> None:
+def test_a_signal_while_a_trial_starts_ends_the_sweep(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start(["train", "-m", "run=mine", "seed=1,2", *ON_CPU], tmp_path)
     out = tmp_path / ".out"
     wait_until(lambda: out.exists() and "[1/2]" in out.read_text())

@@ -279,7 +279,7 @@ def test_options_of_commands_are_quoted_like_settings(argument: str) -> None:
 
 @pytest.mark.parametrize("text", ["2026", "007", "1e-3", "2.50", "-1", "nan"])
 def test_a_number_is_a_valid_string_setting(text: str) -> None:
-    """It is used as written."""
+    """The number is used as written."""
     settings = compose(Request((f"run={text}", f"weights={text}"))).settings
     assert (settings.run, settings.weights.source) == (text, text)
 
@@ -734,7 +734,8 @@ def test_all_problems_are_reported_together(screen: Callable[..., None]) -> None
     screen(joined(problems))
 
 
-def test_too_long_warmups_are_rejected_before_a_run_is_created() -> None:
+def test_too_long_warmups_are_rejected_early() -> None:
+    """No run is created."""
     (problem,) = rejected("updates=2", "scheduler.warmup=40")
     assert problem.where == "scheduler.warmup"
     assert "scheduler.warmup=2 " in problem.fix
@@ -742,7 +743,7 @@ def test_too_long_warmups_are_rejected_before_a_run_is_created() -> None:
         composed(*([] if "epochs=1" in accepted else ["updates=2"]), *accepted)
 
 
-def test_a_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> None:
+def test_warmup_is_compared_with_the_length_of_its_phase(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text('PHASES = {"one": {}, "two": {}}\ndef build(): ...\n')
     args = ("updates=2", "phase.one.updates=100", "scheduler.warmup=40")
@@ -858,7 +859,7 @@ def test_all_shipped_options_can_be_composed() -> None:
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 
-def test_the_defaults_list_has_every_group_and_ends_with_the_profile() -> None:
+def test_the_defaults_list_has_all_groups_and_ends_with_the_profile() -> None:
     entries = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
     groups = [next(iter(entry)) for entry in entries[1:]]
     assert entries[0] == "_self_", "a group after the profile would override its values"

@@ -124,7 +124,7 @@ def test_completion_offers_hooks_and_their_keys(write: Callable[[str], Path]) ->
     ]
 
 
-def test_explain_names_the_file_of_a_hook_and_describes_its_key(
+def test_explain_names_a_hooks_file_and_describes_its_key(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(NEVER_RUN)
@@ -174,7 +174,7 @@ def test_a_hook_table_modified_by_code_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """This is detected when the file is executed."""
+    """The modification is detected when the file is executed."""
     monkeypatch.chdir(tmp_path)
     file = write(f"{HOOKS}\ndef build(): ...\n{change}\n")
     assert main(["train", "--task", str(file), "device=cpu", "monitor=off"]) == 78
@@ -239,7 +239,7 @@ def test_helper_methods_that_a_hook_calls_are_accepted(write: Callable[[str], Pa
         ("def on_step(self)", "def __exit__(self)"),
     ],
 )
-def test_methods_that_other_code_may_call_are_accepted(old: str, new: str, write: Callable[[str], Path]) -> None:
+def test_methods_called_by_other_code_are_accepted(old: str, new: str, write: Callable[[str], Path]) -> None:
     method = "class LogImages(Base):\n    def on_step(self): ...\n"
     text = HOOKS.replace("import runner\n", "") if "other" in new else HOOKS
     text = text.replace("class LogImages(Base):", method).replace(old, new)

@@ -224,7 +224,7 @@ def test_an_invalid_option_table_is_one_problem_with_its_location(
 
 
 def test_selecting_an_invalid_entry_is_one_problem(write: Callable[[str], Path]) -> None:
-    """It is not also reported as an unknown option on the command line or in SETTINGS."""
+    """The entry is not also reported as an unknown option on the command line or in SETTINGS."""
     table = "def own(parameters, more): ...\nOPTIMIZERS = {'own': own}\n"
     where = "OPTIMIZERS['own']"
     settings = "SETTINGS = {'optimizer': 'own'}\n"
@@ -281,7 +281,7 @@ def losses(folder: Path) -> list[float]:
 def test_a_run_with_custom_options_resumes_bitwise_equal(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, keeps_a_list: bool
 ) -> None:
-    """They are an optimizer and a schedule."""
+    """The custom options are an optimizer and a schedule."""
     listed = TASK.replace("lr=lr, momentum=beta", "{'lr': lr}").replace("torch.optim.SGD", "Listed") + KEEPS_A_LIST
     file = write(listed if keeps_a_list else TASK)
     monkeypatch.chdir(tmp_path)
@@ -317,7 +317,7 @@ def test_an_optimizer_of_a_package_is_an_option(tmp_path: Path, monkeypatch: pyt
     assert name not in sys.modules
 
 
-def test_a_config_file_that_hides_a_custom_option_is_noted(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_config_file_hiding_a_custom_option_is_noted(write: Callable[[str], Path], tmp_path: Path) -> None:
     file, folder = write(NEVER_RUN), tmp_path / "conf"
     (folder / "optimizer").mkdir(parents=True)
     (folder / "optimizer" / "signed.yaml").write_text("beta: 0.25\n")

@@ -97,7 +97,8 @@ def test_methods_called_in_the_same_file_are_allowed(name: str, use: str, tmp_pa
 
 
 @pytest.mark.parametrize(("mixin", "is_known"), [("from other import Mixin", False), ("class Mixin: ...", True)])
-def test_methods_that_a_foreign_base_class_may_call_are_allowed(mixin: str, is_known: bool, tmp_path: Path) -> None:
+def test_methods_of_foreign_base_classes_are_allowed(mixin: str, is_known: bool, tmp_path: Path) -> None:
+    """A base class of another file may call them."""
     text = TASK.replace("from runner import Task", f"from runner import Task\n\n{mixin}")
     text = text.replace("Mine(Task)", "Mine(Mixin, Task)").format(name="setup")
     assert bool(problems_of(text, tmp_path)) == is_known

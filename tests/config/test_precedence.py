@@ -87,7 +87,7 @@ def test_the_order_of_sources_does_not_matter() -> None:
         assert merge(order)["seed"].value == Rank.COMMAND_LINE
 
 
-def test_the_command_line_is_overridden_only_by_keys_of_phases() -> None:
+def test_only_keys_of_phases_override_the_command_line() -> None:
     order = []
     rest = settings()
     while rest:

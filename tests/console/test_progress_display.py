@@ -79,12 +79,12 @@ def run_lines(total: int, done: int = 0, seconds_each: float = 2.0) -> str:
 def test_a_pipe_shows_lines_at_the_documented_updates(
     screen: Callable[..., None],
 ) -> None:
-    """These are updates 1 and 10, an update every 30 seconds, and the last update."""
+    """Lines are shown at updates 1 and 10, every 30 seconds, and at the last update."""
     screen(run_lines(40))
 
 
 def test_a_resumed_run_counts_lines_from_the_resume() -> None:
-    """It shows lines 1 and 10 updates later."""
+    """The first lines are shown 1 and 10 updates later."""
     assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
 
 
@@ -204,7 +204,7 @@ def test_a_narrow_terminal_drops_values_not_lines(columns: int) -> None:
 
 
 def test_the_bar_is_drawn_at_most_four_times_a_second() -> None:
-    """It is also drawn at the end."""
+    """The bar is also drawn at the end."""
     clock = Clock()
     with terminal() as (stream, seen):
         bar = Bar(stream, clock)
@@ -305,7 +305,7 @@ def test_silent_ranks_have_a_progress_object_with_equal_methods() -> None:
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
 def test_an_update_that_displays_nothing_costs_three_calls(kind: str) -> None:
-    """These are the calls of `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
+    """The calls are those of `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
     calls = 0
 
     def count(frame: FrameType, event: str, value: object) -> None:

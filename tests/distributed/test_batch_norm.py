@@ -222,7 +222,7 @@ def test_the_error_names_at_most_five_norms() -> None:
     assert "model (Activated)\n" in synchronize(Activated(3))[0][0]
 
 
-def test_norms_that_never_train_may_be_of_any_kind() -> None:
+def test_norms_in_eval_mode_may_be_of_any_kind() -> None:
     for messages, types, training in synchronize(Frozen(Activated(3), nn.BatchNorm1d(3))):
         assert messages == ""
         assert types == ["Frozen", "Activated", "_BatchNorm1d"]

@@ -102,7 +102,7 @@ def test_an_early_error_of_one_rank_ends_the_run(server: ForkServer, tmp_path: P
     assert "FileNotFoundError" in result.err
 
 
-def test_a_loss_that_fails_in_eval_mode_does_not_prevent_training(server: ForkServer, tmp_path: Path) -> None:
+def test_a_loss_failing_in_eval_mode_does_not_prevent_training(server: ForkServer, tmp_path: Path) -> None:
     """The loss fails on one of two pipelines, on all of its ranks, so none waits. The first check is inconclusive."""
     result = run_on_two_pipelines(server, tmp_path, in_loss="(2, 3)")
     assert result.code == Exit.DONE, result.err

@@ -90,7 +90,7 @@ class Probe:
 @pytest.mark.parametrize(
     ("towards_rank_0", "expected"), [("10.0.0.6", "eth1"), ("127.0.0.1", "eth0"), ("127.0.1.1", "eth0"), (None, "eth0")]
 )
-def test_ranks_of_several_machines_use_the_interface_towards_rank_0(
+def test_ranks_on_several_machines_use_the_interface_to_rank_0(
     towards_rank_0: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If rank 0 resolves its own name to loopback, the interface of the default route, here eth0, is used."""

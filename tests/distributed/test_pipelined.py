@@ -532,7 +532,7 @@ def test_half_precision_gives_the_results_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_on_one_stage_skips_the_update_on_all() -> None:
+def test_an_overflow_on_one_stage_skips_the_update_everywhere() -> None:
     class Large(nn.Module):
         """Scales the gradient of the preceding layers once, in a micro-batch of the third update."""
 
@@ -890,7 +890,7 @@ def test_equal_layers_are_split_by_memory_of_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_layer_gets_its_own_stage_with_balance_time() -> None:
+def test_balance_time_gives_a_slow_layer_its_own_stage() -> None:
     clock = Clock()
 
     class Slow(nn.Linear):

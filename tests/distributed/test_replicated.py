@@ -144,7 +144,7 @@ def leave_out_layers(model: Layers, world: World, update: int) -> None:
 
 
 @pytest.mark.parametrize("choose", [lambda *_: None, leave_out_layers])
-def test_gradients_sent_in_one_message_or_in_buckets_are_equal(choose: Choice) -> None:
+def test_one_message_or_buckets_give_equal_gradients(choose: Choice) -> None:
     """The sum of two float32 numbers is the same whether computed in float32, or in float64 and then rounded."""
 
     def both(world: World) -> list[Any]:
@@ -293,7 +293,7 @@ def test_a_custom_all_reduce_is_checked_in_each_bucket() -> None:
     assert run_ranks(find_faults, 2) == [["2.0"]] * 2
 
 
-def test_a_custom_all_reduce_must_not_return_nan_for_finite_gradients() -> None:
+def test_a_custom_all_reduce_must_not_turn_finite_into_nan() -> None:
     def erase(gradients: Tensor) -> None:
         gradients.fill_(float("nan"))
 

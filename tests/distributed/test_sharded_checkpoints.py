@@ -100,7 +100,7 @@ def memory_of_save(folder: str, world: World) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-def test_a_rank_saves_its_shards_with_one_copy_in_memory(tmp_path: Path) -> None:
+def test_saving_shards_needs_one_copy_in_memory(tmp_path: Path) -> None:
     for grown, nbytes in run_ranks(partial(memory_of_save, str(tmp_path)), 2):
         assert nbytes == LARGE * LARGE * 4 // 2
         assert nbytes <= grown <= 1.2 * nbytes

@@ -158,7 +158,7 @@ def catch_errors(world: World) -> list[float]:
     return [float(output.detach().abs().sum()) for output in outputs]
 
 
-def test_failed_calls_do_not_block_ranks_or_keep_weights_gathered() -> None:
+def test_failed_calls_leave_no_rank_waiting_or_weights_gathered() -> None:
     assert run_ranks(catch_errors, 2) == [[0.0, 0.0]] * 2
 
 
@@ -274,7 +274,7 @@ def test_collectives_of_groups_without_this_rank_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("style", ["sum", "objects", "sum on rank 0"])
-def test_a_collective_during_model_calls_of_other_ranks_is_an_error(style: str) -> None:
+def test_a_collective_during_other_ranks_calls_is_an_error(style: str) -> None:
     calls = 1 if style == "sum on rank 0" else None
     what = "a rank calls a collective of torch.distributed while another rank calls the model"
     found = run_ranks(lambda world: summed(world, calls or 1 + world.rank, style), 2)

@@ -9,14 +9,14 @@ import pytest
 from runner.distributed.timeouts import call_with_timeout
 
 
-def test_the_result_or_the_error_of_the_call_is_returned() -> None:
+def test_the_result_or_error_of_a_call_is_returned() -> None:
     assert call_with_timeout(60.0, lambda: 7) == 7
     assert call_with_timeout(60.0, lambda: None) is None
     with pytest.raises(KeyError, match="mine"):
         call_with_timeout(60.0, lambda: {}["mine"])
 
 
-def test_a_call_that_does_not_return_is_abandoned() -> None:
+def test_a_hanging_call_is_abandoned() -> None:
     """This also holds at exit, where Python joins threads that are not daemons."""
     released, before = threading.Event(), set(threading.enumerate())
     try:

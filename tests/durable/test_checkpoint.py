@@ -329,7 +329,7 @@ def test_the_newest_valid_checkpoint_is_loaded(tmp_path: Path) -> None:
 
 
 def test_exit_code_is_65_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    """This changes only when the checkpoints are moved aside."""
+    """The exit code stays 65 until the checkpoints are moved aside."""
     for update in (1, 2):
         damage(save(tmp_path, snapshot(update)))
     for _ in range(3):
@@ -372,9 +372,7 @@ def test_an_unreadable_checkpoint_is_moved_if_another_is_valid(tmp_path: Path, m
     assert checkpoint.load(changed).manifest["run_id"] == "another"
 
 
-def test_an_unreadable_checkpoint_is_kept_if_it_is_the_only_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_only_checkpoint_is_kept_even_if_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, snapshot(1))
 
     def denied(path: Path, **_: Any) -> bytes:
@@ -515,7 +513,7 @@ def test_files_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> N
     assert ("fsync", str(directory)) in after
 
 
-def test_metric_rows_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
+def test_metric_rows_are_synced_before_the_checkpoint(tmp_path: Path) -> None:
     faults = Faults()
     with faults.active(), files.AppendLog(tmp_path / "metrics") as log:
         log.write("a row")
@@ -531,7 +529,9 @@ def test_metric_rows_are_synced_before_a_checkpoint_gets_its_name(tmp_path: Path
     assert target.name == "update-0000000001"
 
 
-def test_a_checkpoint_is_not_saved_if_its_rows_cannot_be_synced(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_saved_without_its_rows(tmp_path: Path) -> None:
+    """In the test, the metric rows cannot be synced."""
+
     def fail() -> None:
         raise StorageError("cannot sync", where="metrics.jsonl")
 
@@ -744,7 +744,7 @@ def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pyte
 
 
 def test_failed_retention_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported, too."""
+    """Failed retention is reported, too."""
 
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot remove")

@@ -39,7 +39,7 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
     return find_best_checkpoints(load(checkpoint_path(run.checkpoints, update)))
 
 
-def test_a_best_checkpoint_that_was_written_late_is_listed(run: RunDirectory) -> None:
+def test_a_best_checkpoint_written_late_is_listed(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
     assert bests(run, 5) == [(0.9, 5)], "a checkpoint must not list later ones"

@@ -56,7 +56,7 @@ def test_sharded_checkpoints_are_read_like_unsharded_ones(tmp_path: Path, num_ra
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_rank_hashes_only_the_shards_that_it_reads(
+def test_a_rank_hashes_only_the_shards_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     """Rank 0 verifies all parts. If every rank did so, n ranks would read n * n parts."""
@@ -124,7 +124,7 @@ def test_ranks_write_checkpoints_while_training(tmp_path: Path) -> None:
     assert verify(checkpoint_path(tmp_path, 3)) == []
 
 
-def test_a_shard_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+def test_a_failure_to_write_a_shard_fails_the_save(tmp_path: Path) -> None:
     """The older checkpoint is kept."""
     save_in_parts(tmp_path, 1)
     first, second, third = parts_of(snapshot(2), token="other")
@@ -146,7 +146,7 @@ def test_a_shard_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
     assert recover(tmp_path).checkpoint is not None
 
 
-def test_a_rank_that_reports_nothing_fails_the_save(tmp_path: Path) -> None:
+def test_a_silent_rank_fails_the_save(tmp_path: Path) -> None:
     first, second, _ = parts_of(snapshot(1))
     save_part(tmp_path, second)
     (temporary,) = tmp_path.iterdir()

@@ -35,7 +35,7 @@ def test_a_crash_after_a_failed_sync_leaves_no_damaged_checkpoint(tmp_path: Path
             check_checkpoints(found, 1)
 
 
-def test_a_report_that_survives_a_crash_has_all_its_files(tmp_path: Path) -> None:
+def test_a_report_surviving_a_crash_has_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     recording = Recording(tmp_path / "run")
     with files.use_system(recording):

@@ -308,7 +308,7 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
 
 
 def test_a_slow_mirror_copies_the_newest_checkpoints(mirror: Mirror, tmp_path: Path) -> None:
-    """It counts those that it skips."""
+    """The mirror counts the checkpoints that it skips."""
     with stalled(mirror, tmp_path) as (gate, run, copies):
         for update in range(2, 7):  # saving must not wait for the mirror
             path = add(run, update)
@@ -398,7 +398,7 @@ def test_the_mirror_keeps_what_retention_keeps(mirror: Mirror, tmp_path: Path) -
 def test_invalid_credentials_are_reported_but_not_stored(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are reported immediately."""
+    """The error is reported immediately."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c4n4ry/S3cr3t+Key9")
 
     def denied(operation: str, path: str) -> None:

@@ -185,7 +185,7 @@ def test_checkpoints_removed_before_their_copy_are_counted(
         assert "1 of 1" in summary
 
 
-def test_a_run_trains_without_copies_if_no_thread_can_start(
+def test_a_run_trains_without_copies_if_threads_cannot_start(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_thread(self: threading.Thread) -> None:
@@ -206,7 +206,7 @@ def test_a_run_trains_without_copies_if_no_thread_can_start(
 def test_an_error_in_the_mirror_thread_does_not_end_the_run(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends only the copies."""
+    """The error ends only the copies."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("of the store")
@@ -247,7 +247,7 @@ def test_waiting_for_copies_at_the_end_is_reported(
 def test_a_mirror_unreachable_at_the_start_is_claimed_later(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int | None, is_claimed: bool
 ) -> None:
-    """This requires that it has no newer checkpoints."""
+    """This requires that the mirror has no newer checkpoints."""
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 2) as other:
         if ahead is not None:
             copied(mirror, other, ahead)
@@ -303,7 +303,7 @@ def test_a_damaged_owner_file_in_an_empty_mirror_is_rejected(mirror: Mirror, rec
         mirror.owner()
 
 
-def test_a_writer_that_is_not_a_string_is_unknown(mirror: Mirror) -> None:
+def test_a_non_string_writer_is_unknown(mirror: Mirror) -> None:
     mirror.store.write("owner.json", json.dumps({"run_uid": UID, "writer": 3}).encode())
     assert mirror.owner() == MirrorOwner(UID, None)
 

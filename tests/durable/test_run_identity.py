@@ -70,8 +70,8 @@ def test_an_unknown_or_adopted_uid_is_accepted(tmp_path: Path, run: RunIdentity)
     assert recover(tmp_path, run).checkpoint is not None
 
 
-def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected(tmp_path: Path) -> None:
-    """It stays in the folder."""
+def test_a_checkpoint_of_a_namesake_run_is_rejected(tmp_path: Path) -> None:
+    """The checkpoint stays in the folder."""
     saved(tmp_path, 1, run_id="mine", run_uid=MINE)
     saved(tmp_path, 2, run_id="mine", run_uid=OTHERS)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_run_with_the_same_name_is_rejected(tmp_path: Pa
     assert result.update == 2
 
 
-def test_a_checkpoint_of_a_run_with_another_name_is_moved_aside(tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_run_name_is_moved_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, run_id="mine", run_uid=MINE)
     for update, facts in ((2, {"run_uid": OTHERS}), (3, {}), (4, {"run_uid": None})):
         saved(tmp_path, update, run_id="other", **facts)

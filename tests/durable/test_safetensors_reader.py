@@ -129,7 +129,7 @@ def test_a_file_that_shrinks_after_opening_does_not_crash(file: Path) -> None:
         stored["deep"].read()
 
 
-def test_a_strided_view_of_one_element_has_the_bytes_of_a_copy() -> None:
-    """Its only dimension keeps the stride of the column that it is taken from."""
+def test_a_strided_view_of_one_element_is_written_like_a_copy() -> None:
+    """The only dimension of the view keeps the stride of the column that it is taken from."""
     column = torch.arange(6.0).view(3, 2)[:1, 0]
     assert bytes(view_bytes(column)) == bytes(view_bytes(column.clone()))

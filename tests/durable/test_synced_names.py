@@ -112,7 +112,7 @@ def test_visible_checkpoints_are_complete_after_a_crash(act: Callable[[Path], ob
     check_visible_checkpoints(recording, tmp_path / "state")
 
 
-def test_a_hidden_name_is_durable_before_the_checkpoint_is_removed(tmp_path: Path) -> None:
+def test_hidden_names_are_durable_before_checkpoints_are_removed(tmp_path: Path) -> None:
     """After a failed sync, the next call finds the hidden name, which a crash can still revert."""
 
     with files.use_system(Quick()):
@@ -127,7 +127,7 @@ def test_a_hidden_name_is_durable_before_the_checkpoint_is_removed(tmp_path: Pat
     check_visible_checkpoints(recording, tmp_path / "state")
 
 
-def test_a_replacement_is_durable_before_the_old_checkpoint_is_removed(tmp_path: Path) -> None:
+def test_replacements_are_durable_before_old_checkpoints_are_removed(tmp_path: Path) -> None:
     """The process that replaced the checkpoint was killed before it could sync the new name."""
     with files.use_system(Quick()):
         for number in (1, 2, 3):

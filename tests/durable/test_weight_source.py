@@ -65,7 +65,7 @@ def error_of(value: Any, root: Path) -> AccelRunError:
 # ---------------------------------------------------------------- runs and checkpoints
 
 
-def test_a_run_can_be_given_by_name_path_or_last(tmp_path: Path) -> None:
+def test_a_run_can_be_named_by_name_path_or_last(tmp_path: Path) -> None:
     run = make_run(tmp_path, 3, 5)
     expected = checkpoint_path(run / "checkpoints", 5)
     for value in ("mine", "last", run):
@@ -277,7 +277,7 @@ def test_files_in_an_index_must_exist(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the start of a run
 
 
-def test_a_run_can_start_from_a_checkpoint_or_another_run(tmp_path: Path) -> None:
+def test_a_run_can_start_from_checkpoints_and_runs(tmp_path: Path) -> None:
     run = make_run(tmp_path, 3)
     path = checkpoint_path(run / "checkpoints", 3)
     assert find_start(str(path), tmp_path) == path
@@ -315,7 +315,7 @@ def test_a_run_name_in_an_override_becomes_its_path(
     assert resolve_run_names(["seed=1", override], Path("outputs")) == ("seed=1", expected)
 
 
-def test_the_weights_of_a_new_run_are_checked_before_it_starts(tmp_path: Path) -> None:
+def test_weights_of_a_new_run_are_checked_before_its_start(tmp_path: Path) -> None:
     def settings(*overrides: str) -> Any:
         return compose(Request((f"output_root={tmp_path}", *overrides))).settings
 

@@ -217,7 +217,7 @@ def test_a_worker_forked_after_cuda_initialization_reads_cpu_data(pins: bool, de
     assert read[:, 0].tolist() == list(range(8))
 
 
-def test_a_forked_worker_that_uses_the_gpu_raises_an_error(device: torch.device) -> None:
+def test_a_forked_worker_cannot_use_the_gpu(device: torch.device) -> None:
     """The error gives advice."""
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cuda"), num_workers=1, multiprocessing_context="fork")

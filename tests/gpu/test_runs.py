@@ -78,7 +78,7 @@ def test_mechanics_do_not_change_the_loss_curve(args: str, runs: Runs) -> None:
     assert runs.curve("other", f"{PLAIN} {args}") == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_the_loss_curve_on_a_gpu_is_that_of_the_cpu(runs: Runs) -> None:
+def test_a_gpu_and_the_cpu_have_the_same_loss_curve(runs: Runs) -> None:
     on_cpu = runs.curve("cpu", "device=cpu precision=fp32")
     assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=OTHER_KERNELS)
 
@@ -130,7 +130,7 @@ def test_a_traced_model_has_the_same_loss_curve(option: str, runs: Runs) -> None
     assert runs.curve("traced", args) == pytest.approx(plain, rel=SAME_CURVE)
 
 
-def test_an_8_bit_optimizer_learns_or_names_the_missing_package(runs: Runs) -> None:
+def test_an_8_bit_optimizer_learns_or_reports_a_missing_package(runs: Runs) -> None:
     args = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
     if find_spec("bitsandbytes") is None and find_spec("torchao") is None:
         runs.train("eight", args, code=78)
@@ -165,7 +165,7 @@ def test_inference_predicts_the_same_on_every_device(runs: Runs) -> None:
         )  # growth=4: tanh is accurate to 2 ulp, an addition to 1/2 ulp (see OTHER_KERNELS)
 
 
-def test_a_table_of_predictions_is_the_same_on_every_device(runs: Runs) -> None:
+def test_tables_of_predictions_are_the_same_on_every_device(runs: Runs) -> None:
     """The rows, their order and the random numbers of each sample are identical; the scores agree within rounding."""
     result = runs.end(f"train --task {TABLES} run=tables device=cpu precision=fp32 monitor=off")
     assert result.code == 0, result.err

@@ -91,7 +91,7 @@ def test_a_prefetched_batch_is_complete_when_it_is_read() -> None:
 
 
 def test_page_locked_copies_keep_the_memory_format() -> None:
-    """They are dense."""
+    """The copies are dense."""
     images = torch.randn(4, 3, 8, 8)
     last = images.to(memory_format=torch.channels_last)
     given = [images, images[:, 1:], images[1:3], images[:, :1].expand(-1, 3, -1, -1), last, last[:, 1:], images[:, :0]]
@@ -134,7 +134,7 @@ def test_an_overflow_is_counted_without_waiting() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("precision", [fp32, bf16])
 @pytest.mark.parametrize("prefetch", [none, stream])
-def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetch: Any) -> None:
+def test_loop_and_rows_never_wait_for_the_device(precision: Any, prefetch: Any) -> None:
     rows: list[Row] = []
     meter = Meter(CUDA, "train", every=2, write=rows.append, readings=list, stopwatch=new_stopwatch(CUDA.device))
     run = training(precision)

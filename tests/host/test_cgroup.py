@@ -30,7 +30,7 @@ def test_cgroup_v2_limits_are_the_minimum_over_parents(tmp_path: Path) -> None:
 
 
 def test_cgroup_v1_limits_are_found_in_a_container(tmp_path: Path) -> None:
-    """They are below the mount of the container."""
+    """The limits are below the mount of the container."""
     root = system(tmp_path, proc__self__cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n3:pids:/\n")
     quota = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
     system(root / "sys/fs/cgroup/cpu,cpuacct", **quota)

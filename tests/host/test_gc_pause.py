@@ -64,7 +64,7 @@ def test_collection_is_enabled_again_when_a_command_ends(arguments: list[str], m
 
 
 def test_collection_is_enabled_after_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This does not depend on the screen."""
+    """Collection does not depend on the screen."""
     shown: list[Any] = []
     monkeypatch.setattr(Screen, "show_first_update", lambda self, update, *args: shown.append(update))
     with paused_collection(), opened(tmp_path) as phase:

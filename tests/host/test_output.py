@@ -97,7 +97,7 @@ def test_a_slow_reader_gets_every_line_in_order(pipe: Pipe) -> None:
     assert got.decode().splitlines() == written
 
 
-def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
+def test_a_resuming_reader_receives_the_queued_lines(pipe: Pipe) -> None:
     written, got = lines_of(5_000), bytearray()
     with printing(pipe, is_read=True):
         for line in written:

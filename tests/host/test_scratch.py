@@ -168,7 +168,7 @@ def test_the_cache_is_private_with_any_umask(home: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_cache_that_others_can_replace_is_not_used(home: Path) -> None:
+def test_a_cache_replaceable_by_others_is_not_used(home: Path) -> None:
     folder = chosen()[0].parent
     folder.parent.chmod(0o777)
     assert not any(path.is_relative_to(home) for path in chosen())

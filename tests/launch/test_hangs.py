@@ -101,7 +101,7 @@ def test_the_innermost_call_tells_what_a_rank_waits_for(file: str, function: str
     assert waits_for_ranks(StackFrame(file, 1, function)) is expected
 
 
-def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
+def test_a_debugged_rank_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", TRACED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdin is not None

@@ -231,14 +231,14 @@ def test_a_rank_may_end_long_before_the_others(tmp_path: Path) -> None:
     assert run_ranks(on_rank(1, outlive, partial(note_pid, tmp_path)), grace_s=0.0).code == 0
 
 
-def test_a_result_that_json_cannot_write_is_a_failure() -> None:
+def test_a_result_must_be_json() -> None:
     ending = run_ranks(lambda member: (0, {1} if member.rank else None))
     assert ending.code == Exit.SOFTWARE
     assert ending.cause is not None
     assert "TypeError" in ending.cause.what
 
 
-def test_a_result_that_cannot_be_stored_is_a_failure() -> None:
+def test_an_unstorable_result_is_a_failure() -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank:
             Path(member.store.removeprefix("file://")).with_name("report-1").mkdir()
@@ -270,7 +270,7 @@ def test_ranks_run_no_exit_handler_of_the_supervisor(tmp_path: Path, monkeypatch
 @pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_killed_rank_is_named_and_no_process_is_left(seed: int) -> None:
+def test_a_killed_rank_is_named_and_leaves_no_process(seed: int) -> None:
     chance = random.Random(seed)
     chosen, moment_s = chance.randrange(3), chance.uniform(0.0, 0.2)
 
@@ -331,7 +331,7 @@ def test_the_first_of_two_failures_is_the_cause(tmp_path: Path) -> None:
     assert ending.cause.rank == 1
 
 
-def test_a_victim_that_exits_first_is_not_the_cause(tmp_path: Path) -> None:
+def test_a_victim_exiting_first_is_not_the_cause(tmp_path: Path) -> None:
     def act(world: World) -> None:
         reduce_once(world)
         if world.rank == 1:
@@ -403,7 +403,9 @@ def test_a_rank_stopped_by_sigstop_does_not_delay_the_end(tmp_path: Path) -> Non
     assert (ending.cause.rank, ending.killed) == (1, (0,))
 
 
-def test_a_silent_rank_is_named_if_all_errors_are_consequences() -> None:
+def test_a_silent_rank_is_named_among_consequences() -> None:
+    """The errors of all other ranks are consequences."""
+
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:
@@ -483,7 +485,7 @@ def test_a_victim_is_a_rank_that_only_lost_a_peer(error: BaseException, expected
     assert is_peer_loss(error) is expected
 
 
-def test_an_error_that_is_its_own_cause_can_be_reported() -> None:
+def test_an_error_caused_by_itself_can_be_reported() -> None:
     error = ValueError("round")
     error.__cause__ = error
     assert not is_peer_loss(error)
@@ -590,7 +592,7 @@ def test_a_signal_while_a_rank_starts_leaves_no_rank(
     assert family() == before
 
 
-def test_processes_that_no_rank_started_are_not_killed() -> None:
+def test_foreign_processes_are_not_killed() -> None:
     with subprocess.Popen(["sleep", "60"]) as mine:
         assert run_ranks(on_rank(1, partial(sys.exit, 3))).code == 3
         assert mine.poll() is None
@@ -687,7 +689,7 @@ def test_a_stop_signal_makes_every_rank_save_once(number: signal.Signals, whole_
 
 @pytest.mark.usefixtures("often_reminded")
 def test_a_stop_signal_reaches_ranks_without_a_handler(tmp_path: Path) -> None:
-    """They install their handlers later."""
+    """The ranks install their handlers later."""
     with supervisor(save_when_asked(tmp_path, deaf=True), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, signal.SIGINT)
@@ -840,7 +842,7 @@ def test_a_low_limit_on_open_files_is_reported() -> None:
     assert endings == sorted(endings, reverse=True)  # a limit higher than a sufficient one is sufficient, too
 
 
-def test_a_rank_reports_that_it_reached_the_open_file_limit() -> None:
+def test_a_rank_reports_reaching_the_open_file_limit() -> None:
     def main(member: RankInfo) -> NoReturn:
         if member.rank == 0:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -235,7 +235,7 @@ def test_a_fatal_sbatch_error_is_a_configuration_error(cluster: Path) -> None:
 
 
 def test_a_rejected_job_does_not_change_the_run(cluster: Path) -> None:
-    """It does not change other jobs either."""
+    """Other jobs do not change either."""
     launch("launcher=slurm", "run=a")
     before = sorted((cluster / "outputs").rglob("*"))
     (cluster / "says").write_text("sbatch: error: invalid partition specified: x\n")

@@ -24,7 +24,7 @@ from tests.launch.forked import CompletedFork, rank_function, run_forks
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
 
-def test_ranks_with_the_same_software_and_task_pass_the_check() -> None:
+def test_ranks_with_equal_software_and_task_pass_the_check() -> None:
     check_agreement([SAME, dict(SAME), dict(SAME)])
 
 
@@ -92,7 +92,7 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
 def test_an_invalid_environment_variable_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is invalid on every rank."""
+    """The variable is invalid on every rank."""
     variables = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999",
         "TORCHELASTIC_RUN_ID": "none",

@@ -94,7 +94,7 @@ def test_the_interface_towards_rank_0_is_the_default(given: str, namespaces: tup
 
 
 def test_rank_0_uses_the_outgoing_interface_not_loopback(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    """Its name resolves to loopback."""
+    """The name of rank 0 resolves to loopback."""
 
     def chosen(rank: int) -> str:
         subprocess.run(["ip", "route", "add", "default", "dev", CABLE], check=True, capture_output=True)

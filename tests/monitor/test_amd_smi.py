@@ -147,7 +147,7 @@ def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch: pytest.M
         assert "AMD" not in nvml.why_not
 
 
-def test_the_gpu_of_torch_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_gpu_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """HIP and AMD SMI report different UUIDs for the same GPU."""
     view = TorchView(
         "2.13.0+rocm",

@@ -49,7 +49,7 @@ def test_utilization_is_good_from_80_to_100_percent(mean: float, level: str) -> 
     ("used", "level"),
     [(0.1, "low"), (4.9, "low"), (5, "good"), (7.9, "good"), (8.5, "note"), (9.0, "high"), (10, "high")],
 )
-def test_memory_is_good_from_50_to_80_percent_at_its_peak(used: float, level: str) -> None:
+def test_peak_memory_is_good_from_50_to_80_percent(used: float, level: str) -> None:
     summary = summary_of(gpu0_util=90, gpu0_memory_gib=(0, used / 2, used), gpu0_memory_total_gib=10.0)
     assert said(summary)["GPU 0 memory"] == level
 
@@ -98,7 +98,7 @@ def test_other_processes_are_reported_for_runs_and_machines() -> None:
     assert said(summary_of(gpu0_other_processes=0)) == {}
 
 
-def test_ram_and_cpu_are_reported_if_they_limit_the_run() -> None:
+def test_ram_and_cpu_are_reported_if_limiting() -> None:
     assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
     assert said(busy)["CPU"] == "high"

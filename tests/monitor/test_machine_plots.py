@@ -81,7 +81,8 @@ def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(line.get_marker() == "o" for line in axes.lines)
 
 
-def test_panels_have_titles_and_units_and_figures_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_have_titles_and_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The title of a figure names the GPU."""
     result = figures_of(samples_of(5), monkeypatch)
     for name, panels in {"gpu0.png": GPU_PANELS, "machine.png": MACHINE_PANELS}.items():
         axes = result[name].axes

@@ -95,7 +95,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
         assert all(len(line) <= columns for line in render(view, columns, 24))
 
 
-def test_processes_that_do_not_fit_are_counted() -> None:
+def test_omitted_processes_are_counted() -> None:
     for rows in (16, 17, 20):
         lines = render(eight(), 80, rows)
         left_out = int(re.search(r"(\d+) more processes", lines[-1])[1])  # type: ignore[index]

@@ -59,7 +59,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
 
 
 def test_readings_of_a_t4_are_written_and_shown(nvml_stub: NvmlStub) -> None:
-    """They appear in the file, the metrics and the status line."""
+    """The readings appear in the file, the metrics and the status line."""
     seen = nvml_stub.run(WATCH, T4)
     rows = rows_of(seen["csv"])
     row, last = rows[0], rows[-1]
@@ -608,14 +608,14 @@ os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 
 @pytest.mark.slow
 def test_a_hanging_driver_is_reported_once(nvml_stub: NvmlStub) -> None:
-    """Its readings are empty."""
+    """The readings of the GPUs are empty."""
     readings, line, news = nvml_stub.run(HANG, T4 | {"0.processes": ""})
 
     assert (readings, line) == ({}, "")
     assert len([text for text in news if "driver" in text]) == 1
 
 
-def test_a_driver_that_hangs_on_open_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_hanging_on_open_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "RECOVERY_S", 0.1)
@@ -628,7 +628,7 @@ def test_a_driver_that_hangs_on_open_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stalled_sampler_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its readings are empty."""
+    """All readings are empty."""
     stuck, release = threading.Event(), threading.Event()
     real = Host.sample
 
@@ -683,7 +683,7 @@ def test_a_run_resumed_on_another_gpu_summarizes_both(tmp_path: Path, monkeypatc
 
 
 def test_a_summary_without_earlier_samples_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is marked as such."""
+    """The summary is marked as incomplete."""
     path = tmp_path / "gpu.csv"
     run_monitor(path)
     monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)

@@ -94,7 +94,8 @@ def test_different_gpus_are_listed_in_bus_order_with_sizes(nvml_stub: NvmlStub) 
         ({"count": 0}, "reports no GPU"),
     ],
 )
-def test_without_nvml_no_gpu_is_listed_and_the_reason_is_known(nvml_stub: NvmlStub, state: Any, reason: str) -> None:
+def test_without_nvml_a_reason_is_given(nvml_stub: NvmlStub, state: Any, reason: str) -> None:
+    """No GPU is listed."""
     seen = nvml_stub.run(LOOK, state)
 
     assert reason in seen["why_not"]
@@ -116,13 +117,13 @@ def test_missing_readings_are_none_and_do_not_affect_others(nvml_stub: NvmlStub,
     }  # fmt: skip
 
 
-def test_the_not_available_value_of_the_driver_is_not_a_reading(nvml_stub: NvmlStub) -> None:
+def test_the_drivers_not_available_value_is_no_reading(nvml_stub: NvmlStub) -> None:
     (reading,) = nvml_stub.run(LOOK, T4 | {"0.sm_clock": 0xFFFFFFFF})["readings"]
 
     assert reading["sm_clock_mhz"] is None
 
 
-def test_a_lost_gpu_is_reported_and_does_not_affect_others(nvml_stub: NvmlStub) -> None:
+def test_a_lost_gpu_is_reported_without_affecting_others(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR | {"0.err.handle": 15})
 
     (note,) = seen["notes"]

@@ -219,7 +219,7 @@ def test_invalid_files_are_reported(tmp_path: Path) -> None:
         read_samples(tmp_path / "empty.csv")
 
 
-def test_a_row_that_is_too_long_is_reported(tmp_path: Path) -> None:
+def test_a_too_long_row_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "gpu.csv", row(1))
     path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
 
@@ -302,7 +302,7 @@ def long_file(path: Path) -> Path:
 
 
 def test_thinned_samples_keep_the_summary(tmp_path: Path) -> None:
-    """It has the same extremes and means."""
+    """The summary has the same extremes and means."""
     path = long_file(tmp_path / "gpu.csv")
     samples, thinned = read_samples(path), read_thinned(path, METRICS)
 
@@ -374,7 +374,7 @@ def test_zero_bytes_left_by_a_crash_lose_no_samples(tmp_path: Path, num_zeros: i
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("quote", "end"), [("", "\r\n"), ('"', "\n"), ('"', "\r\n")])
 def test_a_file_rewritten_by_other_programs_is_read(tmp_path: Path, quote: str, end: str) -> None:
-    """It has the same samples."""
+    """The rewritten file has the same samples."""
     columns = (*(name for name in COLUMNS if name != "name"), "name")  # of which the last cell contains text
     path = write(
         tmp_path / "gpu.csv",

@@ -73,7 +73,7 @@ BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @pytest.mark.slow
 def test_a_lost_gpu_is_reported_by_every_command(nvml_stub: NvmlStub) -> None:
-    """It has no readings."""
+    """The lost GPU has no readings."""
     lost: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
     seen = examine(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
 
@@ -102,7 +102,8 @@ def test_each_driver_error_is_one_alert_and_one_verdict(nvml_stub: NvmlStub) -> 
 
 
 @pytest.mark.slow
-def test_a_memory_error_with_counter_and_event_is_one_alert(nvml_stub: NvmlStub) -> None:
+def test_a_memory_error_reported_twice_is_one_alert(nvml_stub: NvmlStub) -> None:
+    """The counter and an event report the error."""
     seen = examine(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
 
     assert kinds(seen) == [("ecc", "gpu0")]

@@ -87,7 +87,7 @@ def test_the_newest_process_determines_whether_the_run_failed() -> None:
 
 
 def test_measurements_with_other_settings_are_replaced() -> None:
-    """They are also replaced by measurements of similar length."""
+    """Measurements of similar length are replaced, too."""
     many = replace(FULL, updates=100)
 
     for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):

@@ -99,7 +99,7 @@ COSTS = {
 def test_an_update_has_the_documented_costs(
     args: str, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
 ) -> None:
-    """It waits for no kernel, except with a loss scale and an optimizer that is not fused."""
+    """An update waits for no kernel, except with a loss scale and an optimizer that is not fused."""
     given = (
         f"train --task {TASK} task.rank=-1 run=r device=cuda global_batch_size=16 max_grad_norm=1 checkpoint=off"
         f" evaluate.every=1000 monitor=off {args}" + ("" if "log_every" in args else " log_every=1000")

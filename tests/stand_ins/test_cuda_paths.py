@@ -38,7 +38,7 @@ assert take_inventory().devices == inventory.devices
 
 @pytest.mark.slow
 def test_memory_is_predicted_without_initializing_cuda(stand_in: StandIn) -> None:
-    """This holds for the process that predicts the memory, before the run starts."""
+    """The process that predicts the memory must not initialize CUDA before the run starts."""
     stand_in.program("t4", NEEDS.format(task=str(TASK)))
 
 
@@ -95,7 +95,7 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_while_others_wait_is_named(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_failing_rank_is_named_while_others_wait(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {args}"
     result = stand_in.command("a100x2", task, tmp_path)
@@ -160,7 +160,7 @@ def test_first_contact_prints_json_with_the_gpu_name(stand_in: StandIn, tmp_path
     ],
 )
 def test_first_contact_compares_predictions_with_the_device(task: str, stand_in: StandIn, tmp_path: Path) -> None:
-    """It writes a page with the results."""
+    """The command writes a page with the results."""
     args = f"doctor first_contact {task} updates=4 global_batch_size=16 micro_batch_size=8"
     result = stand_in.command("t4", args, tmp_path)
     assert result.code == 0, result.out + result.err

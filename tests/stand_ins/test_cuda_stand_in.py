@@ -254,7 +254,7 @@ def test_nvtx_ranges_contain_the_operators_that_they_enclose(stand_in: StandIn) 
 
 
 @pytest.mark.slow
-def test_a_process_started_with_the_stand_in_sees_its_devices() -> None:
+def test_processes_started_with_the_stand_in_see_its_devices() -> None:
     """In all other tests, forks get their devices after torch has been imported."""
     line = [sys.executable, "-c", VISIBLE]
     env = {**environment(MACHINES["pair"]), "CUDA_VISIBLE_DEVICES": "1"}

@@ -63,7 +63,7 @@ RUNS = [
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_runs_on_gpus_have_no_race_and_one_context_per_process(number: int, stand_in: StandIn, tmp_path: Path) -> None:
+def test_runs_have_no_race_and_one_context_per_process(number: int, stand_in: StandIn, tmp_path: Path) -> None:
     machine, args = RUNS[number]
     contexts = [[0], [1]] if "parallelism=" in args else [[0]]
     (tmp_path / "counted").mkdir()

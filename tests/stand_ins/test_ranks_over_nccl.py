@@ -158,7 +158,7 @@ test_errors_of_a_task = copy_of(
 
 # Tests whose ranks are forks of the pytest process. They run over NCCL in a process with the stand-in.
 IN_PROCESS = (
-    "launch/test_local.py::test_a_killed_rank_is_named_and_no_process_is_left",
+    "launch/test_local.py::test_a_killed_rank_is_named_and_leaves_no_process",
     "launch/test_local.py::test_a_raising_rank_is_named_and_waiting_ranks_are_victims",
     "launch/test_local.py::test_a_rank_that_cannot_join_is_a_victim",
     "distributed/test_world.py::test_the_failed_rank_is_reported_not_its_peers",
@@ -173,10 +173,10 @@ GLOO_ONLY = {
     "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
     ),
-    "launch/test_local.py::test_a_victim_that_exits_first_is_not_the_cause": (
+    "launch/test_local.py::test_a_victim_exiting_first_is_not_the_cause": (
         "gloo reports a lost peer after a timeout of 0.2 s; NCCL reports none"
     ),
-    "launch/test_local.py::test_a_silent_rank_is_named_if_all_errors_are_consequences": (
+    "launch/test_local.py::test_a_silent_rank_is_named_among_consequences": (
         "a rank closes the connections of gloo; NCCL would not report it to the other rank"
     ),
     "distributed/test_pipelined.py::test_an_error_of_one_rank_is_raised_on_all_ranks": (
@@ -193,7 +193,7 @@ GLOO_ONLY = {
     "distributed/test_matched_calls.py::"
     "test_an_error_of_one_rank_is_raised_on_all_ranks": "compared over gloo in any case",
     "distributed/test_matched_calls.py::test_an_early_error_of_one_rank_ends_the_run": "compared over gloo in any case",
-    "distributed/test_matched_calls.py::test_a_loss_that_fails_in_eval_mode_does_not_prevent_training": (
+    "distributed/test_matched_calls.py::test_a_loss_failing_in_eval_mode_does_not_prevent_training": (
         "compared over gloo in any case"
     ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
@@ -232,10 +232,10 @@ NO_FAILURE = {
     "distributed/test_pipelined.py::test_a_task_without_layers_is_reported",
     "end_to_end/test_ranks.py::test_both_phases_of_hyperspectral_in_a_pipeline_match_one_process",
     "distributed/test_sharded_evaluation.py::test_a_finished_rank_joins_calls_without_side_effects",
-    "distributed/test_sharded_evaluation.py::test_failed_calls_do_not_block_ranks_or_keep_weights_gathered",
+    "distributed/test_sharded_evaluation.py::test_failed_calls_leave_no_rank_waiting_or_weights_gathered",
     "distributed/test_sharded_evaluation.py::test_a_collective_after_other_ranks_finished_is_an_error",
     "distributed/test_sharded_evaluation.py::test_tasks_can_use_collectives_after_equal_numbers_of_calls",
-    "distributed/test_sharded_evaluation.py::test_a_collective_during_model_calls_of_other_ranks_is_an_error",
+    "distributed/test_sharded_evaluation.py::test_a_collective_during_other_ranks_calls_is_an_error",
     "distributed/test_sharded_evaluation.py::test_collectives_of_groups_without_this_rank_are_not_counted",
     "distributed/test_sharded_evaluation.py::test_calling_a_submodule_directly_is_an_error",
     "distributed/test_world.py::test_the_rendezvous_timeout_grows_with_the_number_of_ranks",
@@ -268,7 +268,7 @@ NO_FAILURE = {
 
 
 def test_tests_of_failing_ranks_also_run_over_nccl() -> None:
-    """Otherwise, a reason must be given."""
+    """A test that cannot run over NCCL must have a reason."""
     tests = ROOT / "tests"
     run = {f"{Path(test.__code__.co_filename).relative_to(tests).as_posix()}::{test.__name__}" for test in COPIED}
     found = set(find_failing(tests, "faults", "launch", "distributed", "end_to_end"))
@@ -309,7 +309,7 @@ def test_forked_ranks_fail_in_the_same_way_over_nccl(stand_in: StandIn) -> None:
 
 @pytest.mark.long  # starts three interpreters that import torch, and waits 30 s until torchrun kills rank 0
 @pytest.mark.timeout(600)
-def test_an_error_of_a_torchrun_rank_is_recorded_over_nccl(tmp_path: Path) -> None:
+def test_errors_of_torchrun_ranks_are_recorded_over_nccl(tmp_path: Path) -> None:
     """NCCL does not report the lost rank, so torchrun kills rank 0 before it can record an error."""
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
     args = f"train --task {FAILING} task.rank=1 updates=6 global_batch_size=16 micro_batch_size=8 run=r device=cuda"
@@ -327,7 +327,7 @@ def test_an_error_of_a_torchrun_rank_is_recorded_over_nccl(tmp_path: Path) -> No
 
 
 def test_waits_after_a_failure_take_less_than_12_s() -> None:
-    """They are the grace period, the wait for processes that outlive their rank, and one reminder."""
+    """The waits are the grace period, the wait for processes that outlive their rank, and one reminder."""
     grace_s = inspect.signature(local.run_ranks).parameters["grace_s"].default
     assert grace_s + local.OTHERS_S + local.REMINDER_S < 12
     assert join.ABORT_S < 12

@@ -49,7 +49,7 @@ def csv_rows(results: Sequence[Result], goal: Goal) -> list[dict[str, str]]:
 
 
 def test_the_best_combination_has_the_best_mean() -> None:
-    """It need not have the best repetition."""
+    """This combination need not have the best repetition."""
     results = trials(GRID, VALUES)
     best = find_best(results, OVER_FOLDS)
     assert best is not None
@@ -60,7 +60,7 @@ def test_the_best_combination_has_the_best_mean() -> None:
 
 
 def test_the_table_marks_the_best_combination() -> None:
-    """It does not mark a trial."""
+    """No single trial is marked."""
     lines = format_trial_table(trials(GRID, VALUES), OVER_FOLDS)
     marked = [line.split() for line in lines if line.endswith(BEST)]
     assert [line[:4] for line in marked] == [["0.01", "3", "of", "3"]]

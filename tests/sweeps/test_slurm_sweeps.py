@@ -49,7 +49,7 @@ def states(cluster: Path) -> list[tuple[str, ...]]:
 
 @pytest.mark.slow
 def test_a_grid_is_submitted_as_one_array(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its table is that of a local sweep."""
+    """The table is that of a local sweep."""
     grid = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", "together=2", *TASK]
     assert main([*grid, "launcher.time_min=30"]) == 0
     assert arrays(cluster) == ["1-4%2"]
@@ -100,9 +100,10 @@ def test_a_canceled_job_is_submitted_again_on_request(cluster: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
-def test_a_repeated_command_follows_the_jobs_of_an_interrupted_one(
+def test_a_repeated_command_follows_the_jobs_of_the_first(
     is_recorded: bool, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first command was interrupted."""
     for name in ("held", "interrupt"):
         (cluster / name).touch()
     assert main(SEEDS) == 75
@@ -122,7 +123,7 @@ def test_a_repeated_command_follows_the_jobs_of_an_interrupted_one(
 
 
 def test_trials_that_ended_later_are_not_repeated(cluster: Path) -> None:
-    """They ended after the sweep had stopped."""
+    """The trials ended after the sweep had stopped."""
     command = ["train", "-m", "task.act=good,fail", *TASK]
     for name in ("held", "interrupt"):
         (cluster / name).touch()

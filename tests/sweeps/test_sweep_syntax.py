@@ -63,7 +63,7 @@ def test_numbers_for_a_string_setting_stay_as_typed(word: str, values: str) -> N
     assert texts[::2] == texts[1::2] == values.split()
 
 
-def test_numbers_for_a_string_setting_of_a_search_stay_as_typed() -> None:
+def test_numbers_for_string_settings_of_a_search_stay_as_typed() -> None:
     space = ("task.act=1e-3,2.50", "optimizer.lr=1e-3,2.50", "updates=range(1,9)")
     _, (text, number, _) = parse_search_space(Request(space, TASK))
     assert text.values == ("task.act=1e-3", "task.act=2.50")

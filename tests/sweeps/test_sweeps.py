@@ -182,7 +182,7 @@ def test_trials_with_different_start_runs_are_recognized(server: ForkServer, tmp
     ]
 
 
-def test_a_resumed_sweep_starts_its_trials_from_the_same_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_sweep_starts_trials_from_the_same_run(server: ForkServer, tmp_path: Path) -> None:
     args = ["train", "-m", "weights=last", "resume=other", "task.hidden=8,16", *TASK]
     other, base = base_run(tmp_path, "other"), base_run(tmp_path, "base")
     for name in ("metrics.jsonl", "run.json"):
@@ -198,7 +198,7 @@ def test_a_resumed_sweep_starts_its_trials_from_the_same_run(server: ForkServer,
 
 @pytest.mark.slow
 def test_failed_trials_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
-    """They fail in every possible way."""
+    """The trials fail in every possible way."""
     args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, args, tmp_path)
     assert code == 70, err
@@ -223,7 +223,7 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
 
 
 @pytest.mark.slow
-def test_a_missing_metric_is_reported_when_the_first_trial_ends(server: ForkServer, tmp_path: Path) -> None:
+def test_a_missing_metric_is_reported_after_the_first_trial(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los;" in line]) == 1
@@ -231,7 +231,7 @@ def test_a_missing_metric_is_reported_when_the_first_trial_ends(server: ForkServ
 
 @pytest.mark.slow
 def test_resuming_waits_for_trials_that_still_save(server: ForkServer, tmp_path: Path) -> None:
-    """They belong to a killed sweep."""
+    """The trials belong to a killed sweep."""
     args, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
     pid = start(server, args, tmp_path, SAVED=str(saved))
     wait_until((tmp_path / "outputs" / "mine" / "mine-1" / "run.json").exists)
@@ -265,7 +265,7 @@ def test_output_of_concurrent_trials_names_the_trial(server: ForkServer, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("requested", "expected"), [(3, "3"), (9, "5")])
-def test_a_search_runs_the_requested_number_of_trials_at_once(
+def test_a_search_runs_as_many_trials_at_once_as_requested(
     requested: int, expected: str, server: ForkServer, tmp_path: Path
 ) -> None:
     needs_optuna()
@@ -317,7 +317,7 @@ def test_a_search_can_be_extended_with_the_same_space_and_goal(server: ForkServe
 
 @pytest.mark.slow
 def test_a_search_of_an_earlier_version_keeps_its_notation(server: ForkServer, tmp_path: Path) -> None:
-    """It passed 0.001 to a string setting for 1e-3."""
+    """The earlier version passed 0.001 to a string setting for 1e-3."""
     needs_optuna()
     assert run(server, ["search", "task.act=0.001,2.5", "trials=1", *TASK], tmp_path)[0] == 0
     code, _, err = run(server, ["search", "task.act=1e-3,2.50", "trials=2", *TASK], tmp_path)
@@ -353,7 +353,7 @@ def test_a_search_for_a_missing_metric_ends_with_suggestions(server: ForkServer,
 
 
 @pytest.mark.slow
-def test_a_search_without_successful_trials_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
+def test_if_all_trials_fail_a_search_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
@@ -431,7 +431,7 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
 
 
 def test_trials_of_an_earlier_version_keep_their_notation(tmp_path: Path) -> None:
-    """It passed 0.001 to a string setting for 1e-3."""
+    """The earlier version passed 0.001 to a string setting for 1e-3."""
     old = [Trial(1, "mine-1", ("task.act=0.001",)), Trial(2, "mine-2", ("task.act=2.5",))]
     result = Sweep(tmp_path, SweepRecord(fixed=()), [*old], earlier=SweepRecord(fixed=()))
     sweep.add_trials(result, [("task.act=1e-3",), ("task.act=2.50",), ("task.act=3e-3",)], "mine")
@@ -495,7 +495,7 @@ def test_a_damaged_sweep_is_not_restarted(
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
 def test_a_killed_search_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
-    """It is killed between two values of a trial."""
+    """The search is killed between two values of a trial."""
     needs_optuna()
     from runner.sweeps.study import JOURNAL, Study
 

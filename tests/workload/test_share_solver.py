@@ -193,7 +193,7 @@ def run(balance: ShareSolver, ranks: Ranks, updates: int) -> list[Decision]:
 @pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 def test_with_a_slower_rank_the_minimum_time_is_reached(slower: int, gain: float, noise: float) -> None:
-    """It is reached within 5 %. If a rank is k times slower, equal shares take (1 + k) / 2 times as long."""
+    """The minimum is reached within 5 %. If a rank is k times slower, equal shares take (1 + k) / 2 times as long."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
         balance = ShareSolver(96, 2)
@@ -323,7 +323,7 @@ def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:
 
 
 def test_all_ranks_take_the_same_decision() -> None:
-    """They use the same times."""
+    """All ranks use the same times."""
     first, second = ShareSolver(64, 3), ShareSolver(64, 3)
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.002), RankTiming(0.001, 0.003)], 0.10)
     for _ in range(300):
@@ -376,7 +376,7 @@ def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None
 
 @pytest.mark.parametrize("other", [ShareSolver(65, 2), ShareSolver(64, 3)])
 def test_measurements_of_other_ranks_or_samples_are_not_used(other: ShareSolver) -> None:
-    """Their number of ranks or samples differs."""
+    """The number of ranks or samples differs."""
     balance = ShareSolver(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     assert balance.shares == (48, 16)

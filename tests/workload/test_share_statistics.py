@@ -280,7 +280,7 @@ def rescaled(solver: ShareSolver, rank: int = 1) -> float:
         (0.1, 1.1, False), (0.1, 1.3, True), (0.1, 0.9, False), (0.1, 0.7, True),
     ],
 )  # fmt: skip
-def test_a_change_of_speed_must_be_large_and_exceed_the_noise(noise: float, factor: float, counts: bool) -> None:
+def test_a_change_of_speed_must_be_large_and_significant(noise: float, factor: float, counts: bool) -> None:
     """The median of 4 times with noise 0.1 has an error of 0.1 x 1.2533 / 2 = 6.3 %; 3 errors are 19 %."""
     solver = timed_solver([1.0, 1.0], noise=noise)
     block(solver, [1.0, factor])
@@ -360,7 +360,7 @@ def test_noise_is_estimated_from_blocks_with_several_times() -> None:
     assert [len(rank["noises"]) for rank in solver.state()["ranks"]] == [MAX_BLOCKS] * 2
 
 
-def test_the_state_contains_everything_that_decides() -> None:
+def test_the_state_determines_all_decisions() -> None:
     """A solver with the same state takes the same decisions."""
     solver = timed_solver([1.0, 1.08, 1.3], total=300, noise=0.05)
     block(solver, [1.0, 1.1, 1.3])

@@ -54,7 +54,7 @@ def test_without_injection_99_of_100_trials_name_no_rank(world_size: int) -> Non
 
 
 def test_lost_time_is_the_wait_beyond_the_exchange() -> None:
-    """It is the waiting time of the other ranks."""
+    """The lost time is the waiting time of the other ranks."""
     result = find_straggler(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
     assert result is not None
     assert result.lost_s == pytest.approx(0.020)
@@ -108,7 +108,7 @@ def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
     assert find_straggler(window) is None
 
 
-def test_two_ranks_that_are_equally_often_slow_are_not_named() -> None:
+def test_two_equally_slow_ranks_are_not_named() -> None:
     one, other = (updates(0, delayed(2, rank, "forward", 0.020), num=12, noise=0.0) for rank in (0, 1))
     assert find_straggler(one[:11] + other[:9]) is None
     assert find_straggler(one[:12] + other[:8]) is not None
@@ -139,7 +139,7 @@ def test_delays_below_a_millisecond_are_not_reported() -> None:
 
 
 def test_a_rank_is_named_once_until_the_situation_changes() -> None:
-    """Either it recovers, or another rank is slow."""
+    """The situation changes if the rank recovers, or another rank is slow."""
     watch = StragglerDetector(warm_up=0)
     rank_1 = updates(0, delayed(2, 1, "data", 0.020), num=60)
     rank_0 = updates(1, delayed(2, 0, "backward", 0.020), num=40)

@@ -152,7 +152,7 @@ def waits() -> Iterator[Result]:
     for precision in (fp32, tf32, bf16, fp16):
         for prefetch in (none, stream):
             try:
-                there.test_the_loop_and_its_rows_never_wait_for_the_device(precision, prefetch)
+                there.test_loop_and_rows_never_wait_for_the_device(precision, prefetch)
                 yield f"{precision.__name__} {prefetch.__name__}", True, "12 updates, none waits"
             except Exception as error:
                 yield (
