@@ -25,7 +25,7 @@ def test_auto_evaluates_about_ten_times_and_at_most_once_per_update(updates: int
 
 
 def test_finished_phases_and_consumed_batches_are_freed(server: ForkServer, tmp_path: Path) -> None:
-    """Otherwise, they would occupy GPU memory until the end of the run."""
+    """Tensors that are not freed would occupy GPU memory until the end of the run."""
     task = Path(__file__).with_name("task_that_counts_tensors.py")
     result = server.run(f"train --task {task} run=r device=cpu monitor=off dataloader.num_workers=0", tmp_path)
     assert result.code == 0, result.out + result.err

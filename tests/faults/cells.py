@@ -216,7 +216,7 @@ def ranks_of(rng: random.Random, num_courses: int) -> list[str]:
 
 
 def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
-    """Return cells of few courses, on one and two ranks, that are killed and resume with another number of workers."""
+    """Return cells of few courses, on one and two ranks, that are killed and resume with different data workers."""
     courses = [
         dict(zip(AXES, ("fp32", ranks, accumulation, "one", "adamw cosine", data, "layer norm"), strict=False))
         for ranks, accumulation, data in (

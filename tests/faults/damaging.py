@@ -1,4 +1,4 @@
-"""Ways to damage files, and a small run with two checkpoints to try them on."""
+"""Ways to damage files, and two small checkpoints to try them on."""
 
 from __future__ import annotations
 

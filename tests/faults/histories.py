@@ -423,7 +423,7 @@ def _go_back_and_return(root: Path, promise: Promise) -> None:
 
 
 def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
-    """Every checkpoint and row still exists, possibly renamed; metrics.jsonl has the rows of the newest checkpoint."""
+    """Assert that no checkpoint or row is lost, and that metrics.jsonl has the rows of the newest checkpoint."""
     directory, run = _checkpoints(root), root / "runs" / "one"
     kept = {result[0] for name in files.list_names(directory) if (result := re.search(r"\d{10}", name))}
     assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.list_names(directory)}"
@@ -460,7 +460,7 @@ HISTORIES = [
 ]
 
 
-# Short histories, every operation of which is mutated
+# Short histories; tests mutate or fail each of their operations
 
 
 def _two_saved(root: Path) -> None:

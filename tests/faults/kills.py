@@ -38,7 +38,7 @@ class Campaign:
 
 
 def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
-    """Kill a saving process `count` times, half of them at an operation, half from another process."""
+    """Kill a saving process `count` times, about half of them at an operation, the others from another process."""
     with files.use_system(WithoutSync()):  # written data survive a kill, whether on disk or not
         return _kill_saves(folder, count, seed)
 

@@ -247,7 +247,7 @@ class Faults(System):
         self.at, self.inner, self.victim = at or {}, inner or Quick(), victim
         self.trace: list[tuple[str, str]] = []
         self.met: list[int] = []  # the numbers of `at` that were reached
-        self.struck: list[int] = []  # number of recorded operations at each of them
+        self.struck: list[int] = []  # number of recorded operations at each injected fault
         self._is_dead = False
         self._names: dict[int, str] = {}
         self._guard = threading.Lock()

@@ -552,7 +552,7 @@ def test_the_output_root_can_have_any_printable_name(
     args = [*BASE, f'output_root="{escaped}"', "updates=10"]
     env = {"HOME": str(tmp_path / "home")}
     result = server.run(args, tmp_path, env)
-    if name in ("newline", "escape"):  # they would end a line of a script, or control a terminal
+    if name in ("newline", "escape"):  # such characters would end a line of a script or control a terminal
         assert result.code == 78, result.err
         assert "output_root=" in result.err
         return

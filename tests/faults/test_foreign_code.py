@@ -24,7 +24,7 @@ SBATCH = '#!/bin/bash\ncp -- "$1" "$PLAYED/script"\nbash -- "$1"\necho "Submitte
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with an `sbatch` that runs the script."""
+    """Change to a folder with an `sbatch` that runs its script, and return the folder."""
     for name in ("sbatch", "srun"):
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """The crash tests detect a save with an omitted sync or with two swapped steps.
 
-Each recorded history is mutated at one operation, at each of them in turn, and the crash states of the result are
-checked. Mutating recorded operations instead of code works for any implementation of a save.
+Each operation of a recorded history is mutated in turn, and the crash states of the result are checked. Mutating
+recorded operations instead of code works for any implementation of a save.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def is_executable(start: Mapping[int, Content], operations: Sequence[Operation])
 
 
 class Names:
-    """Names of the nodes of a recording, and reasons why changes of it are equivalent."""
+    """Names of the nodes of a recording, and reasons why its mutants are equivalent."""
 
     def __init__(self, recording: Recording) -> None:
         self.done = recording.operations

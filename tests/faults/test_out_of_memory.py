@@ -302,7 +302,7 @@ def test_a_rank_can_run_out_of_memory_while_another_is_one_update_behind() -> No
 
 @pytest.mark.slow
 def test_ranks_that_need_equal_micro_batch_counts_use_the_smallest_size() -> None:
-    """One rank of ddp was out of memory; resumed with fsdp, all ranks need the same number of micro-batches."""
+    """A rank ran out of memory with ddp. After a resume with fsdp, all ranks need equal numbers of micro-batches."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=60",))
     of_one = (
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2),
@@ -360,9 +360,7 @@ def test_a_single_sample_that_does_not_fit_ends_all_ranks(ranks: int) -> None:
         assert args.replace("1.00", "1") in error[2], error[2]
     assert result[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
     assert [there["update"] for there in result] == [1] * ranks
-    assert not result[-1]["remembered"], (
-        "smaller micro-batches did not help: once fixed, the run resumes with the original size"
-    )
+    assert not result[-1]["remembered"], "smaller micro-batches did not help, so the next start uses the original size"
     if ranks == 2:
         assert result[0]["error"][0] == "RankLost"
         assert "rank 1" in result[0]["error"][2]
@@ -389,7 +387,7 @@ def test_the_setting_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path
     assert code == Exit.GPU_MEMORY, messages
     listed = (tmp_path / "outputs/mine/memory.txt").read_text()
     for name in ("gradient of 0.weight", "exp_avg of 0.weight"):
-        assert name in listed, "memory is listed before it is freed"
+        assert name in listed, "the report must list memory before it is freed"
 
 
 @pytest.mark.sampled(1)

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one: tests with one short run for each field of a checkpoint.
+"""A resumed run equals an uninterrupted one, tested with one short run for each field of a checkpoint.
 
 The resume matrix combines everything; here, each run is stopped where one field matters. By default, a seed selects two
 of the fields; `scripts/test.sh --all` tests all of them.

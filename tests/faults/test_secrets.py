@@ -161,7 +161,7 @@ COMMANDS = (
     "train --task mine.py run=b updates=2 parallelism=ddp parallelism.world_size=2 tracker=none",
     "train --task mine.py -m optimizer.lr=0.1,0.01 updates=1 run=s",
 )
-SLOW = (1, 7, 8)  # by default, a seed selects one of them, and the others are left out
+SLOW = (1, 7, 8)  # commands of which, by default, a seed selects only one
 
 
 @pytest.fixture(scope="module")

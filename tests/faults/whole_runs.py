@@ -1,6 +1,6 @@
-"""Complete runs of accel-run in forked processes, killed at random, and what must hold afterwards.
+"""Run accel-run in forked processes, kill it at random, and check what must hold afterwards.
 
-Runs in a fork of the fork server.
+This module runs in a fork of the fork server.
 """
 
 from __future__ import annotations

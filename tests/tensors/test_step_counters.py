@@ -37,7 +37,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_stateless", [False, True])
 def test_optimizer_attributes_outside_the_state_survive_a_checkpoint(is_stateless: bool, tmp_path: Path) -> None:
-    """In one case, the first parameter has no gradient, and thus no state, in the first updates."""
+    """The first parameter is frozen, so it has no gradient and no state."""
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(
         "from tests.tensors.test_step_counters import Counting\n\n"

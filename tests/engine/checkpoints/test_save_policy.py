@@ -229,7 +229,7 @@ def test_an_explicit_interval_is_not_adapted(every: Any) -> None:
 
 
 def test_no_suggestion_repeats_a_current_setting() -> None:
-    """The suggestion is for a disk that is too slow."""
+    """`advice` suggests settings for a disk that is too slow."""
     assert "checkpoint.every=auto" in default(every=1).advice
     for policy in (default(), default(best=None)):
         assert "checkpoint.every=auto" not in policy.advice

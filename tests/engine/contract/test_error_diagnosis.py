@@ -1,4 +1,4 @@
-"""How exceptions during a run are classified."""
+"""Exceptions during a run are classified by their cause."""
 
 from __future__ import annotations
 

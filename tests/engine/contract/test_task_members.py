@@ -1,4 +1,4 @@
-"""Members of a task or hook with wrong arguments or types are reported by name when the task is loaded."""
+"""Members of tasks and hooks that have wrong arguments or types are reported by name when the task is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW equals a plain loop with the package in training, evaluation, checkpoints and inference."""
+"""Training, evaluation, checkpoints and inference with schedule-free AdamW equal a plain loop with its package."""
 
 from __future__ import annotations
 

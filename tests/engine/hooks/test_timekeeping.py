@@ -1,4 +1,4 @@
-"""The record of a phase has its peak memory, or None if the device reports none."""
+"""The record of a phase contains its peak memory, or None if the device reports none."""
 
 from __future__ import annotations
 

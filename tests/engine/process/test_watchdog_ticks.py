@@ -122,7 +122,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def watch_rank(
     folder: Path | None, *settings: str, world_size: int = 2, traces: HangTraces | None = None
 ) -> Iterator[ProgressMark]:
-    """Watch a rank whose heartbeats are in `folder`, or a process that ends itself if None."""
+    """Watch a rank whose heartbeats are in `folder`, or, if that is None, a process that ends itself."""
     args = ("device=cpu", *(f"watchdog.{limit}" for limit in LIMITS), *settings)
     plan = make_plan(compose(Request(args)), Inventory((), Cpu("a processor", 2, 4, 0)))
     world = World(CPU, rank=1 if world_size > 1 else 0, world_size=world_size, heartbeat_folder=folder)
